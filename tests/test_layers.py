@@ -1,0 +1,59 @@
+"""Imports point down the layers of the design, and modules stay small."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "gregale"
+
+LAYERS = [
+    {"errors", "axes"},
+    {"model", "data", "optim", "codecs", "audit"},
+    {"communication"},
+    {"methods"},
+    {"training"},
+    {"services"},
+    {"programs"},
+    {"cli", "__main__"},
+]
+LAYER_OF = {name: number for number, names in enumerate(LAYERS, 1) for name in names}
+LONGEST_MODULE_LINES = 350
+
+
+def folder_of(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imported_folders(tree: ast.AST) -> set[str]:
+    """The parts of gregale that a module imports, also inside functions."""
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "imports are absolute"
+            names = [node.module] if node.module != "gregale" else [f"gregale.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("gregale.")}
+    return found
+
+
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down_the_layers(path):
+    own = LAYER_OF[folder_of(path)]
+    for folder in imported_folders(ast.parse(path.read_text())):
+        assert LAYER_OF[folder] <= own, f"{path} (layer {own}) imports gregale.{folder} (layer {LAYER_OF[folder]})"
+
+
+def test_an_upward_import_is_found():
+    assert imported_folders(ast.parse("def f():\n    from gregale.programs.train import main")) == {"programs"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_modules_stay_small(path):
+    assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
