@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
     {"errors", "axes"},
-    {"model", "data", "optim", "codecs", "audit"},
+    {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication"},
     {"methods"},
     {"training"},

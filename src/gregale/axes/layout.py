@@ -1,0 +1,154 @@
+"""Where every named axis lives: a mesh and the three mappings from named axes to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeVar
+
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gregale.errors import UserError
+
+Tree = TypeVar("Tree")
+AxisMapping = Mapping[str, str | tuple[str, ...]]
+
+REPLICA = "replica"
+BATCH = "batch"
+EMBED = "embed"
+LAYERS = "layers"
+
+TENSOR_PARALLEL = ("heads", "kv_heads", "mlp", "vocab")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the three mappings of named axes to mesh axes (DESIGN section 2).
+
+    - `compute`: activations and batches, and weights while they are used
+    - `params`: parameters and gradient buffers
+    - `opt_state`: optimizer state, reduced gradients, outer parameters
+
+    `opt_state` maps `embed` to (data, replica) in this order, so that a device's shard of the optimizer state is a
+    slice of its own parameter shard: "average over replica and reshard" is one reduce-scatter over `replica`.
+    """
+
+    mesh: Mesh
+    compute: AxisMapping
+    params: AxisMapping
+    opt_state: AxisMapping
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.shape[REPLICA]
+
+    @property
+    def Replica(self) -> Axis:
+        return Axis(REPLICA, self.replicas)
+
+    def inside_replica(self) -> Layout:
+        """The layout as one replica sees it under `hax.vmap(..., Replica)`: nothing else maps to `replica`."""
+
+        def without(mapping: AxisMapping) -> AxisMapping:
+            kept = {}
+            for name, axes in mapping.items():
+                left = tuple(axis for axis in _as_tuple(axes) if axis != REPLICA)
+                if name == REPLICA or left:
+                    kept[name] = REPLICA if name == REPLICA else left
+            return kept
+
+        return replace(self, **{name: without(getattr(self, name)) for name in ("compute", "params", "opt_state")})
+
+    def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
+        """The partition of an array with these named axes, in this order."""
+        names = [axis if isinstance(axis, str) else axis.name for axis in axes]
+        return PartitionSpec(*(mapping.get(name) for name in names))
+
+    def sharding(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(axes, mapping))
+
+    def shardings(self, tree: Tree, mapping: AxisMapping) -> Tree:
+        """The sharding of every array of a tree, as a tree of the same structure; unnamed arrays are replicated."""
+
+        def one(leaf):
+            if isinstance(leaf, NamedArray):
+                sharding = self.sharding(leaf.axes, mapping)
+                return jax.tree.map(lambda _: sharding, leaf)
+            return NamedSharding(self.mesh, PartitionSpec())
+
+        return jax.tree.map(one, tree, is_leaf=is_named)
+
+    def constrain(self, tree: Tree, mapping: AxisMapping) -> Tree:
+        """Inside jit: every named array of the tree sharded by `mapping`; unnamed arrays are left to the compiler."""
+
+        def one(leaf):
+            if not isinstance(leaf, NamedArray):
+                return leaf
+            sharding = self.sharding(leaf.axes, mapping)
+            return NamedArray(jax.lax.with_sharding_constraint(leaf.array, sharding), leaf.axis_names)
+
+        return jax.tree.map(one, tree, is_leaf=is_named)
+
+
+def is_named(leaf) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:
+    """The three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`."""
+    model = dict.fromkeys(tensor_parallel, "model")
+    return Layout(
+        mesh=mesh,
+        compute={BATCH: (REPLICA, "data"), REPLICA: REPLICA, **model},
+        params={EMBED: "data", REPLICA: REPLICA, **model},
+        opt_state={EMBED: ("data", REPLICA), **model},
+    )
+
+
+def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
+    """Refuse an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
+
+    Arguments:
+    - `layout`: the mesh and the mappings
+    - `axes`: configuration key -> (what the axis is, the axis), for all axes of the model and the batch
+
+    Raises `UserError` with the arithmetic and the nearest sizes that would work.
+    """
+    used: set[str] = set()
+    for key, (meaning, axis) in axes.items():
+        for mapping in (layout.compute, layout.params, layout.opt_state):
+            mesh_axes = _as_tuple(mapping.get(axis.name, ()))
+            sizes = [layout.mesh.shape[name] for name in mesh_axes]
+            if axis.size % prod(sizes):
+                raise UserError(_does_not_divide(key, meaning, axis.size, mesh_axes, sizes))
+            used |= set(mesh_axes)
+    for name, size in layout.mesh.shape.items():
+        if size > 1 and name not in used:
+            raise UserError(
+                f"mesh.{name} is {size}, but nothing in this configuration is split over `{name}`: its devices would "
+                f"repeat the same work. Set mesh.{name} to 1 and give the devices to another axis."
+            )
+
+
+def _does_not_divide(key: str, meaning: str, size: int, mesh_axes: tuple[str, ...], sizes: list[int]) -> str:
+    divisor = prod(sizes)
+    below, above = size // divisor * divisor, (size // divisor + 1) * divisor
+    nearest = f"{below} or {above}" if below else f"{above}"
+    product = " x ".join(f"{name} {n}" for name, n in zip(mesh_axes, sizes, strict=True))
+    return (
+        f"{key} is {size}: {meaning} is split over {product} = {divisor} devices, and {size} / {divisor} = "
+        f"{size / divisor:.4g} is not a whole number. {key} {nearest} would work, or a smaller mesh."
+    )
+
+
+def _as_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def axis_mapping(mapping: AxisMapping):
+    """Haliax reads the mesh axis that a vmapped axis lives on from this context."""
+    return hax.axis_mapping(dict(mapping))

@@ -1,0 +1,103 @@
+"""The device mesh: four named axes, slowest link first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from gregale.errors import UserError
+
+AXES = ("replica", "stage", "data", "model")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest link first; at most one is -1 and takes the devices that are left."""
+
+    replica: int = field(default=1, metadata={"help": "replicas: groups of devices joined by the slow link"})
+    stage: int = field(default=1, metadata={"help": "pipeline stages"})
+    data: int = field(default=-1, metadata={"help": "devices that share a replica's batch and parameters (FSDP)"})
+    model: int = field(default=1, metadata={"help": "devices that split each layer (tensor parallelism)"})
+
+    def __post_init__(self):
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size == 0 or size < -1:
+                raise UserError(f"mesh.{axis} is {size}: a mesh axis has at least 1 device, or -1 for all that are left.")
+        if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
+            raise UserError(f"mesh: {self} has more than one -1; at most one axis can take the devices that are left.")
+
+    def sizes(self, device_count: int) -> dict[str, int]:
+        """Axis sizes with -1 filled in, so that their product is `device_count`."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        given = prod(size for size in sizes.values() if size != -1)
+        product = " * ".join(str(size) for size in sizes.values() if size != -1)
+        free = [axis for axis, size in sizes.items() if size == -1]
+        if free:
+            if device_count % given:
+                raise UserError(
+                    f"mesh.{free[0]} is -1, but the other axes need {product} = {given} devices, which does not divide "
+                    f"the {device_count} there are; sizes whose product divides {device_count} would work."
+                )
+            sizes[free[0]] = device_count // given
+        elif given != device_count:
+            axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise UserError(
+                f"mesh: {axes} needs {product} = {given} devices, but there are {device_count}. Set one axis to -1 to "
+                f"take the devices that are left, or set `devices: {given}` to simulate them on CPU."
+            )
+        return sizes
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh with axes (replica, stage, data, model), in this device order.
+
+    Devices are laid out so that `replica` crosses slices first (`slice_index` on TPU), then hosts (`process_index`):
+    every other axis stays inside as small a group of close devices as its size allows. On TPU the devices of one
+    slice keep the order that suits its torus (`jax.experimental.mesh_utils`).
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = config.sizes(len(devices))
+    array = arrange(devices, tuple(sizes.values()))
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def slice_of(device: jax.Device) -> int:
+    """The slice that a device is in: TPU's `slice_index`; 0 where the platform has no slices."""
+    return getattr(device, "slice_index", 0) or 0
+
+
+def arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """Devices as an array of `shape`, whole slices along the first (`replica`) axis.
+
+    Raises `UserError` if the number of slices and the first axis do not divide one another.
+    """
+    slices: dict[int, list[jax.Device]] = {}
+    for device in sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id)):
+        slices.setdefault(slice_of(device), []).append(device)
+    replicas, count = shape[0], len(slices)
+    if len({len(members) for members in slices.values()}) > 1:
+        found = ", ".join(f"slice {name}: {len(members)}" for name, members in slices.items())
+        raise UserError(f"mesh: the slices have different numbers of devices ({found}); use slices of one size.")
+    if replicas % count:
+        raise UserError(
+            f"mesh.replica is {replicas}, but the devices are {count} slices: only `replica` may cross slices, so it "
+            f"must be a multiple of {count}."
+        )
+    inside = (replicas // count, *shape[1:])
+    return np.concatenate([_arrange_slice(members, inside) for members in slices.values()])
+
+
+def _arrange_slice(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        from jax.experimental import mesh_utils
+
+        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+    array = np.empty(len(devices), dtype=object)
+    array[:] = devices
+    return array.reshape(shape)
