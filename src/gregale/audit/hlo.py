@@ -1,0 +1,176 @@
+"""The text of a compiled program as computations and instructions.
+
+XLA prints one instruction a line, `%name = shape opcode(operands), attributes`, and one computation between
+`%name (parameters) -> shape {` and `}`. Only what the audit needs is taken apart; the rest of a line is kept as text.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{\s*$")
+_NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d\w*)\[([\d,<=]*)\]")
+_PARENTHESIS = re.compile(r"[()]")
+_OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"')
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array as it lies on one device: the dtype as XLA prints it, and the sizes."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements, without padding; types narrower than a byte are packed."""
+        return math.ceil(math.prod(self.sizes) * bits(self.dtype) / 8)
+
+
+def bits(dtype: str) -> int:
+    """Bits an element: `bf16` has 16, `u4` has 4, `f8e4m3fn` has 8, `pred` is stored as a byte."""
+    if dtype == "pred":
+        return 8
+    width = _BITS.search(dtype)
+    return int(width.group()) if width else 0
+
+
+def shapes_in(text: str) -> tuple[Shape, ...]:
+    """The arrays of a printed shape in order, tuples flattened and tokens left out."""
+    return tuple(
+        Shape(dtype, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
+        for dtype, sizes in _SHAPE.findall(text)
+        if dtype not in ("token", "opaque")
+    )
+
+
+@dataclass
+class Instruction:
+    """One line of a computation; `attributes` is what follows the operands, as printed."""
+
+    name: str
+    opcode: str
+    shape_text: str
+    operand_text: str
+    attributes: str
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result."""
+        return shapes_in(self.shape_text)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands."""
+        if "%" in self.operand_text or not self.operand_text:
+            return tuple(_OPERAND.findall(self.operand_text))
+        return tuple(part.split()[-1] for part in self.operand_text.split(",") if part.strip())
+
+    @property
+    def op_name(self) -> str:
+        """Where the instruction comes from in the traced program, such as `jit(step)/while/body/dot_general`."""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1) if match else ""
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression in the attributes."""
+        match = re.search(pattern, self.attributes)
+        return match.group(1) if match else None
+
+    def called(self, key: str) -> str | None:
+        """The computation that an attribute such as `body` or `calls` names."""
+        return self.attribute(rf"\b{key}=%?([\w.\-]+)")
+
+
+@dataclass
+class Computation:
+    """A named list of instructions in schedule order."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    root: Instruction | None = None
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """The arrays that the instruction reads."""
+        named = [self.instructions[name] for name in instruction.operands if name in self.instructions]
+        if named:
+            return tuple(shape for operand in named for shape in operand.shapes)
+        return shapes_in(instruction.operand_text)
+
+
+@dataclass
+class Module:
+    """A compiled program: its computations, where it starts, and how many devices run it."""
+
+    computations: dict[str, Computation]
+    entry: str
+    replicas: int
+    partitions: int
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += 1 if match.group() == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text) - 1
+
+
+def _parse_instruction(line: str) -> tuple[Instruction, bool] | None:
+    head = _NAME.match(line)
+    if not head:
+        return None
+    shape_start = head.end()
+    is_tuple = line.startswith("(", shape_start)
+    shape_end = _closing(line, shape_start) + 1 if is_tuple else line.find(" ", shape_start)
+    opcode = _OPCODE.match(line, shape_end)
+    if not opcode:
+        return None
+    closing = _closing(line, opcode.end() - 1)
+    instruction = Instruction(
+        name=head.group(2),
+        opcode=opcode.group(1),
+        shape_text=line[shape_start:shape_end],
+        operand_text=line[opcode.end() : closing],
+        attributes=line[closing + 1 :],
+    )
+    return instruction, head.group(1) is not None
+
+
+def parse(text: str) -> Module:
+    """Read what `compiled.as_text()` gives. The time is linear in the length of the text."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None:
+            header = _COMPUTATION.match(line)
+            if header:
+                current = computations[header.group(2)] = Computation(header.group(2))
+                entry = header.group(2) if header.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        else:
+            parsed = _parse_instruction(line)
+            if parsed:
+                instruction, is_root = parsed
+                current.instructions[instruction.name] = instruction
+                current.root = instruction if is_root else current.root
+    header_line = text[: text.find("\n")]
+    return Module(
+        computations=computations,
+        entry=entry,
+        replicas=_count(header_line, "replica_count"),
+        partitions=_count(header_line, "num_partitions"),
+    )
+
+
+def _count(header: str, key: str) -> int:
+    match = re.search(rf"\b{key}=(\d+)", header)
+    return int(match.group(1)) if match else 1

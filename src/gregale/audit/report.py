@@ -1,0 +1,139 @@
+"""The audit of a program: its collectives, and their sums by mesh axis and by link."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from gregale.audit.collectives import Collective, find_collectives
+from gregale.audit.groups import Placement
+from gregale.audit.hlo import parse
+from gregale.audit.loops import Loop
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Every collective of a compiled program, in the order of its schedule."""
+
+    collectives: tuple[Collective, ...]
+
+    def over(self, axis: str) -> tuple[Collective, ...]:
+        """The collectives between devices that differ along a mesh axis, whatever else they cross.
+
+        One whose axes are unknown is among them if any of its groups has devices that differ along the axis.
+        """
+        return tuple(collective for collective in self.collectives if axis in collective.touched)
+
+    def inside_loops(self) -> tuple[Collective, ...]:
+        """The collectives inside a `while` loop."""
+        return tuple(collective for collective in self.collectives if collective.loop)
+
+    def unknown(self) -> tuple[Collective, ...]:
+        """The collectives whose groups are no product of mesh axes."""
+        return tuple(collective for collective in self.collectives if collective.axes == ("unknown",))
+
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops around the collectives, each once."""
+        return tuple(dict.fromkeys(loop for collective in self.collectives for loop in collective.loops))
+
+    def bytes_per_step(self, axis: str | None = None) -> int:
+        """Payload bytes on one device in one run of the program, loops counted, over one axis or over all.
+
+        Raises:
+            UserError: a loop around one of the collectives has an unknown trip count.
+        """
+        return total_bytes(self.collectives if axis is None else self.over(axis))
+
+    def bytes_by_axes(self) -> dict[tuple[str, ...], int | None]:
+        """Payload bytes a step for each set of axes that some collective crosses; None where a count is unknown."""
+        return _sums((collective.axes, collective) for collective in self.collectives)
+
+    def bytes_by_link(self) -> dict[str, int | None]:
+        """Payload bytes a step inside a slice and between slices; None where a count is unknown."""
+        return _sums((collective.link, collective) for collective in self.collectives)
+
+    def to_dict(self) -> dict:
+        """For JSON: `collectives`, and `bytes_per_step` by `axes` (joined with commas) and by `link`."""
+        return {
+            "collectives": [collective.to_dict() for collective in self.collectives],
+            "bytes_per_step": {
+                "axes": {",".join(axes): size for axes, size in self.bytes_by_axes().items()},
+                "link": self.bytes_by_link(),
+            },
+        }
+
+    def table(self) -> str:
+        """The collectives as lines of text for a reader."""
+        header = ("kind", "dtype", "bytes", "axes", "loop", "times", "link", "name")
+        rows: list[tuple[str, ...]] = [header]
+        for collective in self.collectives:
+            marks = ("async " if collective.is_async else "") + ("if " if collective.conditional else "")
+            rows.append(
+                (
+                    collective.kind,
+                    collective.dtype,
+                    f"{collective.bytes:,}",
+                    ",".join(collective.axes) or "-",
+                    "/".join(collective.loop) or "-",
+                    "?" if collective.times is None else str(collective.times),
+                    collective.link,
+                    marks + collective.name,
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def total_bytes(collectives: Iterable[Collective]) -> int:
+    """Payload bytes on one device in one run of the program, loops counted.
+
+    Raises:
+        UserError: a loop around one of them has an unknown trip count.
+    """
+    total = 0
+    for collective in collectives:
+        if collective.times is None:
+            untold = ", ".join(f"{loop.name} ({loop.scope})" for loop in collective.loops if loop.times is None)
+            raise UserError(
+                f"the compiled program does not tell how often a loop around {collective.name!r} runs: {untold}; "
+                "give its count in loop_trips, by the loop's name or by a part of its scope"
+            )
+        total += collective.bytes * collective.times
+    return total
+
+
+def _sums(keyed: Iterable[tuple]) -> dict:
+    sums: dict = {}
+    for key, collective in keyed:
+        before = sums.get(key, 0)
+        unknown = before is None or collective.times is None
+        sums[key] = None if unknown else before + collective.bytes * collective.times
+    return sums
+
+
+def audit(
+    compiled: jax.stages.Compiled | str, mesh: jax.sharding.Mesh, loop_trips: Mapping[str, int] | None = None
+) -> Audit:
+    """List every collective of a compiled program.
+
+    Args:
+        compiled: the program, or its text (`compiled.as_text()`), as XLA prints it for CPU, GPU or TPU.
+        mesh: the mesh that it was compiled for, with its devices in the same order.
+        loop_trips: trip counts of loops for which the program tells none, by the name of the `while` or by a part of
+            the scope that it was traced in (such as a `jax.named_scope` around a scan).
+
+    Raises:
+        UserError: the text is not a compiled program.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    module = parse(text or "")
+    if not module.entry:
+        raise UserError(
+            "the audit reads the text of a compiled program (compiled.as_text()); "
+            f"found {(text or '')[:60]!r}, which has no ENTRY computation"
+        )
+    placement = Placement(mesh, module.replicas * module.partitions)
+    return Audit(find_collectives(module, placement, loop_trips or {}))
