@@ -1,0 +1,78 @@
+"""Checksums of a checkpoint's files: written last, verified before anything is read."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_HASHING_THREADS = 4  # hashlib releases the interpreter lock
+
+FileRecords = dict[str, dict]  # path relative to the checkpoint -> {"bytes": size, "blake2b": digest}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _digest_of_records(records: FileRecords) -> str:
+    return hashlib.blake2b(json.dumps(records, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def files_below(folder: Path) -> list[str]:
+    """Every file below `folder`, as sorted relative POSIX paths."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def record(folder: Path, names: Iterable[str]) -> FileRecords:
+    """Size and checksum of the named files."""
+
+    def one(name: str) -> tuple[str, dict]:
+        path = folder / name
+        return name, {"bytes": path.stat().st_size, "blake2b": _digest(path)}
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return dict(pool.map(one, names))
+
+
+def write_manifest(folder: Path, records: FileRecords) -> None:
+    """Writes the manifest; `folder` is complete once this returns."""
+    manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in words, or None when every file is as it was written.
+
+    Args:
+        folder: the committed checkpoint.
+        part, parts: check every `parts`-th file, from number `part` on: processes share the reading.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        version, digest, records = manifest["format"], manifest["blake2b"], manifest["files"]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is truncated or corrupted"
+    if version != _FORMAT:
+        return f"{MANIFEST} has format {version}; this version reads format {_FORMAT}"
+    if digest != _digest_of_records(records):
+        return f"{MANIFEST} is corrupted: its checksum is not the one it states"
+    expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
+        return next((damage for damage in pool.map(lambda one: _file_damage(folder, *one), expected) if damage), None)
+
+
+def _file_damage(folder: Path, name: str, size: int, digest: str) -> str | None:
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    if (found := path.stat().st_size) != size:
+        return f"{name} has {found} bytes of the {size} that were written"
+    if _digest(path) != digest:
+        return f"{name} is corrupted: its checksum is not the one in {MANIFEST}"
+    return None

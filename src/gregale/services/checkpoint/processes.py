@@ -1,0 +1,37 @@
+"""What the processes of a run tell each other about a checkpoint."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
+
+_MESSAGE_BYTES = 512
+_BARRIER_MINUTES = 20
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come here. Unlike a collective on devices it may be called in a thread.
+
+    Args:
+        name: the same in every process, and used once.
+    """
+    multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_MINUTES * 60_000)
+
+
+def from_first_process(number: int) -> int:
+    """Process 0's number, in every process."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def first_message(message: str | None) -> str | None:
+    """The message of the first process that has one, in every process; None when none has."""
+    if jax.process_count() == 1:
+        return message
+    mine = np.zeros(_MESSAGE_BYTES, np.uint8)
+    encoded = (message or "").encode()[:_MESSAGE_BYTES]
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    everyone = np.asarray(multihost_utils.process_allgather(mine))
+    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone)
+    return next((text for text in texts if text), None)

@@ -1,0 +1,313 @@
+"""Saving and restoring checkpoints with Orbax.
+
+A checkpoint is a folder `step-00000100` with three things: `arrays-00000100` (Orbax: sharded, OCDBT), `leaves.json` and
+`metadata.json`, and the manifest with every file's checksum. It is written as `step-00000100.partial`; the manifest
+comes last, then the folder gets its name. So a folder with that name was complete once, and the manifest tells
+whether it still is.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from gregale.errors import UserError
+from gregale.services.checkpoint.leaves import (
+    LeafSpec,
+    arrays_by_name,
+    check_match,
+    fill,
+    sharding_of,
+    specs_by_name,
+)
+from gregale.services.checkpoint.manifest import FileRecords, files_below, find_damage, record, write_manifest
+from gregale.services.checkpoint.processes import barrier, first_message, from_first_process
+from gregale.services.checkpoint.retention import (
+    CheckpointConfig,
+    committed_steps,
+    folder_name,
+    superfluous,
+    unfinished,
+)
+
+_LEAVES = "leaves.json"
+_METADATA = "metadata.json"
+_CHECKSUMS_OF = "checksums-of-process-{}.json"
+_WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
+_NONE = -1
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Restored(Generic[Tree]):
+    """A checkpoint that was read.
+
+    Attributes:
+        step: the step it was saved at.
+        tree: the template, filled with its arrays.
+        metadata: what was saved beside them.
+    """
+
+    step: int
+    tree: Tree
+    metadata: dict
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory that all its processes share.
+
+    Every process of a `jax.distributed` run makes the same calls in the same order. Trees are pytrees of global
+    jax.Arrays, with or without axis names; whatever else they hold is static and is not saved. Reading alone leaves the
+    directory as it is; the first save removes what a killed process left unfinished.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        config: CheckpointConfig | None = None,
+        report: Callable[[str], None] = print,
+    ):
+        """
+        Args:
+            directory: made by the first save.
+            config: what is kept.
+            report: told in one line of each checkpoint that is damaged; called by process 0 only.
+        """
+        _silence_orbax()
+        self._directory = Path(directory).absolute()
+        self._config = config or CheckpointConfig()
+        self._report = report if jax.process_index() == 0 else lambda _: None
+        self._orbax = ocp.AsyncCheckpointer(
+            # Trained floats hardly compress, and the training loop needs the processor's cores.
+            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+        )
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: Future | None = None
+        self._history: set[int] = set()  # steps that this object has saved, or began from
+        self._saves = 0
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def save(self, step: int, tree: Any, metadata: dict) -> None:
+        """Saves in the background; returns once the arrays may be donated. Waits for an earlier save.
+
+        A step that this object has saved already, or began from, is not written again.
+
+        Args:
+            step: names the checkpoint.
+            tree: pytree of global jax.Arrays.
+            metadata: goes to JSON beside them.
+
+        Raises:
+            OSError, ValueError: the earlier save failed.
+        """
+        self.wait()
+        if step in self._history:
+            return
+        self._saves += 1
+        partial = self._directory / f"{folder_name(step)}.partial"
+        leaves = {name: spec.to_json() for name, spec in specs_by_name(tree).items()}
+        texts = {_LEAVES: json.dumps(leaves, indent=1), _METADATA: json.dumps(metadata, indent=1)}
+        if jax.process_index() == 0:
+            self._clean()
+            partial.mkdir(parents=True)
+            for name, text in texts.items():
+                (partial / name).write_text(text)
+        stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
+        self._orbax.save(partial / _arrays_name(step), args=ocp.args.PyTreeSave(stored))
+        self._in_flight = self._committer.submit(self._commit, step, partial)
+
+    def wait(self) -> None:
+        """Waits until the save in flight, if any, is committed; raises what it raised."""
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.result()
+
+    def close(self) -> None:
+        """Waits, then frees the threads, as leaving a `with` block does; nothing may be saved or restored then."""
+        try:
+            self.wait()
+        finally:
+            self._committer.shutdown()
+            self._orbax.close()
+
+    def steps(self) -> list[int]:
+        """The steps with a committed checkpoint, in ascending order."""
+        return committed_steps(self._directory)
+
+    def metadata(self, step: int) -> dict:
+        """What was saved beside the arrays of a step.
+
+        Raises:
+            UserError: there is no such checkpoint, or its metadata cannot be read.
+        """
+        path = self._existing(step) / _METADATA
+        try:
+            return json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"The checkpoint's metadata {path} cannot be read: {error}.") from error
+
+    def latest(self, template: Tree, partial: bool = False) -> Restored[Tree] | None:
+        """Restores the newest sound checkpoint; None when there is no checkpoint at all.
+
+        Damaged ones are reported and passed over. Arguments as for `restore`.
+
+        Raises:
+            UserError: there are checkpoints and none is sound, or it does not match the template.
+        """
+        self.wait()
+        damaged: list[tuple[int, str]] = []
+        step = self._newest_below(None)
+        while step is not None:
+            damage = self._damage(step)
+            if damage is None:
+                self._report_damaged(damaged, step)
+                return self._read(step, template, partial)
+            damaged.append((step, damage))
+            step = self._newest_below(step)
+        if damaged:
+            found = "; ".join(f"{folder_name(step)}: {damage}" for step, damage in damaged)
+            raise UserError(
+                f"None of the checkpoints in {self._directory} is sound ({found}). Put back an intact copy of one, or "
+                "begin a new run."
+            )
+        return None
+
+    def restore(self, step: int, template: Tree, partial: bool = False) -> Restored[Tree]:
+        """Restores one step into a template, whatever mesh it was saved from.
+
+        Args:
+            step: which checkpoint.
+            template: a pytree like the one that was saved, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings
+                to restore under; static leaves are handed back as they are.
+            partial: the template may ask for a part of what was saved; only this is read.
+
+        Raises:
+            UserError: there is no such checkpoint, it is damaged, or it does not match the template.
+        """
+        self.wait()
+        folder = self._existing(step)
+        if damage := self._damage(step):
+            raise UserError(f"The checkpoint {folder} is damaged: {damage}. There are the steps {self.steps()}.")
+        return self._read(step, template, partial)
+
+    def _existing(self, step: int) -> Path:
+        folder = self._directory / folder_name(step)
+        if not folder.is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"There is no checkpoint of step {step} in {self._directory}; there are: {there}.")
+        return folder
+
+    def _newest_below(self, bound: int | None) -> int | None:
+        steps = [step for step in self.steps() if bound is None or step < bound]
+        newest = from_first_process(steps[-1] if steps else _NONE)
+        return None if newest == _NONE else newest
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint; the processes share the reading and agree on the answer."""
+        return first_message(find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count()))
+
+    def _report_damaged(self, damaged: list[tuple[int, str]], used: int) -> None:
+        for step, damage in damaged:
+            self._report(
+                f"The checkpoint of step {step} is damaged ({damage} in {self._directory / folder_name(step)}); "
+                f"step {used} is used instead."
+            )
+
+    def _read(self, step: int, template: Tree, partial: bool) -> Restored[Tree]:
+        folder = self._directory / folder_name(step)
+        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / _LEAVES).read_bytes()).items()}
+        wanted = specs_by_name(template)
+        check_match(saved, wanted, str(folder), partial)
+        structs = arrays_by_name(template)
+        empty = {name: struct for name, struct in structs.items() if wanted[name].is_empty}
+        stored = {name: struct for name, struct in structs.items() if not wanted[name].is_empty}
+        how = {
+            name: ocp.ArrayRestoreArgs(sharding=sharding_of(struct), global_shape=struct.shape, dtype=struct.dtype)
+            for name, struct in stored.items()
+        }
+        arrays = {}
+        if stored:
+            args = ocp.args.PyTreeRestore(item=stored, restore_args=how, partial_restore=True)
+            arrays = self._orbax.restore(folder / _arrays_name(step), args=args)
+        for name, struct in empty.items():  # Orbax does not store arrays without elements
+            arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
+        self._history = set() if partial else {step}
+        return Restored(step, fill(template, arrays), self.metadata(step))
+
+    def _clean(self) -> None:
+        """Removes what a killed process left unfinished (called by process 0 while nothing is in flight)."""
+        for path in unfinished(self._directory):
+            shutil.rmtree(path)
+
+    def _commit(self, step: int, partial: Path) -> None:
+        """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones."""
+        self._orbax.wait_until_finished()
+        process, processes = jax.process_index(), jax.process_count()
+        mine = [name for name in files_below(partial) if _hashed_by(name, processes) == process]
+        records = record(partial, mine)
+        if process > 0:
+            (partial / _CHECKSUMS_OF.format(process)).write_text(json.dumps(records))
+        barrier(f"{partial} has its checksums, save {self._saves}")
+        if process == 0:
+            records |= _collect_checksums(partial, processes)
+            write_manifest(partial, records)
+            committed = self._directory / folder_name(step)
+            if committed.exists():  # damaged, or written by a run that this one does not continue
+                self._delete(step)
+            os.rename(partial, committed)
+            for old in superfluous(self.steps(), step, self._config):
+                self._delete(old)
+        barrier(f"{partial} is committed, save {self._saves}")
+        self._history.add(step)
+
+    def _delete(self, step: int) -> None:
+        """Takes the name away first, so that a checkpoint is there in full or not at all."""
+        name = folder_name(step)
+        doomed = self._directory / f"{name}.deleted"
+        os.rename(self._directory / name, doomed)
+        shutil.rmtree(doomed)
+
+
+def _arrays_name(step: int) -> str:
+    # Orbax builds the names of its barriers from this name, and a barrier's name should be used once.
+    return f"arrays-{step:08d}"
+
+
+def _hashed_by(name: str, processes: int) -> int:
+    """The process that wrote a file (and has it in its page cache); process 0 for what is common."""
+    found = _WRITTEN_BY.search(name)
+    process = int(found.group(1)) if found else 0
+    return process if process < processes else 0
+
+
+def _collect_checksums(partial: Path, processes: int) -> FileRecords:
+    records: FileRecords = {}
+    for process in range(1, processes):
+        path = partial / _CHECKSUMS_OF.format(process)
+        records |= json.loads(path.read_bytes())
+        path.unlink()
+    return records
+
+
+def _is_worth_showing(entry: logging.LogRecord) -> bool:
+    return entry.levelno >= logging.ERROR or "orbax" not in entry.pathname
+
+
+def _silence_orbax() -> None:
+    """Keeps Orbax's progress notes off the user's screen: its failures reach us as exceptions."""
+    logging.getLogger("absl").addFilter(_is_worth_showing)
