@@ -1,0 +1,27 @@
+"""The norm of a gradient, and clipping by it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def global_norm(tree) -> jax.Array:
+    """The L2 norm over all elements of all arrays of a tree, summed in float32. Returns a float32 scalar."""
+    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """Scale the gradients by `limit / max(norm, limit)` (Pascanu et al., 1211.5063).
+
+    A caller that has the norm already (to report it) passes `gradient_norm=` to `update`, so that it is taken once.
+    """
+
+    def update(updates, state, params=None, *, gradient_norm=None, **_):
+        norm = global_norm(updates) if gradient_norm is None else gradient_norm
+        factor = limit / jnp.maximum(norm, limit)
+        return jax.tree.map(lambda update: update * factor.astype(update.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

@@ -1,0 +1,158 @@
+"""The choice of an optimizer, and what it builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import draccus
+import optax
+
+from gregale.errors import UserError
+from gregale.optim.clipping import clip_by_norm
+from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
+from gregale.optim.schedules import CosineSchedule, ScheduleConfig
+
+DECAYING = ("matrices", "all")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer in two parts, for updates that are computed in shards and gathered over a slow link.
+
+    - `sharded` sees gradients, state and parameters under `opt_state`, sharded over (data, replica). Pass the norm of
+      the gradients as `gradient_norm=` if it is known already; otherwise `sharded` takes it when it clips.
+    - `gathered` sees the updates after they were gathered over `replica`, and parameters under `params`. It holds what
+      needs whole matrices, and its state is only scalars. For element-wise optimizers it is the identity.
+    - `learning_rate`: step -> learning rate, for reports
+
+    The parts have separate states: `sharded.init(parameters)`, `gathered.init(parameters)`.
+    """
+
+    sharded: optax.GradientTransformationExtraArgs
+    gathered: optax.GradientTransformationExtraArgs
+    learning_rate: optax.Schedule
+
+    def whole(self) -> optax.GradientTransformationExtraArgs:
+        """Both parts in one, for a caller whose updates are not gathered in between."""
+        return optax.chain(self.sharded, self.gathered)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(draccus.ChoiceRegistry):
+    """What all optimizers share: `update = -learning_rate(t) * (direction + weight_decay * parameter)`.
+
+    Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter, 1711.05101).
+    """
+
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
+    schedule: ScheduleConfig = field(default=CosineSchedule(), metadata={"help": "how the learning rate moves"})
+    weight_decay: float = field(default=0.0, metadata={"help": "decoupled weight decay, times the learning rate"})
+    decay: str = field(
+        default="matrices", metadata={"help": "what decays: matrices (embeddings too) or all", "choices": DECAYING}
+    )
+    clip_norm: float | None = field(default=1.0, metadata={"help": "largest global gradient norm; null: no clipping"})
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "adamw"
+
+    def __post_init__(self):
+        if self.decay not in DECAYING:
+            raise UserError(f"optimizer.decay is {self.decay!r}; valid choices: {', '.join(DECAYING)}.")
+        for name in ("learning_rate", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise UserError(f"optimizer.{name} is {getattr(self, name):g}; it has to be at least 0.")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise UserError(
+                f"optimizer.clip_norm is {self.clip_norm:g}; it has to be above 0, or null for no clipping."
+            )
+
+    def build(self, parameters, steps: int, matrix_axes_of: MatrixAxesOf = matrix_axes) -> Optimizer:
+        """The optimizer for these parameters.
+
+        Arguments:
+        - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read
+        - `steps`: length of the run, for the schedule
+        - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)
+
+        Raises `UserError` if the schedule does not fit the run.
+        """
+        schedule = self.schedule.build(self.learning_rate, steps)
+        sharded = optax.chain(
+            self.clip(),
+            self.direction(),
+            self.add_decay(parameters, matrix_axes_of),
+            optax.scale_by_learning_rate(schedule),
+        )
+        return Optimizer(sharded, optax.with_extra_args_support(optax.identity()), schedule)
+
+    def direction(self) -> optax.GradientTransformation:
+        """Gradients -> the direction to go against, before weight decay and learning rate."""
+        raise TypeError(f"{type(self).__name__} has no direction of its own; choose an optimizer by its type")
+
+    def clip(self) -> optax.GradientTransformation:
+        return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
+
+    def add_decay(self, parameters, matrix_axes_of: MatrixAxesOf) -> optax.GradientTransformation:
+        """Adds `weight_decay * parameter` to the direction of the parameters that decay."""
+        if not self.weight_decay:
+            return optax.identity()
+        mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf, matrix_axes_of), parameters)
+        return optax.add_decayed_weights(self.weight_decay, mask)
+
+
+def check_betas(betas: tuple[float, ...], key: str) -> None:
+    if not all(0 <= beta < 1 for beta in betas):
+        found = ", ".join(f"{beta:g}" for beta in betas)
+        raise UserError(f"optimizer.{key} is {found}; a decay of a moving average is at least 0 and below 1.")
+
+
+@OptimizerConfig.register_subclass("adamw")
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
+
+    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay, times the learning rate"})
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of the first and second moment"})
+    epsilon: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_betas(self.betas, "betas")
+
+    def direction(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(*self.betas, eps=self.epsilon)
+
+
+@OptimizerConfig.register_subclass("lion")
+@dataclass(frozen=True)
+class LionConfig(OptimizerConfig):
+    """Lion: the sign of an interpolated momentum (Chen et al., 2302.06675)."""
+
+    learning_rate: float = field(default=1e-4, metadata={"help": "peak learning rate (a tenth to a third of AdamW's)"})
+    weight_decay: float = field(default=1.0, metadata={"help": "decoupled weight decay (three to ten times AdamW's)"})
+    betas: tuple[float, float] = field(default=(0.9, 0.99), metadata={"help": "decays in the sign and of the momentum"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_betas(self.betas, "betas")
+
+    def direction(self) -> optax.GradientTransformation:
+        return optax.scale_by_lion(*self.betas)
+
+
+@OptimizerConfig.register_subclass("sgd")
+@dataclass(frozen=True)
+class SgdConfig(OptimizerConfig):
+    """Gradient descent along the momentum `m = momentum * m + g`, or `g + momentum * m` (Nesterov)."""
+
+    learning_rate: float = field(default=0.1, metadata={"help": "peak learning rate"})
+    momentum: float = field(default=0.9, metadata={"help": "decay of the momentum; 0: none is kept"})
+    nesterov: bool = field(default=False, metadata={"help": "look one step ahead along the momentum"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_betas((self.momentum,), "momentum")
+
+    def direction(self) -> optax.GradientTransformation:
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

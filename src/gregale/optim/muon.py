@@ -1,0 +1,127 @@
+"""Muon, cut in two: the momentum works on shards, the orthogonalisation on gathered matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import NamedArray
+from jax.typing import ArrayLike
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from gregale.optim.config import Optimizer, OptimizerConfig, check_betas
+from gregale.optim.matrices import MatrixAxesOf, map_parameters, matrix_axes
+
+MUON, ADAMW = "muon", "adamw"
+
+
+@OptimizerConfig.register_subclass("muon")
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    """Muon for matrices, AdamW for embeddings, head, scales and biases (Jordan, 2024; Liu et al., 2502.16982).
+
+    `m = beta * m + (1 - beta) * g; direction = scale * orthogonal(m)`, with Newton-Schulz iterations over each layer's
+    matrix. Run on shards, every iteration would send matrix products over `replica`; so the momentum is `sharded`,
+    the rest is `gathered`, and Muon sends over `replica` what AdamW sends.
+
+    `scale` is `rms * sqrt(max(inputs, outputs))`, which gives updates the size of AdamW's, so that both share learning
+    rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
+    """
+
+    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay, times the learning rate"})
+    momentum: float = field(default=0.95, metadata={"help": "decay of Muon's momentum"})
+    nesterov: bool = field(default=True, metadata={"help": "look one step ahead along the momentum (AdamW's too)"})
+    iterations: int = field(default=5, metadata={"help": "Newton-Schulz iterations"})
+    rms: float | None = field(
+        default=0.2, metadata={"help": "size of an update's elements; null: scale by shape instead"}
+    )
+    adamw_learning_rate: float | None = field(default=None, metadata={"help": "AdamW's peak; null: Muon's"})
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments"})
+    epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_betas((self.momentum,), "momentum")
+        check_betas(self.betas, "betas")
+
+    def build(self, parameters, steps: int, matrix_axes_of: MatrixAxesOf = matrix_axes) -> Optimizer:
+        labels = map_parameters(lambda leaf: ADAMW if matrix_axes_of(leaf) is None else MUON, parameters)
+        schedule = self.schedule.build(self.learning_rate, steps)
+        peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        decay = self.add_decay(parameters, matrix_axes_of)
+        adamw = optax.chain(
+            optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
+            decay,
+            optax.scale_by_learning_rate(self.schedule.build(peak, steps)),
+        )
+        orthogonal = optax.stateless(
+            lambda updates, _: map_parameters(partial(self.orthogonal, matrix_axes_of=matrix_axes_of), updates)
+        )
+        muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule))
+        momentum = scale_by_momentum(self.momentum, self.nesterov)
+        return Optimizer(
+            sharded=optax.chain(self.clip(), _partition(labels, {MUON: momentum, ADAMW: adamw})),
+            gathered=_partition(labels, {MUON: muon, ADAMW: optax.identity()}),
+            learning_rate=schedule,
+        )
+
+    def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf) -> NamedArray | jax.Array:
+        """`scale * orthogonal(leaf)` over the two sides of a matrix; all its other axes are batch axes."""
+        if isinstance(leaf, NamedArray):
+            names, array = leaf.axis_names, leaf.array
+        else:
+            names, array = range(leaf.ndim), leaf
+        sides = matrix_axes_of(leaf)
+        assert sides is not None, "only matrices are labelled for Muon"
+        inputs, outputs = (tuple(list(names).index(axis) for axis in side) for side in sides)
+        # With no momentum of its own, optax's transformation is the Newton-Schulz iteration alone.
+        newton_schulz = scale_by_muon(
+            ns_steps=self.iterations,
+            beta=0.0,
+            nesterov=False,
+            eps=self.epsilon,
+            weight_dimension_numbers=MuonDimensionNumbers(inputs, outputs),
+        )
+        result, _ = newton_schulz.update(array, newton_schulz.init(array))
+        fan_in, fan_out = (prod(array.shape[axis] for axis in side) for side in (inputs, outputs))
+        scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
+        return NamedArray(result * scale, leaf.axis_names) if isinstance(leaf, NamedArray) else result * scale
+
+
+def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:
+    # optax would call the tree of labels if it is a module with a `__call__`.
+    return optax.partition(transformations, lambda _: labels)
+
+
+class MomentumState(NamedTuple):
+    count: ArrayLike  # steps taken
+    momentum: optax.Updates  # shapes and axes of the parameters
+
+
+def scale_by_momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
+    """The moving average `m = beta * m + (1 - beta) * g`, corrected for its start at zero.
+
+    With `nesterov` the result is `beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)`, t counted from 1
+    (Dozat, 2016): the momentum inside optax's Muon.
+    """
+
+    def init(params):
+        return MomentumState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
+
+    def update(updates, state, params=None):
+        momentum = optax.tree.update_moment(updates, state.momentum, beta, 1)
+        count = optax.safe_increment(state.count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(momentum, beta, optax.safe_increment(count))
+            now = optax.tree.bias_correction(updates, beta, count)
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        else:
+            direction = optax.tree.bias_correction(momentum, beta, count)
+        return direction, MomentumState(count, momentum)
+
+    return optax.GradientTransformation(init, update)

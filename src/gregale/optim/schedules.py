@@ -1,0 +1,133 @@
+"""Learning-rate schedules: a warmup, then one of four shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import draccus
+import optax
+
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class ScheduleConfig(draccus.ChoiceRegistry):
+    """How the learning rate moves over a run: up during the warmup, then the shape that `type` names.
+
+    In the warmup of w steps the rate at step t (counted from 0) is `peak * (t + 1) / (w + 1)`, so that no step is
+    wasted on a rate of zero; step w has the peak.
+    """
+
+    warmup: float = field(default=0.0, metadata={"help": "steps of linear warmup; below 1: a fraction of the run"})
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "cosine"
+
+    def __post_init__(self):
+        if self.warmup < 0:
+            raise UserError(f"schedule.warmup is {self.warmup}; it is a number of steps or a fraction, at least 0.")
+
+    def build(self, peak: float, steps: int) -> optax.Schedule:
+        """The schedule step -> learning rate.
+
+        Arguments:
+        - `peak`: the learning rate after the warmup
+        - `steps`: length of the whole run, warmup included
+
+        Raises `UserError` if the parts of the schedule are longer than the run.
+        """
+        warmup = in_steps(self.warmup, steps)
+        if warmup >= steps:
+            raise UserError(
+                f"schedule.warmup is {self.warmup:g} = {warmup} steps, but the run has only {steps}: nothing would be "
+                f"left after the warmup. Less than {steps} steps, or a fraction below 1, would work."
+            )
+        body = self.after_warmup(peak, steps - warmup, in_steps_of=steps)
+        if not warmup:
+            return body
+        return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), body], [warmup])
+
+    def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
+        """The shape after the warmup: `steps` steps of a run of `in_steps_of`."""
+        raise TypeError(f"{type(self).__name__} has no shape of its own; choose a schedule by its type")
+
+
+def in_steps(length: float, steps: int) -> int:
+    """A length in steps; below 1 it is a fraction of a run of `steps` steps."""
+    return round(length * steps) if length < 1 else round(length)
+
+
+def _check_final(final: float) -> None:
+    if not 0 <= final <= 1:
+        raise UserError(f"schedule.final is {final:g}; it is the last rate divided by the peak, from 0 to 1.")
+
+
+@ScheduleConfig.register_subclass("constant")
+@dataclass(frozen=True)
+class ConstantSchedule(ScheduleConfig):
+    """The peak, all along."""
+
+    def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
+        return optax.constant_schedule(peak)
+
+
+@ScheduleConfig.register_subclass("linear")
+@dataclass(frozen=True)
+class LinearSchedule(ScheduleConfig):
+    """A straight line from the peak to `final * peak` at the end of the run."""
+
+    final: float = field(default=0.0, metadata={"help": "learning rate at the end, divided by the peak"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_final(self.final)
+
+    def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
+        return optax.linear_schedule(peak, peak * self.final, steps)
+
+
+@ScheduleConfig.register_subclass("cosine")
+@dataclass(frozen=True)
+class CosineSchedule(ScheduleConfig):
+    """Half a cosine from the peak to `final * peak` at the end of the run (Loshchilov and Hutter, 1608.03983)."""
+
+    final: float = field(default=0.1, metadata={"help": "learning rate at the end, divided by the peak"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_final(self.final)
+
+    def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
+        return optax.cosine_decay_schedule(peak, steps, alpha=self.final)
+
+
+@ScheduleConfig.register_subclass("wsd")
+@dataclass(frozen=True)
+class WarmupStableDecaySchedule(ScheduleConfig):
+    """Warmup, then the peak, then a straight line to `final * peak` in the last part of the run.
+
+    A run can be prolonged from a checkpoint before the decay (Hu et al., MiniCPM, 2404.06395).
+    """
+
+    decay: float = field(
+        default=0.2, metadata={"help": "steps of the decay at the end; below 1: a fraction of the run"}
+    )
+    final: float = field(default=0.0, metadata={"help": "learning rate at the end, divided by the peak"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_final(self.final)
+        if self.decay <= 0:
+            raise UserError(f"schedule.decay is {self.decay:g}; it is a number of steps or a fraction, above 0.")
+
+    def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
+        decay = in_steps(self.decay, in_steps_of)
+        if decay > steps:
+            raise UserError(
+                f"schedule.decay is {self.decay:g} = {decay} steps, but only {steps} of the {in_steps_of} steps of the "
+                f"run are left after the warmup ({in_steps_of} - {in_steps_of - steps} = {steps}); a decay of at most "
+                f"{steps} would work, or a shorter warmup."
+            )
+        line = optax.linear_schedule(peak, peak * self.final, max(decay, 1))
+        return optax.join_schedules([optax.constant_schedule(peak), line], [steps - decay])

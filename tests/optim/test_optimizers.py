@@ -1,0 +1,285 @@
+"""One battery over every optimizer: plain optax on plain arrays is the oracle."""
+
+from dataclasses import replace
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis, NamedArray
+from optax.contrib import MuonDimensionNumbers, muon
+
+from gregale.errors import UserError
+from gregale.optim import AdamWConfig, ConstantSchedule, CosineSchedule, LionConfig, MuonConfig, SgdConfig, global_norm
+
+STEPS = 6
+Layers, Embed, Heads, HeadSize, Mlp, Vocab = (
+    Axis("layers", 3),
+    Axis("embed", 8),
+    Axis("heads", 2),
+    Axis("head_size", 4),
+    Axis("mlp", 12),
+    Axis("vocab", 16),
+)
+AXES = {
+    "embedding": (Vocab, Embed),
+    "query": (Layers, Embed, Heads, HeadSize),
+    "query_bias": (Layers, Heads, HeadSize),
+    "output": (Layers, Heads, HeadSize, Embed),
+    "up": (Layers, Embed, Mlp),
+    "norm": (Layers, Embed),
+    "final_norm": (Embed,),
+}
+DECAYS = {"embedding": True, "query": True, "output": True, "up": True}
+DIMENSIONS = {
+    "query": MuonDimensionNumbers((1,), (2, 3)),
+    "output": MuonDimensionNumbers((1, 2), (3,)),
+    "up": MuonDimensionNumbers((1,), (2,)),
+}
+MASK = {name: DECAYS.get(name, False) for name in AXES}
+SCHEDULE = optax.join_schedules(
+    [optax.linear_schedule(0.01, 0.03, 2), optax.cosine_decay_schedule(0.03, STEPS - 2)], [2]
+)
+
+
+class Model(eqx.Module):
+    """A module that can be called, as a real model: optax calls trees that look like functions."""
+
+    weights: dict[str, NamedArray]
+
+    def __call__(self):
+        return None
+
+
+def arrays(seed: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(AXES))
+    return {
+        name: jax.random.normal(key, [axis.size for axis in axes])
+        for key, (name, axes) in zip(keys, AXES.items(), strict=True)
+    }
+
+
+def model(plain: dict[str, jax.Array]) -> Model:
+    return Model({name: hax.named(array, AXES[name]) for name, array in plain.items()})
+
+
+def plain(model: Model) -> dict[str, jax.Array]:
+    return {name: leaf.array for name, leaf in model.weights.items()}
+
+
+SETTINGS = {
+    "learning_rate": 0.03,
+    "schedule": CosineSchedule(warmup=2, final=0.0),
+    "weight_decay": 0.2,
+    "clip_norm": 5.0,
+}
+
+
+def decayed(direction):
+    return optax.chain(
+        optax.clip_by_global_norm(5.0),
+        direction,
+        optax.add_decayed_weights(0.2, MASK),
+        optax.scale_by_learning_rate(SCHEDULE),
+    )
+
+
+def plain_muon(**settings):
+    oracle = muon(
+        SCHEDULE,
+        weight_decay=0.2,
+        adam_weight_decay=0.2,
+        weight_decay_mask=None,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        muon_weight_dimension_numbers={name: DIMENSIONS.get(name) for name in AXES},
+        **settings,
+    )
+    return optax.chain(optax.clip_by_global_norm(5.0), oracle)
+
+
+CASES = {
+    "adamw": (
+        AdamWConfig(**SETTINGS),
+        optax.chain(
+            optax.clip_by_global_norm(5.0), optax.adamw(SCHEDULE, b1=0.9, b2=0.95, weight_decay=0.2, mask=MASK)
+        ),
+    ),
+    "adamw, no clipping, all decay": (
+        AdamWConfig(**SETTINGS | {"clip_norm": None}, decay="all", betas=(0.8, 0.9), epsilon=1e-3),
+        optax.adamw(SCHEDULE, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2),
+    ),
+    "lion": (
+        LionConfig(**SETTINGS),
+        optax.chain(optax.clip_by_global_norm(5.0), optax.lion(SCHEDULE, b1=0.9, b2=0.99, weight_decay=0.2, mask=MASK)),
+    ),
+    "sgd": (
+        SgdConfig(**SETTINGS | {"weight_decay": 0.0}, momentum=0.0),
+        optax.chain(optax.clip_by_global_norm(5.0), optax.sgd(SCHEDULE)),
+    ),
+    "sgd, nesterov, decay": (
+        SgdConfig(**SETTINGS, momentum=0.8, nesterov=True),
+        decayed(optax.trace(0.8, nesterov=True)),
+    ),
+    "the outer optimizer of DiLoCo": (
+        SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None),
+        optax.sgd(0.7, momentum=0.9, nesterov=True),
+    ),
+    "muon": (MuonConfig(**SETTINGS, decay="all"), plain_muon(consistent_rms=0.2)),
+    "muon, scaled by shape": (MuonConfig(**SETTINGS, decay="all", rms=None), plain_muon()),
+    "muon, no nesterov": (
+        MuonConfig(**SETTINGS, decay="all", nesterov=False),
+        plain_muon(consistent_rms=0.2, nesterov=False),
+    ),
+    "muon, AdamW at its own rate": (
+        MuonConfig(**SETTINGS, decay="all", adamw_learning_rate=0.06, iterations=3),
+        plain_muon(consistent_rms=0.2, ns_steps=3, adam_learning_rate=lambda step: 2 * SCHEDULE(step)),
+    ),
+}
+EVERY_CASE = pytest.mark.parametrize(("config", "oracle"), CASES.values(), ids=CASES.keys())
+EVERY_CONFIG = pytest.mark.parametrize("config", [config for config, _ in CASES.values()], ids=CASES.keys())
+
+
+def run(optimizer, parameters, gradients):
+    """Parameters after each step; one compiled step."""
+    state = optimizer.init(parameters)
+
+    @jax.jit
+    def step(parameters, state, gradient):
+        updates, state = optimizer.update(gradient, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    history = []
+    for gradient in gradients:
+        parameters, state = step(parameters, state, gradient)
+        history.append(parameters)
+    return history
+
+
+@EVERY_CASE
+def test_every_step_equals_plain_optax(config, oracle):
+    parameters, gradients = arrays(0), [arrays(1 + step) for step in range(STEPS)]
+    optimizer = config.build(model(parameters), STEPS)
+    found = run(optimizer.whole(), model(parameters), [model(gradient) for gradient in gradients])
+    expected = run(oracle, parameters, gradients)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, array in plain(ours).items():
+            np.testing.assert_allclose(array, theirs[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_the_battery_tells_a_wrong_momentum():
+    config, oracle = CASES["sgd, nesterov, decay"]
+    parameters, gradients = arrays(0), [arrays(1), arrays(2)]
+    wrong = replace(config, momentum=0.79).build(parameters, STEPS).whole()
+    difference = run(wrong, parameters, gradients)[-1]["up"] - run(oracle, parameters, gradients)[-1]["up"]
+    assert jnp.abs(difference).max() > 1e-5
+
+
+@EVERY_CONFIG
+def test_plain_arrays_work(config):
+    parameters = {"matrix": jnp.ones((4, 3)), "vector": jnp.ones(3)}
+    optimizer = config.build(parameters, STEPS).whole()
+    after = run(optimizer, parameters, [parameters] * 2)[-1]
+    assert jax.tree.structure(after) == jax.tree.structure(parameters)
+    assert all(jnp.isfinite(leaf).all() and (leaf != 1).any() for leaf in jax.tree.leaves(after))
+
+
+@EVERY_CONFIG
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtype_and_axes_are_kept(config, dtype):
+    parameters = jax.tree.map(lambda array: array.astype(dtype), model(arrays(0)))
+    optimizer = config.build(parameters, STEPS)
+    described = jax.eval_shape(lambda: parameters)
+    for part in (optimizer.sharded, optimizer.gathered):
+        state = jax.eval_shape(part.init, described)
+        updates, after = jax.eval_shape(part.update, described, state, described)
+        assert jax.tree.structure(updates) == jax.tree.structure(described)
+        assert [leaf.dtype for leaf in jax.tree.leaves(updates)] == [dtype] * len(AXES)
+        assert after == state
+
+
+@EVERY_CONFIG
+def test_state_can_be_sharded_like_the_parameters(config):
+    optimizer = config.build(model(arrays(0)), STEPS)
+    described = jax.eval_shape(lambda: model(arrays(0)))
+    is_named = lambda leaf: isinstance(leaf, NamedArray)  # noqa: E731
+    for leaf in jax.tree.leaves(jax.eval_shape(optimizer.sharded.init, described), is_leaf=is_named):
+        assert leaf.axes in AXES.values() if is_named(leaf) else leaf.shape == ()
+    for leaf in jax.tree.leaves(jax.eval_shape(optimizer.gathered.init, described), is_leaf=is_named):
+        assert leaf.shape == (), "the gathered part holds scalars only"
+
+
+def test_the_sharded_part_of_muon_multiplies_no_matrices():
+    parameters = model(arrays(0))
+    optimizer = MuonConfig().build(parameters, STEPS)
+    texts = {
+        name: str(jax.make_jaxpr(part.update)(parameters, part.init(parameters), parameters))
+        for name, part in (("sharded", optimizer.sharded), ("gathered", optimizer.gathered))
+    }
+    assert "dot_general" not in texts["sharded"]
+    assert "dot_general" in texts["gathered"]
+
+
+def test_muon_orthogonalises_every_layer_by_itself():
+    parameters, gradient = model(arrays(0)), model(arrays(1))
+    config = MuonConfig(learning_rate=1.0, schedule=ConstantSchedule(), weight_decay=0.0, rms=None)
+    optimizer = config.build(parameters, STEPS).whole()
+    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(parameters), parameters)
+    for name, flat in (("query", (3, 8, 8)), ("output", (3, 8, 8)), ("up", (3, 8, 12))):
+        singular_values = np.linalg.svd(updates.weights[name].array.reshape(flat), compute_uv=False)
+        scale = max(1, flat[2] / flat[1]) ** 0.5
+        assert (singular_values > 0.3 * scale).all()
+        assert (singular_values < 1.3 * scale).all()
+
+
+def test_a_norm_that_is_known_is_not_taken_again():
+    parameters, gradient = model(arrays(0)), model(arrays(1))
+    optimizer = SgdConfig(learning_rate=1.0, schedule=ConstantSchedule(), momentum=0.0).build(parameters, STEPS).sharded
+    state = optimizer.init(parameters)
+    itself, _ = optimizer.update(gradient, state, parameters)
+    given, _ = optimizer.update(gradient, state, parameters, gradient_norm=global_norm(gradient))
+    np.testing.assert_array_equal(itself.weights["up"].array, given.weights["up"].array)
+    np.testing.assert_allclose(global_norm(itself), 1.0, rtol=1e-6)
+    text = str(jax.make_jaxpr(lambda g, n: optimizer.update(g, state, parameters, gradient_norm=n))(gradient, 3.0))
+    assert "reduce_sum" not in text
+
+
+def test_a_small_gradient_is_not_clipped_and_zero_stays_zero():
+    parameters = {"w": jnp.array([0.3, 0.4])}
+    optimizer = SgdConfig(learning_rate=1.0, schedule=ConstantSchedule(), momentum=0.0).build(parameters, STEPS).sharded
+    for gradient in (parameters, {"w": jnp.zeros(2)}):
+        updates, _ = optimizer.update(gradient, optimizer.init(parameters), parameters)
+        np.testing.assert_array_equal(updates["w"], -gradient["w"])
+
+
+def test_the_norm_is_summed_in_float32():
+    tree = {"a": jnp.full(1000, 1.0, jnp.bfloat16), "b": jnp.full(24, 1.0, jnp.bfloat16)}
+    norm = global_norm(tree)
+    assert norm.dtype == jnp.float32
+    assert norm == 32.0
+
+
+def test_the_learning_rate_can_be_reported():
+    optimizer = AdamWConfig(**SETTINGS).build(model(arrays(0)), STEPS)
+    np.testing.assert_allclose([optimizer.learning_rate(t) for t in range(STEPS)], [SCHEDULE(t) for t in range(STEPS)])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdamWConfig(decay="some"), "optimizer.decay is 'some'; valid choices: matrices, all"),
+        (lambda: AdamWConfig(learning_rate=-1.0), "optimizer.learning_rate is -1"),
+        (lambda: AdamWConfig(weight_decay=-0.1), "optimizer.weight_decay is -0.1"),
+        (lambda: AdamWConfig(clip_norm=0.0), "optimizer.clip_norm is 0"),
+        (lambda: AdamWConfig(betas=(0.9, 1.0)), "optimizer.betas is 0.9, 1"),
+        (lambda: LionConfig(betas=(1.5, 0.9)), "optimizer.betas"),
+        (lambda: SgdConfig(momentum=1.0), "optimizer.momentum is 1"),
+        (lambda: MuonConfig(momentum=-0.1), "optimizer.momentum is -0.1"),
+    ],
+)
+def test_bad_values_are_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
