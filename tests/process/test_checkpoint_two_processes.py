@@ -1,0 +1,136 @@
+"""Two real processes save one checkpoint and restore it, together, apart, and past a damaged one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+from gregale.services.checkpoint.manifest import MANIFEST
+
+VALUES = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
+
+WORKER = """
+import json
+import sys
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+
+devices = np.asarray(jax.devices())
+assert devices.size == 4 and jax.process_count() == 2
+values = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
+
+
+def placed(array, mesh, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def state(step, mesh, *spec):
+    return {"x": placed(values * step, mesh, *spec), "step": placed(np.int32(step), mesh)}
+
+
+def check(found, step):
+    for shard in found["x"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, (values * step)[shard.index])
+    assert int(found["step"].addressable_data(0)) == step
+
+
+rows = Mesh(devices.reshape(2, 2), ("a", "b"))
+other = Mesh(devices[::-1].reshape(4, 1), ("a", "b"))
+reports = []
+with Checkpoints(directory, CheckpointConfig(keep_last=2), reports.append) as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(step, state(step, rows, ("a", "b")), {"step": step})
+    restored = checkpoints.latest(state(0, other, "b", "a"))
+    check(restored.tree, 3)
+    assert restored.metadata == {"step": 3}
+    assert checkpoints.steps() == [2, 3]
+
+    # A damaged file that only process 1 looks at: both must use the one before it, and process 0 says so.
+    if rank == 1:
+        files = json.loads((directory / "step-00000003" / "manifest.json").read_text())["files"]
+        damaged = directory / "step-00000003" / sorted(files)[1]
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    restored = checkpoints.latest(state(0, rows, None, ("b", "a")))
+    assert restored.step == 2
+    check(restored.tree, 2)
+    assert len(reports) == (1 if rank == 0 else 0), reports
+
+    # It is saved again, in the damaged one's place.
+    checkpoints.save(3, state(30, rows, "a", "b"), {"step": 30})
+    restored = checkpoints.restore(3, state(0, rows))
+    check(restored.tree, 30)
+print("done", rank)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def run_two_processes(program: str, *arguments: str) -> list[str]:
+    """What each of two processes printed; each has two simulated devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), port, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared") / "checkpoints"
+    outputs = run_two_processes(WORKER, str(folder))
+    assert [output.splitlines()[-1] for output in outputs] == ["done 0", "done 1"]
+    return folder
+
+
+def test_one_process_restores_what_two_saved(directory):
+    with Checkpoints(directory, CheckpointConfig()) as checkpoints:
+        mesh = jax.make_mesh((8,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "all"))
+        template = {"x": jax.ShapeDtypeStruct(VALUES.shape, VALUES.dtype, sharding=sharding), "step": jnp.int32(0)}
+        restored = checkpoints.latest(template)
+    np.testing.assert_array_equal(restored.tree["x"], VALUES * 30)
+    assert (restored.step, int(restored.tree["step"])) == (3, 30)
+
+
+def test_both_processes_wrote_and_every_file_is_in_the_manifest(directory):
+    folder = directory / "step-00000003"
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {name.split("/")[1] for name in there if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
+    with open(folder / MANIFEST) as file:
+        assert set(json.load(file)["files"]) == there - {MANIFEST}
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]
