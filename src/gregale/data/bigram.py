@@ -1,0 +1,74 @@
+"""The bigram model that a language model has to beat."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gregale.data.stream import DocumentStream
+
+READ_TOKENS = 1 << 22
+
+
+def bigram_bits_per_byte(
+    training: Iterable[DocumentStream],
+    held_out: Iterable[DocumentStream],
+    token_bytes: np.ndarray,
+    cross_documents: bool = False,
+) -> float:
+    """Held-out bits per byte of a bigram model counted on the training tokens.
+
+    With N training targets, c(a, b) counts of pairs, c(a) = sum_b c(a, b), c(b) counts of targets and V tokens,
+
+        p(b | a) = (c(a, b) + k p(b)) / (c(a) + k),    p(b) = (c(b) + 1) / (N + V),
+
+    that is, a Dirichlet prior around the smoothed unigram model; k is the power of two that does best on the held-out
+    text itself, a choice in the bigram model's favour. Pairs are those that an example scores: both tokens in the
+    same document, unless documents are crossed.
+
+    Args:
+        training: streams to count on.
+        held_out: streams to score.
+        token_bytes: bytes of text for each token [vocabulary], see `Tokenizer.token_bytes`.
+        cross_documents: as in `DataConfig`.
+
+    Returns:
+        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of b.
+    """
+    vocabulary = len(token_bytes)
+    scored, times = unique_pairs(held_out, vocabulary, cross_documents)
+    pairs = np.zeros(len(scored))
+    before, after = np.zeros(vocabulary), np.zeros(vocabulary)
+    for stream in training:
+        for first, second in read_pairs(stream, cross_documents):
+            before += np.bincount(first, minlength=vocabulary)
+            after += np.bincount(second, minlength=vocabulary)
+            codes = first * vocabulary + second
+            places = np.searchsorted(scored, codes).clip(max=len(scored) - 1)
+            pairs += np.bincount(places[scored[places] == codes], minlength=len(scored))
+    context, target = before[scored // vocabulary], scored % vocabulary
+    unigram = (after[target] + 1) / (after.sum() + vocabulary)
+    bits = [
+        -(times * np.log2((pairs + strength * unigram) / (context + strength))).sum()
+        for strength in 2.0 ** np.arange(-4, 17)
+    ]
+    return float(min(bits) / (times * token_bytes[target]).sum())
+
+
+def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs of some streams, coded as first * vocabulary + second and sorted, and how often each occurs."""
+    codes, counts = [], []
+    for stream in streams:
+        for first, second in read_pairs(stream, cross):
+            found, times = np.unique(first * vocabulary + second, return_counts=True)
+            codes.append(found)
+            counts.append(times)
+    scored, places = np.unique(np.concatenate(codes), return_inverse=True)
+    return scored, np.bincount(places, np.concatenate(counts))
+
+
+def read_pairs(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """Blocks of neighbouring tokens (first, second), int64 [pair] each."""
+    for start in range(0, len(stream) - 1, READ_TOKENS):
+        tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))
+        kept = np.full(len(tokens) - 1, True) if cross else documents[1:] == documents[:-1]
+        yield tokens[:-1][kept].astype(np.int64), tokens[1:][kept].astype(np.int64)

@@ -1,0 +1,169 @@
+"""Examples: the i-th row of training data as a pure function of i.
+
+A stream of documents is cut into windows of L + 1 tokens at a stride of L, so that every token but the first of the
+stream is a target exactly once; what remains at the end of the stream and does not fill a window is left out. Sources
+are shuffled by themselves, anew in each epoch, then mixed by weight; `grain` does both by arithmetic on the index, so
+that any example can be had without those before it. (Grain imports JAX, so it is imported only where it is used: the
+processes that tokenize, and `--help`, do without.)
+"""
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gregale.data.stream import DocumentStream
+from gregale.errors import UserError
+
+if TYPE_CHECKING:
+    import grain
+
+Rows = dict[str, np.ndarray]
+WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
+
+
+class Windows(Sequence[Rows]):
+    """The windows of one or several streams, in order, each as an example.
+
+    Args:
+        streams: streams of documents; a window never spans two streams.
+        sequence_length: L, tokens in an example.
+        cross_documents: whether attention and loss cross from one document into the next.
+    """
+
+    def __init__(self, streams: Sequence[DocumentStream], sequence_length: int, cross_documents: bool):
+        self._streams = streams
+        self._length = sequence_length
+        self._cross = cross_documents
+        counts = [window_count(stream, sequence_length) for stream in streams]
+        self._firsts = np.concatenate([[0], counts]).cumsum(dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, index):
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        start = int(index - self._firsts[number]) * self._length
+        tokens, documents = self._streams[number].read(start, start + self._length + 1)
+        if self._cross:
+            documents = np.zeros_like(documents)
+        return make_example(tokens, documents)
+
+
+def window_count(stream: DocumentStream, sequence_length: int) -> int:
+    """Windows of L + 1 tokens at a stride of L that fit in a stream: floor((tokens - 1) / L)."""
+    return max(0, len(stream) - 1) // sequence_length
+
+
+def make_example(tokens: np.ndarray, documents: np.ndarray) -> Rows:
+    """One window as the arrays that a model needs.
+
+    Args:
+        tokens: int32 [L + 1].
+        documents: the number of each token's document [L + 1], not decreasing.
+
+    Returns:
+        `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target belongs to
+        another document), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
+        one), `positions` int32 [L] (from 0 at the first token that the window has of a document).
+    """
+    places = np.arange(len(tokens) - 1)
+    begins = np.diff(documents[:-1], prepend=documents[:1] - 1) > 0
+    return {
+        "tokens": tokens[:-1],
+        "targets": tokens[1:],
+        "loss_mask": (documents[1:] == documents[:-1]).astype(np.float32),
+        "segment_ids": (np.cumsum(begins) - 1).astype(np.int32),
+        "positions": (places - np.maximum.accumulate(np.where(begins, places, 0))).astype(np.int32),
+    }
+
+
+class Examples:
+    """A sequence of examples, endless or finite: `examples[i]` depends on i alone.
+
+    Args:
+        dataset: what is behind it, a `grain.MapDataset` of `make_example` results.
+        sequence_length: L, tokens in an example.
+    """
+
+    def __init__(self, dataset: "grain.MapDataset", sequence_length: int):
+        self._dataset = dataset
+        self.sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        """Number of examples; `sys.maxsize` where they never end."""
+        return len(self._dataset)
+
+    @property
+    def endless(self) -> bool:
+        return len(self) == sys.maxsize
+
+    def __getitem__(self, index: int) -> Rows:
+        """Example `index`: arrays [L], see `make_example`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self._dataset[index]  # type: ignore[return-value]
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too.
+
+        Row r of step t, in batches of B rows, is example t * B + r.
+        """
+        found = [self[int(index)] if index < len(self) else blank(self.sequence_length) for index in indices]
+        return {key: np.stack([example[key] for example in found]) for key in found[0]}
+
+
+def blank(sequence_length: int) -> Rows:
+    """An example without any target."""
+    zeros = np.zeros(sequence_length, np.int32)
+    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), zeros) | {
+        "loss_mask": zeros.astype(np.float32)
+    }
+
+
+def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, float], seed: int | None) -> Examples:
+    """The endless training examples: epochs of each source, mixed by weight.
+
+    Args:
+        sources: the windows of each source, at least one each, all of the same length.
+        weights: share of each source; rounded to hundredths of the smallest.
+        seed: of the shuffles, each source's its own; None leaves the windows in order.
+    """
+    import grain
+
+    datasets = []
+    for name, windows in sources.items():
+        dataset = grain.MapDataset.source(windows)
+        if seed is not None:
+            dataset = dataset.shuffle(shuffle_seed(seed, name))
+        datasets.append(dataset.repeat())
+    smallest = min(weights.values())
+    shares = [round(WEIGHT_STEPS * weights[name] / smallest) for name in sources]
+    mixed = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, shares)
+    return Examples(mixed, next(iter(sources.values()))._length)
+
+
+def shuffle_seed(seed: int, name: str) -> int:
+    """A 32-bit seed for one source; grain adds the epoch to it, so that neighbouring seeds must lie far apart."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4])
+
+
+def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: int, cross_documents: bool) -> Examples:
+    """Every held-out window once, in order.
+
+    Raises:
+        UserError: there is no whole window.
+    """
+    import grain
+
+    windows = Windows(list(streams.values()), sequence_length, cross_documents)
+    if len(windows) == 0:
+        found = ", ".join(f"{name} {len(stream)}" for name, stream in streams.items())
+        raise UserError(
+            f"data.held_out: too little text is held out. A window takes {sequence_length} + 1 = {sequence_length + 1} "
+            f"tokens; the held-out tokens are: {found}. Raise data.held_out, shorten the sequences, or give more "
+            "documents (whole documents are held out)."
+        )
+    return Examples(grain.MapDataset.source(windows), sequence_length)

@@ -1,0 +1,69 @@
+"""The bytes of text behind each entry of a `tokenizer.json` vocabulary."""
+
+import re
+
+from gregale.errors import UserError
+
+BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE_MARK = "▁"  # how SentencePiece writes a space
+
+
+def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -> list[bytes]:
+    """The UTF-8 bytes that each id stands for [vocabulary].
+
+    Args:
+        tokenizer_json: the content of the `tokenizer.json`.
+        vocabulary: id of each token, added ones included.
+        place: named in messages.
+
+    Returns:
+        A list indexed by id; empty for special tokens and for ids that no token has.
+
+    Raises:
+        UserError: the decoder is neither byte-level nor of the SentencePiece kind.
+    """
+    kinds = decoder_kinds(tokenizer_json.get("decoder"))
+    added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
+    if "ByteLevel" in kinds:
+        read = byte_level_reader()
+    elif kinds & {"Metaspace", "ByteFallback"}:
+        read = sentence_piece
+    else:
+        found = ", ".join(sorted(kinds)) or "none"
+        raise UserError(
+            f"{place}: its decoder ({found}) does not say which bytes a token stands for; tokenizers with a ByteLevel, "
+            "Metaspace or ByteFallback decoder work."
+        )
+    found = [b""] * (max(vocabulary.values()) + 1)
+    for token, number in vocabulary.items():
+        if number not in added:
+            found[number] = read(token)
+        elif not added[number]["special"]:
+            found[number] = token.encode("utf-8")
+    return found
+
+
+def decoder_kinds(decoder: dict | None) -> set[str]:
+    """The types in a decoder, those inside a sequence included."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(decoder_kinds(part) for part in decoder.get("decoders", [])))
+
+
+def byte_level_reader():
+    """Reads the printable characters that byte-level tokenizers write for bytes.
+
+    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (the scheme
+    of GPT-2).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [value for value in range(256) if value not in printable]
+    byte_of = {chr(value): value for value in printable}
+    byte_of |= {chr(0x100 + position): value for position, value in enumerate(hidden)}
+    return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
+
+
+def sentence_piece(token: str) -> bytes:
+    """A SentencePiece token: a mark for each space, `<0x0A>` for a byte."""
+    byte = BYTE_FALLBACK.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode("utf-8")

@@ -1,0 +1,19 @@
+"""Where documents come from: one `SourceConfig` choice for each kind of file; importing this registers them all."""
+
+from gregale.data.sources.base import Document, Part, SourceConfig
+from gregale.data.sources.huggingface import HuggingFaceSource
+from gregale.data.sources.jsonl import JsonLinesSource
+from gregale.data.sources.parquet import ParquetSource
+from gregale.data.sources.text import TextSource
+from gregale.data.sources.tokens import TokensSource
+
+__all__ = [
+    "Document",
+    "HuggingFaceSource",
+    "JsonLinesSource",
+    "ParquetSource",
+    "Part",
+    "SourceConfig",
+    "TextSource",
+    "TokensSource",
+]

@@ -1,0 +1,149 @@
+"""What every source of documents has in common: parts that can be read in parallel, in a fixed order."""
+
+import dataclasses
+import fnmatch
+import glob
+import os
+import sysconfig
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import draccus
+import numpy as np
+
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a source that one process reads: `start` and `stop` count in the source's own unit.
+
+    The unit is bytes for text and JSON lines, row groups for Parquet, tokens for token files, rows for data sets.
+    """
+
+    path: str
+    start: int
+    stop: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: text, or token ids [token]; `path` and `start` say where it was found (see `Part`)."""
+
+    content: str | np.ndarray
+    path: str
+    start: int
+
+
+@dataclass(frozen=True)
+class SourceConfig(draccus.ChoiceRegistry):
+    """A source of documents. The order of its documents depends on the files alone, never on how they are read."""
+
+    weight: float = field(default=1.0, metadata={"help": "share of the training examples, relative to other sources"})
+
+    def __post_init__(self):
+        if not self.weight > 0:
+            raise UserError(f"weight: {self.weight} found, but the weight of a source is a number above 0.")
+
+    @abstractmethod
+    def parts(self) -> list[Part]:
+        """The parts in order; reading them one after the other gives every document once."""
+
+    @abstractmethod
+    def read(self, part: Part) -> Iterator[Document]:
+        """The documents that begin in a part, in order.
+
+        Raises:
+            UserError: the part is damaged, or is not what the configuration says; names the file and the place.
+        """
+
+    @abstractmethod
+    def identity(self) -> dict:
+        """What the documents depend on, as JSON: two sources with equal identities have the same documents."""
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, in order, read by this process."""
+        for part in self.parts():
+            yield from self.read(part)
+
+
+@dataclass(frozen=True)
+class FileSource(SourceConfig):
+    """A source that reads files found by glob patterns."""
+
+    files: tuple[str, ...] = field(
+        default=(), metadata={"help": "glob patterns of files; ~, $VARIABLES and {stdlib} (Python's library) expand"}
+    )
+    exclude: tuple[str, ...] = field(
+        default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}
+    )
+
+    def parts(self) -> list[Part]:
+        return [part for path in self.paths() for part in self.split(path)]
+
+    def paths(self) -> list[str]:
+        """The files, by pattern and then by name.
+
+        Raises:
+            UserError: no file matches, or an exclusion leaves none.
+        """
+        if not self.files:
+            raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
+        found = [path for pattern in self.files for path in sorted(glob.glob(expand(pattern), recursive=True))]
+        found = [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+        if not found:
+            patterns = ", ".join(expand(pattern) for pattern in self.files)
+            raise UserError(f"files: no file matches {patterns}. Patterns may use *, ? and **; check the folder.")
+        excluded = [expand(pattern) for pattern in self.exclude]
+        kept = [path for path in found if not any(fnmatch.fnmatchcase(path, pattern) for pattern in excluded)]
+        if not kept:
+            raise UserError(f"exclude: {', '.join(excluded)} leaves none of the {len(found)} matching files.")
+        return kept
+
+    def split(self, path: str) -> list[Part]:
+        """The parts of one file; a single one unless the format can be read from the middle."""
+        size = os.path.getsize(path)
+        return [Part(path, 0, size, size)]
+
+    def identity(self) -> dict:
+        paths = [Path(path) for path in self.paths()]
+        files = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        return {"type": self.get_choice_name(type(self)), "files": files, **options(self)}
+
+
+def options(source: SourceConfig) -> dict:
+    """The fields of a source that say how its files are read."""
+    ignored = {"weight", "files", "exclude"}
+    return {key: value for key, value in dataclasses.asdict(source).items() if key not in ignored}
+
+
+def ranges(total: int, step: int) -> list[tuple[int, int]]:
+    """(start, stop) of consecutive pieces of at most `step` that cover `total`."""
+    return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def expand(pattern: str) -> str:
+    """A path with ~, environment variables and {stdlib} replaced."""
+    pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
+    return os.path.expandvars(os.path.expanduser(pattern))
+
+
+def read_bytes(path: str) -> bytes:
+    """A file's content; a file that cannot be read is the user's to mend."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def encodable(text: str, place: str) -> str:
+    """The text itself, if UTF-8 can write it: JSON and Parquet can smuggle in halves of surrogate pairs."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"{place}: character {error.start} of the text is {found}, half a surrogate pair.") from error
+    return text

@@ -1,0 +1,71 @@
+"""Hugging Face data sets."""
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gregale.data.sources.base import Document, Part, SourceConfig, encodable, expand, options, ranges
+from gregale.errors import UserError
+
+PART_ROWS = 4096
+
+
+@SourceConfig.register_subclass("huggingface")
+@dataclass(frozen=True)
+class HuggingFaceSource(SourceConfig):
+    """A data set of the `datasets` library, by name or as a folder that it saved. Needs the extra `hf`."""
+
+    path: str = field(default="", metadata={"help": "name of the data set, or folder written by its save_to_disk"})
+    name: str | None = field(default=None, metadata={"help": "configuration of the data set, where it has several"})
+    split: str = field(default="train", metadata={"help": "split to read"})
+    column: str = field(default="text", metadata={"help": "name of the column that holds a document's text"})
+    revision: str | None = field(default=None, metadata={"help": "version of the data set; none: the newest"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.path:
+            raise UserError("path: empty; give the name of a data set, or a folder written by its save_to_disk.")
+
+    def parts(self) -> list[Part]:
+        rows = self.rows()
+        bytes_per_row = rows.data.nbytes / max(1, len(rows))
+        pieces = ranges(len(rows), PART_ROWS)
+        return [Part(self.path, start, stop, round((stop - start) * bytes_per_row)) for start, stop in pieces]
+
+    def read(self, part: Part) -> Iterator[Document]:
+        rows = self.rows()
+        if self.column not in rows.column_names:
+            raise UserError(f"{self.path}: no column `{self.column}`; the columns are: {', '.join(rows.column_names)}.")
+        for row in range(part.start, part.stop):
+            value = rows[row][self.column]
+            place = f"{self.path}, row {row}"
+            if not isinstance(value, str):
+                raise UserError(f"{place}: column `{self.column}` is {type(value).__name__}, expected text.")
+            yield Document(encodable(value, place), self.path, row)
+
+    def identity(self) -> dict:
+        return {"type": "huggingface", "content": self.rows()._fingerprint, **options(self)}
+
+    def rows(self):
+        """The `datasets.Dataset`, memory-mapped by that library."""
+        return load_rows(expand(self.path), self.name, self.split, self.revision)
+
+
+@functools.lru_cache(maxsize=8)  # a worker process asks again for each of its tasks
+def load_rows(path: str, name: str | None, split: str, revision: str | None):
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] -- an optional extra
+    except ImportError as error:
+        raise UserError(f"{path}: Hugging Face data sets need the extra `hf`: pip install 'gregale[hf]'.") from error
+    try:
+        if not os.path.isdir(path):
+            return datasets.load_dataset(path, name, split=split, revision=revision)
+        saved = datasets.load_from_disk(path)
+        if not isinstance(saved, datasets.DatasetDict):
+            return saved
+        if split in saved:
+            return saved[split]
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: the data set could not be loaded ({error}).") from error
+    raise UserError(f"{path}: no split `{split}`; the splits are: {', '.join(map(str, saved))}.")

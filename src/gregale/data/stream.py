@@ -1,0 +1,48 @@
+"""Documents of a store, one after the other, as one long stream of tokens."""
+
+import numpy as np
+
+from gregale.data.store import TokenStore
+
+
+class DocumentStream:
+    """Some documents of a store, concatenated in order.
+
+    Args:
+        store: where the tokens lie; nothing is copied.
+        chosen: bool [document], which documents the stream has.
+
+    Attributes:
+        starts: int64 [chosen document + 1], where each document begins in the stream, and the end of the last.
+    """
+
+    def __init__(self, store: TokenStore, chosen: np.ndarray):
+        numbers = np.flatnonzero(chosen)
+        lengths = store.offsets[numbers + 1] - store.offsets[numbers]
+        self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
+        self._shifts = store.offsets[numbers] - self.starts[:-1]  # from place in the stream to place in the store
+        self._tokens = store.tokens
+
+    def __len__(self) -> int:
+        """Tokens in the stream, end-of-document tokens included."""
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens from `start` to `stop`, int32 [token], and the number of each one's document, int64 [token]."""
+        places = np.arange(start, stop)
+        documents = np.searchsorted(self.starts, places, side="right") - 1
+        return self._tokens[places + self._shifts[documents]].astype(np.int32), documents
+
+
+def held_out_documents(count: int, fraction: float) -> np.ndarray:
+    """Which of a source's documents are held out, bool [document].
+
+    A document is held out when a hash of its number (splitmix64) lies in the lowest `fraction` of all 64-bit numbers.
+    So the choice is the same on every machine and for every tokenizer, and documents added at the end of a source
+    leave those before them where they were.
+    """
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed = mixed ^ (mixed >> np.uint64(31))
+    return mixed.astype(np.float64) < fraction * 2.0**64

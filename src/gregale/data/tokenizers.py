@@ -1,0 +1,249 @@
+"""Tokenizers: text to ids and back, and how many bytes of text each id stands for."""
+
+import codecs
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import draccus
+import numpy as np
+
+from gregale.data import pieces
+from gregale.data.sources.base import expand, read_bytes
+from gregale.errors import UserError
+
+SAVED_NAME = "tokenizer.json"
+TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
+
+
+@dataclass(frozen=True)
+class TokenizerConfig(draccus.ChoiceRegistry):
+    """Which tokenizer turns the text into ids."""
+
+
+@TokenizerConfig.register_subclass("bytes")
+@dataclass(frozen=True)
+class BytesConfig(TokenizerConfig):
+    """One id for each byte of UTF-8, and 256 for the end of a document."""
+
+
+@TokenizerConfig.register_subclass("file")
+@dataclass(frozen=True)
+class FileConfig(TokenizerConfig):
+    """A `tokenizer.json` of the `tokenizers` library."""
+
+    path: str = field(default="tokenizer.json", metadata={"help": "the tokenizer.json file; ~ and $VARIABLES expand"})
+    end_of_document: str = field(default="<|endoftext|>", metadata={"help": "name of the token that ends a document"})
+
+
+@TokenizerConfig.register_subclass("bpe")
+@dataclass(frozen=True)
+class BpeConfig(TokenizerConfig):
+    """Byte-level byte-pair encoding, trained on the training documents."""
+
+    vocabulary: int = field(default=8192, metadata={"help": "number of ids, the end-of-document token included"})
+
+    def __post_init__(self):
+        if self.vocabulary < 257:
+            raise UserError(
+                f"vocabulary: {self.vocabulary} found; a byte-level BPE needs 256 ids for bytes and 1 for the end of a "
+                "document, so at least 257."
+            )
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    Attributes:
+        vocabulary_size: number of ids; every id is below it.
+        end_of_document: the id that ends a document; text never encodes to it.
+    """
+
+    vocabulary_size: int
+    end_of_document: int
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, int32 [token], without an end-of-document token."""
+
+    @abstractmethod
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of ids [token]; special tokens stand for nothing, broken UTF-8 for U+FFFD."""
+
+    @abstractmethod
+    def to_json(self) -> dict:
+        """Everything about the tokenizer as JSON, for `from_json`."""
+
+    @property
+    @abstractmethod
+    def token_pieces(self) -> list[bytes]:
+        """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of UTF-8 each id stands for, int32 [vocabulary]; 0 for special tokens.
+
+        Bits per byte = sum of token losses in nats / ln 2 / sum of the targets' bytes.
+        """
+        return np.array([len(piece) for piece in self.token_pieces], np.int32)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that the tokenizer does."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def stream(self) -> "StreamDecoder":
+        """A decoder for ids that come one at a time."""
+        return StreamDecoder(self.token_pieces)
+
+
+class StreamDecoder:
+    """Decodes ids one at a time; bytes of an unfinished character wait until the character is complete."""
+
+    def __init__(self, token_pieces: list[bytes]):
+        self._pieces = token_pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The characters that one more id completes, often one, sometimes none."""
+        return self._decoder.decode(self._pieces[token])
+
+    def finish(self) -> str:
+        """What stands for bytes that no id completed."""
+        return self._decoder.decode(b"", final=True)
+
+
+class BytesTokenizer(Tokenizer):
+    """One id for each byte of UTF-8, and 256 for the end of a document."""
+
+    vocabulary_size = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+    def to_json(self) -> dict:
+        return {"type": "bytes"}
+
+    @property
+    def token_pieces(self) -> list[bytes]:
+        return [bytes([value]) for value in range(256)] + [b""]
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        text: the content of a `tokenizer.json`.
+        end_of_document: name of the token that ends a document.
+        place: where the content is from, for messages.
+
+    Raises:
+        UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
+    """
+
+    def __init__(self, text: str, end_of_document: str, place: str):
+        import tokenizers
+
+        try:
+            self._library = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more precise
+            raise UserError(f"{place}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
+        self._library.encode_special_tokens = True  # "<|endoftext|>" written in a document is text like any other
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._json = json.loads(text)
+        self._end_name = end_of_document
+        end = self._library.token_to_id(end_of_document)
+        if end is None:
+            special = [token["content"] for token in self._json.get("added_tokens", [])]
+            raise UserError(
+                f"{place}: no token `{end_of_document}` to end a document with. Set tokenizer.end_of_document to one "
+                f"of its added tokens: {', '.join(special[:20]) or 'it has none'}."
+            )
+        self.end_of_document = end
+        self._pieces = pieces.token_pieces(self._json, self._library.get_vocab(with_added_tokens=True), place)
+        self._pieces[end] = b""
+        self.vocabulary_size = len(self._pieces)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def to_json(self) -> dict:
+        return {"type": "library", "end_of_document": self._end_name, "library": self._json}
+
+    @property
+    def token_pieces(self) -> list[bytes]:
+        return self._pieces
+
+
+def from_json(saved: dict, place: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.to_json` described; `place` is named in messages."""
+    if saved.get("type") == "bytes":
+        return BytesTokenizer()
+    if saved.get("type") == "library" and {"library", "end_of_document"} <= saved.keys():
+        return LibraryTokenizer(json.dumps(saved["library"]), saved["end_of_document"], place)
+    raise UserError(f"{place}: not a tokenizer that this program saved.")
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
+    """Writes the tokenizer into a folder, whole or not at all, and returns the file's path."""
+    path = Path(folder) / SAVED_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(tokenizer.to_json()), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` wrote; needs no corpus.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    path = Path(folder) / SAVED_NAME
+    try:
+        saved = json.loads(read_bytes(str(path)))
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: damaged, not JSON ({error}).") from error
+    return from_json(saved if isinstance(saved, dict) else {}, str(path))
+
+
+def tokenizer_from_file(config: FileConfig) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`; raises UserError if it is missing or unfit."""
+    path = expand(config.path)
+    text = read_bytes(path).decode("utf-8", "replace")
+    return LibraryTokenizer(text, config.end_of_document, path)
+
+
+def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
+    """A byte-level BPE trained on texts; it has fewer ids than asked if the texts have too few pairs."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        special_tokens=[TRAINED_END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")
