@@ -1,13 +1,14 @@
 """Find every collective of a program, with what it moves, between which devices, and how often."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gregale.audit.groups import Crossing, Placement, parse_groups, parse_pairs, parse_slice_target
-from gregale.audit.hlo import Computation, Instruction, Module, Shape
-from gregale.audit.loops import Frame, Loop, read_loop
+from gregale.audit.groups import parse_groups, parse_pairs, parse_slice_target
+from gregale.audit.hlo import Instruction, Module, Shape
+from gregale.audit.loops import Loop
+from gregale.audit.placement import Crossing, Placement
+from gregale.audit.walk import Site, walk
 
 KINDS = (
     "all-reduce",
@@ -23,8 +24,8 @@ _REPLICA_GROUPS = r"replica_groups=(@?mesh[\[<][^{]*\{[^}]*\}|\{\{[\d,{}\s]*\}\}
 _PAIRS = r"source_target_pairs=\"?(\{[\d,{}\s]*\})"
 _SLICE_TARGET = r"_xla_megascale_target=(\"[^\"]*\"|\{\{.*?\}\})"
 _SLICE_KIND = r'_xla_megascale_transfer_type="(\w+)"'
+_OVERLAPPED = "async_collective_fusion_config"
 _SLICE_KINDS = {"ONE_TO_ONE": "collective-permute"}
-_CALLING = ("fusion", "call", "async-start", "custom-call")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Collective:
             result. So each kind counts the full (not the scattered) array once.
         bytes_sent: what one device sends in one execution by a ring of n devices: 2 (n-1)/n of `bytes` for
             `all-reduce`, (n-1)/n for `reduce-scatter`, `all-gather` and `all-to-all`, all of it for the others.
-        axes: mesh axes that it crosses, in mesh order; `("unknown",)` where its groups are no product of axes; `()`
+        axes: mesh axes that it crosses, in mesh order; `("unknown",)` where its groups are no grid in the mesh; `()`
             where no device talks to another.
         touched: every mesh axis along which devices that talk to each other differ, known also if `axes` is not.
+        partial: its groups cover only a part of some axis, as when an axis spans slices and the compiler does the
+            part inside a slice and the part between slices apart.
         loops: the `while` loops around it, outermost first; `()` outside of loops.
         link: `inside slice` or `between slices`.
         group_size: devices that take part together.
@@ -61,6 +64,7 @@ class Collective:
     bytes_sent: float
     axes: tuple[str, ...]
     touched: tuple[str, ...]
+    partial: bool
     loops: tuple[Loop, ...]
     link: str
     group_size: int
@@ -93,58 +97,14 @@ class Collective:
         }
 
 
-@dataclass(frozen=True)
-class Site:
-    """An instruction as it is reached from the entry."""
-
-    instruction: Instruction
-    frame: Frame
-    loops: tuple[Loop, ...] = ()
-    conditional: bool = False
-    is_async: bool = False
-
-
 def find_collectives(module: Module, placement: Placement, given_times: Mapping[str, int]) -> tuple[Collective, ...]:
     """Every collective that the program runs, in the order of its schedule; see `gregale.audit.audit`."""
-    frame = Frame(module.computations[module.entry])
     found: list[Collective] = []
-    for site in _walk(module, frame, given_times, Site(Instruction("", "", "", "", ""), frame)):
-        found += _records(site, module, placement)
+    for site in walk(module, given_times):
+        kind = _kind(site)
+        if kind is not None and not _is_continuation(site):
+            found += _records(site, kind, module, placement)
     return tuple(found)
-
-
-def _walk(module: Module, frame: Frame, given: Mapping[str, int], outer: Site) -> Iterator[Site]:
-    """The collectives of a computation and of all that it calls; `outer` is the call that led here."""
-    for instruction in frame.computation.instructions.values():
-        site = Site(instruction, frame, outer.loops, outer.conditional, outer.is_async)
-        if _kind(site) is not None:
-            if not _is_continuation(site):
-                yield site
-            continue
-        for name, inside in _calls(module, site, given):
-            yield from _walk(module, Frame(module.computations[name], instruction, frame), given, inside)
-
-
-def _calls(module: Module, site: Site, given: Mapping[str, int]) -> Iterator[tuple[str, Site]]:
-    """The computations that an instruction runs, each with the site that its contents inherit from."""
-    instruction = site.instruction
-    if instruction.opcode == "while":
-        loops = (*site.loops, read_loop(module, instruction, site.frame, given))
-        for key in ("condition", "body"):
-            name = instruction.called(key) or ""
-            yield name, Site(instruction, site.frame, loops, site.conditional, site.is_async)
-    elif instruction.opcode == "conditional":
-        listed = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
-        branches = [name.strip().removeprefix("%") for name in listed.split(",") if name.strip()]
-        branches += [name for key in ("true", "false") if (name := instruction.called(f"{key}_computation"))]
-        for name in branches:
-            yield name, Site(instruction, site.frame, site.loops, True, site.is_async)
-    elif instruction.opcode in _CALLING:
-        is_async = site.is_async or instruction.opcode == "async-start"
-        names = {instruction.called("calls"), instruction.called("to_apply")}
-        names |= set(re.findall(r"[\w.\-]+", instruction.attribute(r"called_computations=\{([^}]*)\}") or ""))
-        for name in sorted(name for name in names if name in module.computations):
-            yield name, Site(instruction, site.frame, site.loops, site.conditional, is_async)
 
 
 def _kind(site: Site) -> str | None:
@@ -156,7 +116,9 @@ def _kind(site: Site) -> str | None:
             transfer = instruction.attribute(_SLICE_KIND) or ""
             kind = _SLICE_KINDS.get(transfer, transfer.lower().replace("_", "-"))
             return kind if kind in KINDS else "send"
-        return None if "is_host_transfer=true" in instruction.attributes else "send"
+        if "is_host_transfer=true" in instruction.attributes:
+            return None
+        return "collective-permute" if instruction.attribute(_PAIRS) else "send"
     if kind == "all-reduce" and _is_scattered(site):
         return "reduce-scatter"
     return kind if kind in KINDS else None
@@ -181,13 +143,19 @@ def _is_continuation(site: Site) -> bool:
     XLA:TPU repeats an overlapped collective in the fusion that starts it, in those that go on with it and in the one
     that ends it, all with one channel. It runs once, so only the start counts.
     """
-    if "async_collective_fusion_config" not in site.instruction.attributes:
+    instruction = site.instruction
+    if _OVERLAPPED not in instruction.attributes:
         return False
-    return not _has_start(site.frame.computation)
+    return not any(
+        "AsyncCollectiveStart" in other.attributes and instruction.name in other.operands
+        for other in site.frame.computation.instructions.values()
+    )
 
 
-def _has_start(computation: Computation) -> bool:
-    return any("AsyncCollectiveStart" in other.attributes for other in computation.instructions.values())
+def _is_async(site: Site) -> bool:
+    instruction = site.instruction
+    started = instruction.opcode == "send" or instruction.opcode.endswith("-start")
+    return started or site.context.is_async or _OVERLAPPED in instruction.attributes
 
 
 def _crossing(site: Site, kind: str, module: Module, placement: Placement) -> Crossing:
@@ -233,11 +201,9 @@ def _payloads(site: Site, kind: str) -> dict[str, list[Shape]]:
     return payloads
 
 
-def _records(site: Site, module: Module, placement: Placement) -> Iterator[Collective]:
+def _records(site: Site, kind: str, module: Module, placement: Placement) -> Iterator[Collective]:
     instruction = site.instruction
-    kind = _kind(site) or ""
     crossing = _crossing(site, kind, module, placement)
-    is_fused_async = "async_collective_fusion_config" in instruction.attributes
     for dtype, shapes in _payloads(site, kind).items():
         size = sum(shape.bytes for shape in shapes) * (crossing.group_size if kind == "all-gather" else 1)
         yield Collective(
@@ -248,14 +214,12 @@ def _records(site: Site, module: Module, placement: Placement) -> Iterator[Colle
             bytes_sent=size * _sent_share(kind, crossing.group_size),
             axes=crossing.axes,
             touched=crossing.touched,
-            loops=site.loops,
+            partial=crossing.partial,
+            loops=site.context.loops,
             link=crossing.link,
             group_size=crossing.group_size,
-            conditional=site.conditional,
-            is_async=site.is_async
-            or is_fused_async
-            or instruction.opcode.endswith("-start")
-            or instruction.opcode == "send",
+            conditional=site.context.conditional,
+            is_async=_is_async(site),
             name=instruction.name,
             op_name=instruction.op_name,
         )

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{\s*$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*-> .*)?\{\s*$")
 _NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")

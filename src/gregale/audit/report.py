@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 
 from gregale.audit.collectives import Collective, find_collectives
-from gregale.audit.groups import Placement
 from gregale.audit.hlo import parse
 from gregale.audit.loops import Loop
+from gregale.audit.placement import UNKNOWN, Placement
 from gregale.errors import UserError
 
 
@@ -30,8 +30,8 @@ class Audit:
         return tuple(collective for collective in self.collectives if collective.loop)
 
     def unknown(self) -> tuple[Collective, ...]:
-        """The collectives whose groups are no product of mesh axes."""
-        return tuple(collective for collective in self.collectives if collective.axes == ("unknown",))
+        """The collectives whose groups are no grid in the mesh."""
+        return tuple(collective for collective in self.collectives if collective.axes == UNKNOWN)
 
     def loops(self) -> tuple[Loop, ...]:
         """The loops around the collectives, each once."""
