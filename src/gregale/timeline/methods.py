@@ -1,0 +1,172 @@
+"""The methods as schedules: which layers are sent when, how many bytes, and which step waits for them.
+
+Steps count from 1, layers from 1 (nearest the input), fragments from 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gregale.errors import UserError
+from gregale.timeline.model import Workload
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Layers that are averaged over the sites after one pass.
+
+    Attributes:
+        step: the step whose backward pass yields the values.
+        layers: the layers, one reduction each.
+        bytes_per_parameter: size on the wire.
+        delay_steps: tau; the forward of a layer at step + 1 + tau waits for its reduction.
+        microbatch: the pass of that step, from 1.
+        after_pass: released when the whole backward pass is over, in place of after the layer's own node.
+    """
+
+    step: int
+    layers: tuple[int, ...]
+    bytes_per_parameter: float
+    delay_steps: int = 0
+    microbatch: int = 1
+    after_pass: bool = False
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When a method communicates.
+
+    Attributes:
+        steps: length of the simulated run.
+        period_steps: H, steps between two reductions of one parameter (DiLoCo and streaming).
+        fragment_layers: layers of one streaming fragment.
+        overlap_steps: tau of the overlapped streaming methods.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    steps: int = 100
+    period_steps: int = 100
+    fragment_layers: int = 3
+    overlap_steps: int = 1
+
+    def __post_init__(self):
+        for name in ("steps", "period_steps", "fragment_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be at least 1.")
+        if not 0 <= self.overlap_steps < self.period_steps:
+            raise UserError(
+                f"overlap_steps: {self.overlap_steps} must be at least 0 and below period_steps = {self.period_steps}, "
+                "or a fragment would be sent again before it has arrived."
+            )
+
+
+Schedule = Callable[[Workload, Cadence, float], list[Transfer]]
+
+
+def all_layers(workload: Workload) -> tuple[int, ...]:
+    """Every layer, in the order in which the backward pass finishes them."""
+    return tuple(range(workload.layers, 0, -1))
+
+
+def data_parallel(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """Gradients of every layer after every pass: with microbatches, the conventional accumulation."""
+    return [
+        Transfer(step, all_layers(workload), bytes_per_parameter, microbatch=microbatch)
+        for step in range(1, cadence.steps + 1)
+        for microbatch in range(1, workload.microbatches + 1)
+    ]
+
+
+def psdp(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """Gradient buffers of every layer once a step, when the last microbatch is over.
+
+    The buffers are summed in a loop over microbatches, so no layer is ready before the loop ends; layer 1 goes first,
+    since the next forward needs it first.
+    """
+    layers = all_layers(workload)[::-1]
+    return [
+        Transfer(step, layers, bytes_per_parameter, microbatch=workload.microbatches, after_pass=True)
+        for step in range(1, cadence.steps + 1)
+    ]
+
+
+def diloco(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """Pseudo-gradients of every layer at every H-th step (arXiv 2311.08105)."""
+    return [
+        Transfer(step, all_layers(workload), bytes_per_parameter, microbatch=workload.microbatches)
+        for step in range(cadence.period_steps, cadence.steps + 1, cadence.period_steps)
+    ]
+
+
+def streaming(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """One strided fragment at a time (arXiv 2501.18512).
+
+    Of P = ceil(layers / fragment_layers) fragments, fragment i holds the layers l with (l - 1) mod P = i and is sent at
+    the steps that are (i + 1) * floor(H / (P + 1)) into a period.
+
+    Raises:
+        UserError: there are more fragments than fit into a period.
+    """
+    fragments = -(-workload.layers // cadence.fragment_layers)
+    spacing = cadence.period_steps // (fragments + 1)
+    if spacing == 0:
+        raise UserError(
+            f"period_steps: {cadence.period_steps} steps are too few for {fragments} fragments ({workload.layers} "
+            f"layers, {cadence.fragment_layers} a fragment); use at least {fragments + 1} steps, or more layers a "
+            "fragment."
+        )
+    transfers = []
+    for period_start in range(0, cadence.steps, cadence.period_steps):
+        for fragment in range(fragments):
+            step = period_start + (fragment + 1) * spacing
+            layers = tuple(l for l in all_layers(workload) if (l - 1) % fragments == fragment)
+            if step <= cadence.steps:
+                transfers.append(Transfer(step, layers, bytes_per_parameter, microbatch=workload.microbatches))
+    return transfers
+
+
+def streaming_overlap(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """Streaming whose fragments are needed tau steps later than sent."""
+    return [
+        Transfer(sent.step, sent.layers, sent.bytes_per_parameter, cadence.overlap_steps, sent.microbatch)
+        for sent in streaming(workload, cadence, bytes_per_parameter)
+    ]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A schedule with the codec that it uses unless told otherwise.
+
+    Attributes:
+        schedule: the transfers, from a workload, a cadence and the bytes per parameter.
+        codec: name in `gregale.timeline.payload`.
+        label: name for tables and pictures.
+    """
+
+    schedule: Schedule
+    codec: str
+    label: str
+
+
+METHODS = {
+    "data_parallel": Method(data_parallel, "bfloat16", "data-parallel"),
+    "diloco": Method(diloco, "bfloat16", "DiLoCo"),
+    "streaming": Method(streaming, "bfloat16", "Streaming DiLoCo"),
+    "streaming_overlap": Method(streaming_overlap, "bfloat16", "Streaming DiLoCo, overlap"),
+    "streaming_overlap_4bit": Method(streaming_overlap, "4bit", "Streaming DiLoCo, overlap, 4 bits"),
+    "psdp": Method(psdp, "float32", "PSDP"),
+    "loco": Method(psdp, "int4", "PSDP with LoCo, 4 bits"),
+}
+PAPER_METHODS = tuple(METHODS)[:5]
+
+
+def method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    if name not in METHODS:
+        raise UserError(f"methods: {name!r} is not a known method; choose among {', '.join(METHODS)}.")
+    return METHODS[name]

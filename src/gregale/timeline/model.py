@@ -1,0 +1,75 @@
+"""What one site computes: a stack of equal layers with a step time."""
+
+from dataclasses import dataclass
+
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model of equal layers, and how long a site computes for one step of it.
+
+    A step is `microbatches` passes. A pass has one node a layer for the forward, one for the backward with respect to
+    activations (none for layer 1, below which nothing is trained), and one for the backward with respect to parameters.
+    All nodes last equally long:
+
+    node_seconds = step_seconds / (3 * layers * microbatches)
+
+    Since layer 1 has one node fewer, a step computes for (1 - 1 / (3 * layers)) * step_seconds.
+
+    Attributes:
+        parameters: parameters of the whole model, spread evenly over the layers.
+        layers: number of layers.
+        step_seconds: nominal compute time of one optimizer step.
+        microbatches: forward and backward passes in one step.
+
+    Raises:
+        UserError: a number is not positive.
+    """
+
+    parameters: float
+    layers: int
+    step_seconds: float
+    microbatches: int = 1
+
+    def __post_init__(self):
+        for name in ("parameters", "layers", "step_seconds", "microbatches"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be above 0.")
+
+    @property
+    def node_seconds(self) -> float:
+        """Seconds of one node, the unit of the timeline."""
+        return self.step_seconds / (3 * self.layers * self.microbatches)
+
+    @property
+    def nodes_per_pass(self) -> int:
+        """Nodes of one forward and backward pass."""
+        return 3 * self.layers - 1
+
+    @property
+    def parameters_per_layer(self) -> float:
+        """Parameters of one layer."""
+        return self.parameters / self.layers
+
+
+# Sizes and step times as in Streaming DiLoCo (arXiv 2501.18512), Table 4.
+PRESETS = {
+    "1b": Workload(parameters=1e9, layers=24, step_seconds=0.1),
+    "10b": Workload(parameters=10e9, layers=48, step_seconds=0.8),
+    "100b": Workload(parameters=100e9, layers=108, step_seconds=4.9),
+}
+
+
+def preset(name: str) -> Workload:
+    """The workload of that name from the paper.
+
+    Raises:
+        UserError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise UserError(
+            f"model: {name!r} is not a preset; choose one of {', '.join(PRESETS)}, or give parameters, layers and "
+            "step_seconds."
+        )
+    return PRESETS[name]

@@ -1,0 +1,130 @@
+"""Pictures of the model: utilisation against bandwidth, and the timeline of a few steps."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gregale.errors import UserError
+from gregale.timeline.simulate import Interval
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png")
+# Blue, orange, green, red, purple, brown, grey: told apart by people with the usual colour blindness.
+LINE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#8c6d31", "#555555")
+KIND_COLOURS = {"forward": "#56b4e9", "backward": "#009e73", "transfer": "#cc79a7"}
+
+
+def check_picture_path(path: Path, key: str) -> None:
+    """See that a picture can be written under this name.
+
+    Raises:
+        UserError: the suffix is neither .svg nor .png, or the folder does not exist.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{key}: {path} has the suffix {path.suffix!r}; a picture is written as .svg or .png.")
+    if not path.parent.is_dir():
+        raise UserError(f"{key}: the folder {path.parent} does not exist; create it or choose another.")
+
+
+def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[str, np.ndarray], title: str) -> None:
+    """Draw utilisation against bandwidth, a line for each method.
+
+    Args:
+        path: the picture, .svg or .png.
+        gbit_per_second: [bandwidth], drawn on a logarithmic axis.
+        curves: by label, the utilisation [bandwidth].
+        title: heading.
+
+    Raises:
+        UserError: matplotlib is not installed, or the suffix is another.
+    """
+    figure = _new_figure(path, (7.5, 4.5))
+    axes = figure.subplots()
+    for (label, utilisation), colour in zip(curves.items(), LINE_COLOURS, strict=False):
+        axes.plot(gbit_per_second, utilisation, label=label, color=colour, linewidth=1.8)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("bandwidth between sites, Gbit/s")
+    axes.set_ylabel("compute utilisation")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    _save(figure, path)
+
+
+def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps: int, title: str) -> None:
+    """Draw compute (above) and transfers (below) of a few steps, a panel for each method.
+
+    Each panel starts one step before the method's first transfer, so that something can be seen of the methods that
+    communicate seldom; its seconds count from there. The time axis ends at three times the compute of those steps.
+
+    Args:
+        path: the picture, .svg or .png.
+        intervals: by label, the intervals of one simulated run.
+        steps: how many steps each panel shows.
+        title: heading.
+
+    Raises:
+        UserError: matplotlib is not installed, or the suffix is another.
+    """
+    figure = _new_figure(path, (9.0, 1.2 + 1.1 * len(intervals)))
+    panels = figure.subplots(len(intervals), 1, sharex=True, squeeze=False)[:, 0]
+    longest = 0.0
+    for axes, (label, found) in zip(panels, intervals.items(), strict=True):
+        shown = window(found, steps)
+        _draw_panel(axes, shown)
+        longest = max(longest, *(work.end for work in shown))
+        axes.set_title(label, loc="left", fontsize="small")
+    compute = sum(work.end - work.start for work in shown if work.kind != "transfer")
+    panels[-1].set_xlim(0, min(longest, 3 * compute))
+    panels[-1].set_xlabel("seconds")
+    figure.suptitle(title, x=0.02, ha="left")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="upper right", ncols=3, fontsize="small", frameon=False)
+    _save(figure, path)
+
+
+def window(intervals: Sequence[Interval], steps: int) -> list[Interval]:
+    """The intervals of the steps around the first transfer, with seconds counted from the first of them."""
+    first = max(1, min((work.step for work in intervals if work.kind == "transfer"), default=1) - 1)
+    shown = [work for work in intervals if first <= work.step < first + steps]
+    origin = min(work.start for work in shown)
+    return [replace(work, start=work.start - origin, end=work.end - origin) for work in shown]
+
+
+def _draw_panel(axes: "Axes", shown: Sequence[Interval]) -> None:
+    for kind, colour in KIND_COLOURS.items():
+        bars = [(work.start, work.end - work.start) for work in shown if work.kind == kind]
+        row = (0, 0.9) if kind == "transfer" else (1, 0.9)
+        axes.broken_barh(bars, row, facecolors=colour, edgecolors="white", linewidth=0.5, label=kind)
+    axes.set_yticks([0.45, 1.45], ["link", "compute"])
+    axes.set_ylim(-0.1, 2.0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _new_figure(path: Path, size_inches: tuple[float, float]) -> "Figure":
+    check_picture_path(path, "picture")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(
+            f"picture: {path} needs matplotlib, which is not installed; install Gregale with the extra `plot`."
+        ) from error
+    return Figure(figsize=size_inches, layout="constrained")
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Write the picture whole or not at all, the same bytes for the same content."""
+    import matplotlib
+
+    partial = path.with_name(f".{path.name}.partial")
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "gregale"}):
+        figure.savefig(partial, format=path.suffix[1:], metadata=metadata, dpi=150)
+    os.replace(partial, path)

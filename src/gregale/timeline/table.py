@@ -1,0 +1,41 @@
+"""The bandwidth that each method needs for a compute utilisation, read off a grid as in the paper."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gregale.timeline.fleet import Fleet
+from gregale.timeline.methods import Cadence, method
+from gregale.timeline.model import Workload
+from gregale.timeline.payload import bytes_per_parameter
+from gregale.timeline.simulate import Run, simulate
+
+GRID_GBIT_PER_SECOND = np.logspace(-1, 3, 50)
+UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
+
+
+def run_method(
+    name: str,
+    workload: Workload,
+    fleet: Fleet,
+    cadence: Cadence,
+    gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
+    codec: str | None = None,
+) -> Run:
+    """Simulate a method by name, with its own codec or another one.
+
+    Raises:
+        UserError: the method or the codec is not known, or the schedule does not fit.
+    """
+    chosen = method(name)
+    transfers = chosen.schedule(workload, cadence, bytes_per_parameter(codec or chosen.codec))
+    return simulate(workload, transfers, fleet, gbit_per_second, cadence.steps)
+
+
+def needed_bandwidths(
+    utilisation: np.ndarray, gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND, goals: Sequence[float] = UTILISATIONS
+) -> list[float | None]:
+    """For each goal the first bandwidth of the grid at which the utilisation reaches it, None if none does."""
+    # A run that never waits reaches 1 only up to rounding.
+    reached = [np.flatnonzero(utilisation >= goal - 1e-12) for goal in goals]
+    return [float(gbit_per_second[at[0]]) if at.size else None for at in reached]
