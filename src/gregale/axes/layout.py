@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
@@ -67,6 +67,11 @@ class Layout:
         """The partition of an array with these named axes, in this order."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
         return PartitionSpec(*(mapping.get(name) for name in names))
+
+    def mesh_axes(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> tuple[str, ...]:
+        """The mesh axes over which an array with these named axes is split."""
+        names = [axis if isinstance(axis, str) else axis.name for axis in axes]
+        return tuple(mesh_axis for name in names for mesh_axis in _as_tuple(mapping.get(name, ())))
 
     def sharding(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, mapping))
@@ -149,6 +154,20 @@ def _as_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def axis_mapping(mapping: AxisMapping):
-    """Haliax reads the mesh axis that a vmapped axis lives on from this context."""
-    return hax.axis_mapping(dict(mapping))
+def vmap_replicas(function: Callable, layout: Layout) -> Callable:
+    """`hax.vmap` of a function over the `replica` axis, which lives on the mesh axis `replica`.
+
+    Arguments with the axis `replica`, and plain arrays (over their first axis), are mapped; close over what is not.
+    Haliax reads the mesh axis of a vmapped axis from the ambient axis mapping, and would also place products by it;
+    so the mapping is there for the vmap alone, and the function itself sees none.
+    """
+
+    def unmapped(*arguments):
+        with hax.axis_mapping({}):
+            return function(*arguments)
+
+    def mapped(*arguments):
+        with hax.axis_mapping({REPLICA: REPLICA}):
+            return hax.vmap(unmapped, layout.Replica)(*arguments)
+
+    return mapped

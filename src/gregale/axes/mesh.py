@@ -28,7 +28,9 @@ class MeshConfig:
         for axis in AXES:
             size = getattr(self, axis)
             if size == 0 or size < -1:
-                raise UserError(f"mesh.{axis} is {size}: a mesh axis has at least 1 device, or -1 for all that are left.")
+                raise UserError(
+                    f"mesh.{axis} is {size}: a mesh axis has at least 1 device, or -1 for all that are left."
+                )
         if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
             raise UserError(f"mesh: {self} has more than one -1; at most one axis can take the devices that are left.")
 

@@ -1,0 +1,73 @@
+"""Weights gathered for use: cast to the compute dtype, then brought together over `data`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding
+
+from gregale.axes.layout import Layout, is_named
+
+Tree = TypeVar("Tree")
+
+
+def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
+    """The weights of `tree` in `dtype` under the `compute` mapping, ready for use in a layer.
+
+    The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
+    way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
+    """
+
+    def one(leaf):
+        if not isinstance(leaf, NamedArray):
+            return leaf.astype(dtype) if _is_float(leaf) else leaf
+        compute = layout.sharding(leaf.axes, layout.compute)
+        params = layout.sharding(leaf.axes, layout.params)
+        return NamedArray(_gather(leaf.array, dtype, compute, params), leaf.axis_names)
+
+    return jax.tree.map(one, tree, is_leaf=is_named)
+
+
+def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], layout: Layout) -> jax.Array:
+    """Inside `jax.shard_map`: the sum over mesh axes of a gathered weight's gradient, as the shard of `params`.
+
+    One reduce-scatter for a mesh axis that `params` splits the weight by, one all-reduce for all others.
+
+    Arguments:
+    - `gradient`: this device's addend, [*axes] under `compute`
+    - `over`: the mesh axes to add up over
+    """
+    left = list(over)
+    for dimension, axis in enumerate(axes):
+        gathered_over = layout.mesh_axes((axis,), layout.compute)
+        for mesh_axis in layout.mesh_axes((axis,), layout.params):
+            if mesh_axis not in gathered_over:
+                gradient = jax.lax.psum_scatter(gradient, mesh_axis, scatter_dimension=dimension, tiled=True)
+                left.remove(mesh_axis)
+    return jax.lax.psum(gradient, tuple(left)) if left else gradient
+
+
+def _is_float(leaf) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, dtype, compute: NamedSharding, params: NamedSharding) -> jax.Array:
+    shard = jax.lax.with_sharding_constraint(x.astype(dtype), params)
+    return jax.lax.with_sharding_constraint(shard, compute)
+
+
+def _gather_forward(x, dtype, compute, params):
+    return _gather(x, dtype, compute, params), jnp.zeros((), x.dtype)
+
+
+def _gather_backward(dtype, compute, params, like, cotangent):
+    return (jax.lax.with_sharding_constraint(cotangent, params).astype(like.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

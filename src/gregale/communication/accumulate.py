@@ -1,0 +1,103 @@
+"""Microbatch accumulation with one buffer a replica: the only place that computes training gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_replicas
+from gregale.errors import UserError
+
+Tree = Any
+Loss = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+"""loss(parameters, batch) -> (sum of the examples' losses, sum of their weights)"""
+
+MICROBATCH = "microbatch"
+
+
+class Accumulated(NamedTuple):
+    """Sums over a step's microbatches, each array with a leading [replica] axis; nothing is divided yet."""
+
+    gradients: Tree  # [replica, ...] like the parameters, float32: gradients of the sum of losses
+    loss: NamedArray  # [replica]: sum of losses
+    weight: NamedArray  # [replica]: sum of weights
+
+
+def accumulate(
+    loss: Loss, parameters: Tree, batch: Tree, layout: Layout, microbatches: int, prepare: Callable[[Tree], Tree]
+) -> Accumulated:
+    """Gradients of the sum of losses over each replica's part of the batch.
+
+    `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers lie as `layout.params` says, with
+    a leading `replica` axis, so nothing crosses `replica` here.
+
+    Arguments:
+    - `loss`: returns (sum of losses, sum of weights), so that a masked token weighs the same in every microbatch
+    - `parameters`: arrays, shared by all replicas
+    - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
+    - `prepare`: applied to the parameters once, before the fold; the gradients are those of what it returns
+    """
+    inner = layout.inside_replica()
+    Microbatch = Axis(MICROBATCH, microbatches)
+
+    def one_replica(rows: Tree) -> Accumulated:
+        ready = prepare(parameters)
+
+        def add(sums: Accumulated, microbatch: Tree) -> Accumulated:
+            (value, weight), gradients = jax.value_and_grad(loss, has_aux=True)(ready, microbatch)
+            gradients = inner.constrain(_float32(gradients), inner.params)
+            sums = jax.tree.map(jnp.add, sums, Accumulated(gradients, hax.named(value, ()), hax.named(weight, ())))
+            return sums._replace(gradients=inner.constrain(sums.gradients, inner.params))
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), ready)
+        start = Accumulated(inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(()))
+        return hax.fold(add, Microbatch)(start, rows)
+
+    sums = vmap_replicas(one_replica, layout)(split_batch(batch, layout, microbatches))
+    return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
+
+
+def _float32(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
+    """[batch, ...] -> [replica, microbatch, batch / (replica * microbatch), ...], without moving a row.
+
+    Every device keeps the contiguous block of rows that it has, and cuts that block into microbatches.
+    """
+    inner = layout.inside_replica()
+    shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
+
+    def one(leaf):
+        named = leaf.rearrange((BATCH, ...)) if isinstance(leaf, NamedArray) else None
+        array = leaf if named is None else named.array
+        rows = rows_per_part(array.shape[0], layout.replicas, shards, microbatches)
+        cut = array.reshape(layout.replicas, shards, microbatches, rows, *array.shape[1:]).swapaxes(1, 2)
+        cut = cut.reshape(layout.replicas, microbatches, shards * rows, *array.shape[1:])
+        if named is None:
+            return cut
+        axes = (layout.Replica, Axis(MICROBATCH, microbatches), Axis(BATCH, shards * rows), *named.axes[1:])
+        return layout.constrain(hax.named(cut, axes), {**inner.compute, REPLICA: REPLICA})
+
+    return jax.tree.map(one, batch, is_leaf=is_named)
+
+
+def rows_per_part(rows: int, replicas: int, shards: int, microbatches: int) -> int:
+    """Rows of a batch for one microbatch on one device; raises `UserError` if they cannot be shared evenly."""
+    parts = replicas * shards * microbatches
+    if rows % parts:
+        below, above = rows // parts * parts, (rows // parts + 1) * parts
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"batch.size is {rows}: a batch is shared by replica {replicas} x data {shards} x microbatches "
+            f"{microbatches} = {parts} parts, and {rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. "
+            f"batch.size {nearest} would work, or another number of microbatches."
+        )
+    return rows // parts

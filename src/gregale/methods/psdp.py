@@ -1,0 +1,100 @@
+"""PSDP (replica-FSDP): gradients are averaged over `replica` once a step, the optimizer runs on the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from gregale.axes.layout import Layout
+from gregale.communication.accumulate import accumulate
+from gregale.communication.reduce import give_back, reduce_replicas
+from gregale.optim.clipping import global_norm
+from gregale.optim.config import Optimizer
+
+Tree = Any
+
+
+class PsdpState(NamedTuple):
+    """What PSDP carries from step to step."""
+
+    parameters: Tree  # under `params`
+    sharded: Tree  # the optimizer's state, under `opt_state`
+    gathered: Tree  # state of the optimizer's second part: scalars
+
+
+class StepMetrics(NamedTuple):
+    """float32 scalars of one step."""
+
+    loss: jax.Array  # sum of losses / sum of weights, over the whole batch
+    weight: jax.Array  # sum of weights: the tokens that counted
+    grad_norm: jax.Array  # global norm of the averaged gradient, before clipping
+
+
+def same(tree: Tree) -> Tree:
+    return tree
+
+
+@dataclass(frozen=True)
+class Psdp:
+    """The PSDP step for any Equinox module and any loss (DESIGN section 3).
+
+        grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
+        updates = optimizer(grads), under opt_state
+        params  = params + (updates given back to params)
+
+    - `model`: gives the structure; its arrays are the first parameters
+    - `loss`: loss(model, batch) -> (sum of losses, sum of weights)
+    - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
+    - `layout`: the mesh and the mappings
+    - `microbatches`: parts of a replica's batch, computed one after the other
+    - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
+    """
+
+    model: Tree
+    loss: Callable[[Any, Tree], tuple[jax.Array, jax.Array]]
+    optimizer: Optimizer
+    layout: Layout
+    microbatches: int = 1
+    prepare: Callable[[Tree], Tree] = field(default=same)
+
+    def init(self) -> PsdpState:
+        """The state before the first step; call it under `jax.jit` to have it made in shards."""
+        layout = self.layout
+        parameters = layout.constrain(eqx.filter(self.model, eqx.is_inexact_array), layout.params)
+        sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
+        gathered = self.optimizer.gathered.init(parameters)
+        return PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered)
+
+    def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
+        """One step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch."""
+        layout, optimizer = self.layout, self.optimizer
+        sums = accumulate(self._loss, state.parameters, batch, layout, self.microbatches, self.prepare)
+        grads, loss = reduce_replicas((sums.gradients, sums.loss), sums.weight, layout)
+        norm = global_norm(grads)
+
+        shard = layout.constrain(state.parameters, layout.opt_state)
+        updates, sharded = optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
+        updates = give_back(layout.constrain(updates, layout.opt_state), layout)
+        updates, gathered = optimizer.gathered.update(updates, state.gathered, state.parameters)
+
+        parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
+        parameters = layout.constrain(parameters, layout.params)
+        sharded = layout.constrain(sharded, layout.opt_state)
+        metrics = StepMetrics(loss.array, jnp.sum(sums.weight.array), norm)
+        return PsdpState(parameters, sharded, gathered), metrics
+
+    def trained(self, state: PsdpState) -> Tree:
+        """The model with the state's parameters."""
+        return eqx.combine(state.parameters, self._static)
+
+    @property
+    def _static(self) -> Tree:
+        return eqx.filter(self.model, eqx.is_inexact_array, inverse=True)
+
+    def _loss(self, parameters: Tree, batch: Tree):
+        return self.loss(eqx.combine(parameters, self._static), batch)

@@ -1,0 +1,131 @@
+"""Grouped-query attention with rotary embeddings, and its key/value cache."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn import Linear, RmsNorm
+
+from gregale.axes.layout import BATCH
+from gregale.model.config import LlamaConfig
+from gregale.model.execution import Execution, named
+from gregale.model.rotary import rotate
+
+POSITION = "position"
+
+
+class Cache(eqx.Module):
+    """Keys and values of the tokens so far, for generation; stacked over layers in a model's cache.
+
+    Slots at and after the number of tokens so far hold nothing; attention masks them.
+    """
+
+    key: NamedArray  # [Batch, Slot, KvHeads, HeadSize]
+    value: NamedArray  # [Batch, Slot, KvHeads, HeadSize]
+
+    @staticmethod
+    def empty(config: LlamaConfig, Batch: Axis, slots: int, dtype) -> Cache:
+        axes = (config.Layers, Batch, Axis("slot", slots), config.KvHeads, config.HeadSize)
+        return Cache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
+
+    def extended(self, key: NamedArray, value: NamedArray, start) -> Cache:
+        """With the keys and values of new positions written at slots start, start + 1, ..."""
+
+        def write(slots: NamedArray, new: NamedArray) -> NamedArray:
+            order = (BATCH, POSITION, "kv_heads", "head_size")
+            array = jax.lax.dynamic_update_slice_in_dim(slots.array, new.rearrange(order).array, start, axis=1)
+            return NamedArray(array, slots.axis_names)
+
+        return Cache(write(self.key, key), write(self.value, value))
+
+
+class Attention(eqx.Module):
+    """Causal self-attention; query head n reads key/value head n // (heads / kv_heads)."""
+
+    query: Linear  # [Embed] -> [Heads, HeadSize]
+    key: Linear  # [Embed] -> [KvHeads, HeadSize]
+    value: Linear  # [Embed] -> [KvHeads, HeadSize]
+    out: Linear  # [Heads, HeadSize] -> [Embed]
+    query_norm: RmsNorm | None  # [HeadSize]
+    key_norm: RmsNorm | None  # [HeadSize]
+    config: LlamaConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: LlamaConfig, key) -> Attention:
+        keys = jax.random.split(key, 4)
+        c = config
+
+        def project(Heads, key):
+            return linear(c.Embed, (Heads, c.HeadSize), c.init_scale, key, bias=c.attention_bias)
+
+        def norm():
+            return RmsNorm.init(c.HeadSize, c.norm_epsilon, use_bias=False, dtype=jnp.float32) if c.qk_norm else None
+
+        return Attention(
+            query=project(c.Heads, keys[0]),
+            key=project(c.KvHeads, keys[1]),
+            value=project(c.KvHeads, keys[2]),
+            out=linear((c.Heads, c.HeadSize), c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[3]),
+            query_norm=norm(),
+            key_norm=norm(),
+            config=config,
+        )
+
+    def project(self, x: NamedArray, positions: NamedArray, execution: Execution):
+        """Rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize]."""
+        c = self.config
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        q = self.query_norm(q) if self.query_norm is not None else q
+        k = self.key_norm(k) if self.key_norm is not None else k
+        q = rotate(q, positions, c.HeadSize, c.rotary_base, c.rotary_scaling)
+        k = rotate(k, positions, c.HeadSize, c.rotary_base, c.rotary_scaling)
+        return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
+
+    def __call__(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
+        """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
+        q, k, v = self.project(x, positions, execution)
+        mask = None
+        if segments is not None:
+            ids = segments.array
+            mask = ids[:, None, :, None] == ids[:, None, None, :]  # [batch, 1, query, key]
+        attended = self.attend(q, k, v, execution, mask=mask, is_causal=True)
+        return named(self.out(named(attended, "attention")), "attention_out")
+
+    def decode(self, x: NamedArray, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
+        """The same for tokens at positions start, start + 1, ... that follow those in the cache."""
+        c = self.config
+        Position = x.resolve_axis(POSITION)
+        positions = hax.arange(Position) + start
+        q, k, v = self.project(x, positions, execution)
+        cache = cache.extended(k, v, start)
+        slots = jnp.arange(cache.key.resolve_axis("slot").size)
+        back = positions.array[:, None] - slots[None, :]
+        mask = back >= 0
+        if c.sliding_window is not None:
+            mask &= back < c.sliding_window
+        keys, values = (a.rename({"slot": POSITION}) for a in (cache.key, cache.value))
+        attended = self.attend(q, keys, values, execution, mask=mask[None, None], is_causal=False)
+        return self.out(attended), cache
+
+    def attend(self, q, k, v, execution: Execution, *, mask, is_causal: bool) -> NamedArray:
+        """softmax(q . k / sqrt(head size)) . v with the chosen kernel: [Batch, Position, Heads, HeadSize]."""
+        order = (BATCH, POSITION, ..., "head_size")
+        window = self.config.sliding_window
+        out = jax.nn.dot_product_attention(
+            *(a.rearrange(order).array for a in (q, k, v)),
+            mask=mask,
+            is_causal=is_causal,
+            local_window_size=(window - 1, 0) if window is not None and is_causal else None,
+            implementation=execution.attention,
+        )
+        return execution.placed(NamedArray(out, q.rearrange(order).axis_names))
+
+
+def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:
+    """A linear layer with normal weights of standard deviation `scale`, [*In, *Out]."""
+    layer = Linear.init(In, Out, key=key, use_bias=bias, out_first=False)
+    weight = hax.random.normal(key, layer.weight.axes) * scale
+    return eqx.tree_at(lambda layer: layer.weight, layer, weight)

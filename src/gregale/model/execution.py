@@ -1,0 +1,82 @@
+"""How a model is run: where its arrays live, in which precision, what its layers save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn import ScanCheckpointPolicy
+
+from gregale.axes.gather import gathered
+from gregale.axes.layout import Layout
+from gregale.model.config import DTYPES, ComputeConfig
+
+# Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
+PROJECTIONS = ["query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
+
+REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
+    "none": False,
+    "full": True,
+    "attention": ScanCheckpointPolicy(save_block_internals=["attention"]),
+    "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
+    "offload": ScanCheckpointPolicy(save_carries="offload"),
+}
+
+# Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
+UNROLL = {"cpu": 4}
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Everything a model needs to know about where and how it runs, passed to it explicitly.
+
+    - `layout`: mesh and mappings, as one replica sees them
+    - `dtype`: of activations and gathered weights
+    - `remat`: name of the policy for what a layer saves
+    - `unroll`: layers unrolled in the scan over layers
+    - `attention`: implementation for `jax.nn.dot_product_attention`
+    - `loss_block`: tokens whose logits are held at a time on a device
+    """
+
+    layout: Layout
+    dtype: jnp.dtype = jnp.float32
+    remat: str = "none"
+    unroll: int = 1
+    attention: str = "xla"
+    loss_block: int = 1024
+
+    def gathered(self, weights):
+        return gathered(weights, self.layout, self.dtype)
+
+    def placed(self, activation: NamedArray) -> NamedArray:
+        return self.layout.constrain(activation, self.layout.compute)
+
+    def scan_layers(self, block: Callable, Layers: Axis, carry, *stacked):
+        """`carry, out_i = block(carry, *stacked[i])` over the named layers axis; returns the carry and stacked outs."""
+        unroll = min(self.unroll, Layers.size)
+        return hax.scan(block, Layers, remat=REMAT_POLICIES[self.remat], unroll=unroll)(carry, *stacked)
+
+
+def execution(config: ComputeConfig, layout: Layout) -> Execution:
+    """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica."""
+    platform = layout.mesh.devices.flat[0].platform
+    attention = config.attention
+    if attention == "auto":
+        attention = "cudnn" if platform == "gpu" and config.dtype != "float32" else "xla"
+    return Execution(
+        layout=layout.inside_replica(),
+        dtype=jnp.dtype(DTYPES[config.dtype]),
+        remat=config.remat,
+        unroll=config.unroll or UNROLL.get(platform, 1),
+        attention=attention,
+        loss_block=config.loss_block,
+    )
+
+
+def named(x: NamedArray, name: str) -> NamedArray:
+    """Gives an intermediate the name by which remat policies know it."""
+    return NamedArray(jax.ad_checkpoint.checkpoint_name(x.array, name), x.axis_names)

@@ -1,0 +1,146 @@
+"""The Llama family: embedding, a stack of blocks scanned along `layers`, a norm, a head."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.nn import Linear, RmsNorm
+
+from gregale.model.attention import POSITION, Attention, Cache, linear
+from gregale.model.config import LlamaConfig
+from gregale.model.embedding import embed
+from gregale.model.execution import Execution, named
+from gregale.model.loss import next_token_loss
+
+
+class Mlp(eqx.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+
+    gate: Linear  # [Embed] -> [Mlp]
+    up: Linear  # [Embed] -> [Mlp]
+    down: Linear  # [Mlp] -> [Embed]
+
+    @staticmethod
+    def init(config: LlamaConfig, key) -> Mlp:
+        keys = jax.random.split(key, 3)
+        c = config
+        return Mlp(
+            gate=linear(c.Embed, c.Mlp, c.init_scale, keys[0]),
+            up=linear(c.Embed, c.Mlp, c.init_scale, keys[1]),
+            down=linear(c.Mlp, c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[2]),
+        )
+
+    def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
+        gate = named(execution.placed(self.gate(x)), "gate")
+        up = named(execution.placed(self.up(x)), "up")
+        return named(self.down(hax.nn.silu(gate) * up), "mlp_out")
+
+
+class Block(eqx.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    attention_norm: RmsNorm  # [Embed]
+    attention: Attention
+    mlp_norm: RmsNorm  # [Embed]
+    mlp: Mlp
+
+    @staticmethod
+    def init(config: LlamaConfig, key) -> Block:
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            attention_norm=norm(config),
+            attention=Attention.init(config, attention_key),
+            mlp_norm=norm(config),
+            mlp=Mlp.init(config, mlp_key),
+        )
+
+    def __call__(self, x, positions, segments, execution: Execution) -> NamedArray:
+        x = execution.placed(x + self.attention(self.attention_norm(x), positions, segments, execution))
+        return execution.placed(x + self.mlp(self.mlp_norm(x), execution))
+
+    def decode(self, x, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
+        attended, cache = self.attention.decode(self.attention_norm(x), cache, start, execution)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x), execution), cache
+
+
+class Llama(eqx.Module):
+    """A decoder-only language model of the Llama family."""
+
+    embedding: NamedArray  # [Vocab, Embed]
+    blocks: Block  # every array with a leading [Layers]
+    norm: RmsNorm  # [Embed]
+    head: NamedArray | None  # [Embed, Vocab]; None: the embedding, transposed
+    config: LlamaConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: LlamaConfig, Vocab: Axis, key) -> Llama:
+        table_key, head_key, blocks_key = jax.random.split(key, 3)
+        keys = jax.random.split(blocks_key, config.layers)
+        return Llama(
+            embedding=hax.random.normal(table_key, (Vocab, config.Embed)) * config.init_scale,
+            blocks=hax.vmap(lambda key: Block.init(config, key), config.Layers)(keys),
+            norm=norm(config),
+            head=None if config.tied_head else hax.random.normal(head_key, (config.Embed, Vocab)) * config.init_scale,
+            config=config,
+        )
+
+    def hidden(self, tokens, positions, segments, execution: Execution) -> NamedArray:
+        """The normalised output of the last block: [Batch, Position] -> [Batch, Position, Embed].
+
+        Arguments:
+        - `tokens`: integers [Batch, Position]
+        - `positions`: integers [Batch, Position], each token's place in its document
+        - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
+        """
+        x = execution.placed(embed(execution.gathered(self.embedding), tokens, execution))
+
+        def block(x, weights):
+            return execution.gathered(weights)(x, positions, segments, execution), None
+
+        x, _ = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        return execution.gathered(self.norm)(x)
+
+    def output_head(self, execution: Execution) -> NamedArray:
+        """The gathered head [Embed, Vocab]."""
+        head = self.embedding if self.head is None else self.head
+        Embed = self.config.Embed
+        return execution.gathered(head).rearrange((Embed, ...))
+
+    def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
+        """Sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
+
+        `batch` has `tokens`, `targets`, `loss_mask`, `positions` and, if attention stays inside documents,
+        `segment_ids`, each [Batch, Position].
+        """
+        hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
+        mask = batch["loss_mask"]
+        loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
+        return loss, hax.sum(mask).scalar()
+
+    def decode(self, tokens: NamedArray, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
+        """Logits [Batch, Vocab] (float32) for what follows `tokens` [Batch, Position], which stand at `start` and on.
+
+        Returns the logits and the cache (stacked over layers) with the new tokens in it.
+        """
+        x = embed(execution.gathered(self.embedding), tokens, execution)
+
+        def block(x, weights, cache):
+            return execution.gathered(weights).decode(x, cache, start, execution)
+
+        x, cache = execution.scan_layers(block, self.config.Layers, x, self.blocks, cache)
+        x = execution.gathered(self.norm)(x[POSITION, -1])
+        logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
+        return logits, cache
+
+
+def norm(config: LlamaConfig) -> RmsNorm:
+    return RmsNorm.init(config.Embed, config.norm_epsilon, use_bias=False, dtype=jnp.float32)
+
+
+def parameter_count(model) -> int:
+    """Number of values in all arrays of a model; works on abstract ones."""
+    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array_like)) if hasattr(leaf, "size"))

@@ -1,0 +1,138 @@
+"""The next-token loss, computed in blocks of tokens so that the full logits are never held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
+
+from gregale.axes.gather import scattered
+from gregale.axes.layout import Layout
+from gregale.model.execution import Execution
+
+
+def next_token_loss(
+    hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray, execution: Execution
+) -> jax.Array:
+    """Sum over tokens of weight * -log softmax(hidden . head)[target], a float32 scalar.
+
+    Written per device in `jax.shard_map`: a device's tokens go through the head in blocks of `execution.loss_block`,
+    with the vocabulary split over `model`. When gradients are wanted they are taken in the same pass, while a block's
+    logits are there, so logits are computed once and never stored. Sent are three numbers a token over `model` for the
+    softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each; nothing over `replica`.
+
+    Arguments:
+    - `hidden`: [batch, position, embed]
+    - `head`: [embed, vocab], gathered over `data`
+    - `targets`: [batch, position], integers in [0, vocab)
+    - `weights`: [batch, position], float; 0 leaves a token out
+    """
+    Embed, Vocab = head.axes
+    hidden = hidden.rearrange((..., Embed))
+    tokens = hidden.axes[:-1]
+    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block)
+    return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The shapes and places of one call of `next_token_loss`."""
+
+    tokens: tuple[Axis, ...]
+    Embed: Axis
+    Vocab: Axis
+    layout: Layout
+    block: int
+
+    @property
+    def token_mesh_axes(self) -> tuple[str, ...]:
+        return self.layout.mesh_axes(self.tokens, self.layout.compute)
+
+    @property
+    def vocab_mesh_axes(self) -> tuple[str, ...]:
+        return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
+
+    def sharded(self, function, out_specs):
+        """`function(hidden, head, targets, weights)` for each device."""
+        layout = self.layout
+        tokens = layout.spec(self.tokens, layout.compute)
+        hidden = layout.spec((*self.tokens, self.Embed), layout.compute)
+        head = layout.spec((self.Embed, self.Vocab), layout.compute)
+        in_specs = (hidden, head, tokens, tokens)
+        return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def blocks(self, hidden, targets, weights):
+        """A device's tokens in blocks: [blocks, block, embed], [blocks, block] twice; filled up with weight 0."""
+        count = targets.size
+        block = min(self.block, count)
+        blocks = -(-count // block)
+
+        def cut(x):
+            filled = jnp.pad(x, [(0, blocks * block - count)] + [(0, 0)] * (x.ndim - 1))
+            return filled.reshape(blocks, block, *x.shape[1:])
+
+        return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
+
+    def of_block(self, hidden, head, targets, weights):
+        """Loss of one block, and its gradient by the logits: scalar, [block, vocab shard], float32."""
+        axes = self.vocab_mesh_axes
+        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        top = jnp.max(logits, axis=-1)
+        top = jax.lax.pmax(top, axes) if axes else top
+        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
+        is_target = (targets[:, None] - first) == jnp.arange(head.shape[1])
+        exponentials = jnp.exp(logits - top[:, None])
+        sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
+        total, at_target = jax.lax.psum(sums, axes) if axes else sums
+        loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
+        return loss, weights[:, None] * (exponentials / total[:, None] - is_target)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(spec: HeadLoss, hidden, head, targets, weights):
+    def local(hidden, head, targets, weights):
+        def step(loss, block):
+            return loss + spec.of_block(block[0], head, *block[1:])[0], None
+
+        loss, _ = jax.lax.scan(step, jnp.float32(0), spec.blocks(hidden, targets, weights))
+        return jax.lax.psum(loss, spec.token_mesh_axes)
+
+    return spec.sharded(local, PartitionSpec())(hidden, head, targets, weights)
+
+
+def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
+    def local(hidden, head, targets, weights):
+        def step(carry, block):
+            loss, head_gradient = carry
+            block_loss, by_logits = spec.of_block(block[0], head, *block[1:])
+            by_logits = by_logits.astype(head.dtype)
+            head_gradient += jnp.dot(block[0].T, by_logits, preferred_element_type=jnp.float32)
+            by_hidden = jnp.dot(by_logits, head.T, preferred_element_type=jnp.float32)
+            return (loss + block_loss, head_gradient), by_hidden.astype(hidden.dtype)
+
+        start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+        (loss, by_head), by_hidden = jax.lax.scan(step, start, spec.blocks(hidden, targets, weights))
+        by_hidden = by_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
+        by_hidden = jax.lax.psum(by_hidden, spec.vocab_mesh_axes)
+        by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)
+        return jax.lax.psum(loss, spec.token_mesh_axes), by_hidden, by_head
+
+    layout = spec.layout
+    hidden_spec = layout.spec((*spec.tokens, spec.Embed), layout.compute)
+    head_spec = layout.spec((spec.Embed, spec.Vocab), layout.params)
+    outputs = spec.sharded(local, (PartitionSpec(), hidden_spec, head_spec))(hidden, head, targets, weights)
+    loss, by_hidden, by_head = outputs
+    return loss, (by_hidden, by_head, weights)
+
+
+def _loss_backward(spec: HeadLoss, saved, cotangent):
+    by_hidden, by_head, weights = saved
+    scaled = [(gradient * cotangent).astype(gradient.dtype) for gradient in (by_hidden, by_head)]
+    return *scaled, None, jnp.zeros_like(weights)
+
+
+_loss.defvjp(_loss_forward, _loss_backward)

@@ -1,0 +1,45 @@
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864), with Llama 3's frequency scaling."""
+
+from __future__ import annotations
+
+import math
+
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.model.config import RotaryScaling
+
+
+def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
+    """Angle a position for each pair of a head's channels, in radians: `base ** (-i / half_size)`, float32 [half].
+
+    With `scaling`, wavelengths longer than original_context / low_frequency_factor turn `factor` times slower, those
+    shorter than original_context / high_frequency_factor stay, and those between are interpolated.
+    """
+    frequency = base ** (-np.arange(half_size, dtype=np.float64) / half_size)
+    if scaling is not None:
+        turns = scaling.original_context * frequency / (2 * math.pi)  # in the original context
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
+    return frequency.astype(np.float32)
+
+
+def rotate(x: NamedArray, positions: NamedArray, HeadSize: Axis, base: float, scaling: RotaryScaling | None):
+    """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
+
+    Arguments:
+    - `x`: [..., position, ..., head_size]
+    - `positions`: integer positions, on axes that `x` has
+    """
+    half = HeadSize.size // 2
+    Half = Axis("half", half)
+    frequency = hax.named(jnp.asarray(frequencies(half, base, scaling)), Half)
+    angle = positions.astype(jnp.float32).broadcast_axis(Half) * frequency
+    cos, sin = hax.cos(angle), hax.sin(angle)
+    low = x[HeadSize, :half].rename({HeadSize.name: Half.name}).astype(jnp.float32)
+    high = x[HeadSize, half:].rename({HeadSize.name: Half.name}).astype(jnp.float32)
+    turned = hax.concatenate(Half.name, [low * cos - high * sin, high * cos + low * sin])
+    return turned.rename({Half.name: HeadSize.name}).rearrange(x.axes).astype(x.dtype)
