@@ -1,7 +1,7 @@
 """`gregale simulate`: which bandwidth each method needs, from a model of the timeline."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +145,7 @@ def main(config: SimulateConfig) -> int:
     fleet = fleet_of(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
 
-    def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
+    def runs_at(gbit_per_second: np.ndarray, cadence: Cadence = cadence) -> dict[str, Run]:
         return {
             name: run_method(name, workload, fleet, cadence, gbit_per_second, config.codec) for name in config.methods
         }
@@ -160,7 +160,9 @@ def main(config: SimulateConfig) -> int:
         curves = {method(name).label: run.utilisation for name, run in on_grid.items()}
         plot_utilisation(config.plot, GRID_GBIT_PER_SECOND, curves, _title(workload, config.sites))
     if config.timeline is not None:
-        runs = runs_at(np.array([config.timeline_bandwidth]))
+        # A little longer, to show what follows DiLoCo's only reduction.
+        longer = replace(cadence, steps=config.steps + config.timeline_steps)
+        runs = runs_at(np.array([config.timeline_bandwidth]), longer)
         intervals = {method(name).label: run.intervals for name, run in runs.items()}
         title = f"{_title(workload, config.sites)}, {config.timeline_bandwidth:g} Gbit/s"
         plot_timeline(config.timeline, intervals, config.timeline_steps, title)

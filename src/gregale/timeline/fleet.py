@@ -18,8 +18,8 @@ class Ring:
     link_seconds  = 2 (n - 1) / n * 8 * payload_bytes / (bandwidth * slowest_link)
     delay_seconds = 2 (n - 1) * latency_seconds
 
-    The links are busy for link_seconds and the result is there delay_seconds later; during the delay the links carry the
-    next payload.
+    The links are busy for link_seconds and the result is there delay_seconds later; during the delay the links carry
+    the next payload.
 
     Attributes:
         sites: n, the sites on the ring.

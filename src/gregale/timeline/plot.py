@@ -63,7 +63,7 @@ def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps
     """Draw compute (above) and transfers (below) of a few steps, a panel for each method.
 
     Each panel starts one step before the method's first transfer, so that something can be seen of the methods that
-    communicate seldom; its seconds count from there. The time axis ends at three times the compute of those steps.
+    communicate seldom; its seconds count from there. The time axis ends at twice the compute of those steps.
 
     Args:
         path: the picture, .svg or .png.
@@ -83,7 +83,7 @@ def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps
         longest = max(longest, *(work.end for work in shown))
         axes.set_title(label, loc="left", fontsize="small")
     compute = sum(work.end - work.start for work in shown if work.kind != "transfer")
-    panels[-1].set_xlim(0, min(longest, 3 * compute))
+    panels[-1].set_xlim(0, min(longest, 2 * compute))
     panels[-1].set_xlabel("seconds")
     figure.suptitle(title, x=0.02, ha="left")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="upper right", ncols=3, fontsize="small", frameon=False)
@@ -102,7 +102,8 @@ def _draw_panel(axes: "Axes", shown: Sequence[Interval]) -> None:
     for kind, colour in KIND_COLOURS.items():
         bars = [(work.start, work.end - work.start) for work in shown if work.kind == kind]
         row = (0, 0.9) if kind == "transfer" else (1, 0.9)
-        axes.broken_barh(bars, row, facecolors=colour, edgecolors="white", linewidth=0.5, label=kind)
+        edge = 0.5 if kind == "transfer" else 0.0  # an edge would hide short stretches of compute
+        axes.broken_barh(bars, row, facecolors=colour, edgecolors="white", linewidth=edge, label=kind)
     axes.set_yticks([0.45, 1.45], ["link", "compute"])
     axes.set_ylim(-0.1, 2.0)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -2,8 +2,8 @@
 
 One compute resource a site and one link that all sites share as a ring. A pass is the forward of layers 1 to L, then
 the backward of layers L to 1. A reduction starts when every present site has released it and the link is free (first
-in, first out), and the forwards that need it wait for its arrival. Nothing else waits, so all event times follow from the
-schedule by additions and maxima; no clock is stepped.
+in, first out), and the forwards that need it wait for its arrival. Nothing else waits, so all event times follow from
+the schedule by additions and maxima; no clock is stepped.
 """
 
 from collections import defaultdict

@@ -1,0 +1,166 @@
+"""What a chip can do: memory, compute and links, from its vendor's published figures.
+
+Vendors print some figures in their own way; here all follow one rule:
+
+- Memory printed as N GB is taken as N * 2**30 bytes: stacked memory comes in binary sizes, and runtimes report a little
+  less than that (an A100 of 40 GB shows 42.4e9 bytes).
+- FLOP/s are dense bfloat16 products; NVIDIA's figures "with sparsity" are halved.
+- Links count one direction, all links of a chip together; figures for both directions are halved.
+"""
+
+from dataclasses import dataclass
+
+from gregale.errors import UserError
+
+GIB = 2**30
+TERA = 1e12
+GIGA = 1e9
+GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Figures of one chip.
+
+    Attributes:
+        name: as `chip` knows it.
+        memory_bytes: high-bandwidth memory.
+        flops_per_second: peak of dense bfloat16 products, a multiply-add being two operations.
+        memory_bytes_per_second: bandwidth of that memory.
+        link: the interconnect inside a slice or a box, "ICI" or "NVLink".
+        link_bytes_per_second: what a chip can send over that interconnect, all its links together.
+        network_bytes_per_second: what a chip can send over the data-centre network, its share of the host's; None
+            where it is not published.
+        devices: JAX devices that one chip shows as, each with its part of memory and compute.
+        source: the documents the figures are from.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_second: float
+    memory_bytes_per_second: float
+    link: str
+    link_bytes_per_second: float
+    network_bytes_per_second: float | None
+    source: str
+    devices: int = 1
+
+
+CHIPS = {
+    found.name: found
+    for found in (
+        Chip(
+            name="v4",
+            memory_bytes=32 * GIB,
+            flops_per_second=275 * TERA,
+            memory_bytes_per_second=1200 * GIGA,
+            link="ICI",
+            link_bytes_per_second=6 * 50 * GIGA,
+            network_bytes_per_second=None,
+            source="Google Cloud documentation, TPU v4; links: TPU v4 paper (arXiv 2304.01433), 6 of 50 GB/s",
+        ),
+        Chip(
+            name="v5e",
+            memory_bytes=16 * GIB,
+            flops_per_second=197 * TERA,
+            memory_bytes_per_second=819 * GIGA,
+            link="ICI",
+            link_bytes_per_second=400 * GIGA / 2,
+            network_bytes_per_second=6400 * GBIT / 256,
+            source="Google Cloud documentation, TPU v5e; network: 6.4 Tbit/s a pod of 256",
+        ),
+        Chip(
+            name="v5p",
+            memory_bytes=95 * GIB,
+            flops_per_second=459 * TERA,
+            memory_bytes_per_second=2765 * GIGA,
+            link="ICI",
+            link_bytes_per_second=1200 * GIGA / 2,
+            network_bytes_per_second=50 * GBIT,
+            source="Google Cloud documentation, TPU v5p",
+        ),
+        Chip(
+            name="v6e",
+            memory_bytes=32 * GIB,
+            flops_per_second=918 * TERA,
+            memory_bytes_per_second=1638 * GIGA,
+            link="ICI",
+            link_bytes_per_second=800 * GIGA / 2,
+            network_bytes_per_second=100 * GBIT,
+            source="Google Cloud documentation, TPU v6e (Trillium) and TPU7x (Ironwood, comparison table)",
+        ),
+        Chip(
+            name="v7x",
+            memory_bytes=192 * GIB,
+            flops_per_second=2307 * TERA,
+            memory_bytes_per_second=7380 * GIGA,
+            link="ICI",
+            link_bytes_per_second=1200 * GIGA / 2,
+            network_bytes_per_second=100 * GBIT,
+            source="Google Cloud documentation, TPU7x (Ironwood)",
+            devices=2,
+        ),
+        Chip(
+            name="A100-40GB",
+            memory_bytes=40 * GIB,
+            flops_per_second=312 * TERA,
+            memory_bytes_per_second=1555 * GIGA,
+            link="NVLink",
+            link_bytes_per_second=600 * GIGA / 2,
+            network_bytes_per_second=200 * GBIT,
+            source="NVIDIA A100 datasheet, SXM 40 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
+        ),
+        Chip(
+            name="A100",
+            memory_bytes=80 * GIB,
+            flops_per_second=312 * TERA,
+            memory_bytes_per_second=2039 * GIGA,
+            link="NVLink",
+            link_bytes_per_second=600 * GIGA / 2,
+            network_bytes_per_second=200 * GBIT,
+            source="NVIDIA A100 datasheet, SXM 80 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
+        ),
+        Chip(
+            name="H100",
+            memory_bytes=80 * GIB,
+            flops_per_second=1979 * TERA / 2,
+            memory_bytes_per_second=3350 * GIGA,
+            link="NVLink",
+            link_bytes_per_second=900 * GIGA / 2,
+            network_bytes_per_second=400 * GBIT,
+            source="NVIDIA H100 datasheet, SXM; network: DGX H100 datasheet, 8 of 400 Gbit/s for 8 GPUs",
+        ),
+        Chip(
+            name="H200",
+            memory_bytes=141 * GIB,
+            flops_per_second=1979 * TERA / 2,
+            memory_bytes_per_second=4800 * GIGA,
+            link="NVLink",
+            link_bytes_per_second=900 * GIGA / 2,
+            network_bytes_per_second=400 * GBIT,
+            source="NVIDIA H200 datasheet, SXM; network: DGX H200 datasheet, 8 of 400 Gbit/s for 8 GPUs",
+        ),
+        Chip(
+            name="B200",
+            memory_bytes=1440 // 8 * GIB,
+            flops_per_second=4500 * TERA / 2,
+            memory_bytes_per_second=64 * TERA / 8,
+            link="NVLink",
+            link_bytes_per_second=1800 * GIGA / 2,
+            network_bytes_per_second=400 * GBIT,
+            source="NVIDIA DGX B200 datasheet, an eighth of the system; FLOP/s: NVIDIA Blackwell brief, HGX B200",
+        ),
+    )
+}
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name, in any mixture of upper and lower case.
+
+    Raises:
+        UserError: the chip is not in the table.
+    """
+    for known, found in CHIPS.items():
+        if known.lower() == name.lower():
+            return found
+    raise UserError(f"chip: {name!r} is not in the table; choose one of {', '.join(CHIPS)}.")
