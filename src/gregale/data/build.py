@@ -75,7 +75,6 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
         UserError: the source cannot be read, has no tokens, or has one outside the vocabulary.
     """
     folder = cache / store_key(source.config, tokenizer)
-    cache.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             prefix = f".{folder.name}.{socket.gethostname()}."
@@ -85,6 +84,8 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
             try:
                 write_store(source, tokenizer, temporary, workers, report)
                 publish(temporary, folder)
+            except OSError as error:
+                raise UserError(f"{cache}: the token store could not be written there ({error}).") from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     return open_store(folder)
@@ -92,8 +93,13 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that the system gives back when the process ends, however it ends."""
-    with open(path, "w") as file:
+    """Holds a lock that the system gives back when the process ends, however it ends; makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"data.cache: {path.parent} cannot be written to ({error.strerror}).") from error
+    with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -172,7 +172,6 @@ def make_tokenizer(config: DataConfig, cache: Path, report: Report) -> Tokenizer
             identities[name] = source.identity()
     key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out])[:24]
     folder = cache / f"tokenizer-{key}"
-    cache.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock")):
         if not (folder / SAVED_NAME).exists():
             texts = training_texts(config, report)

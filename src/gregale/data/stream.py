@@ -29,9 +29,12 @@ class DocumentStream:
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens from `start` to `stop`, int32 [token], and the number of each one's document, int64 [token]."""
-        places = np.arange(start, stop)
-        documents = np.searchsorted(self.starts, places, side="right") - 1
-        return self._tokens[places + self._shifts[documents]].astype(np.int32), documents
+        first = np.searchsorted(self.starts, start, side="right") - 1
+        last = np.searchsorted(self.starts, stop, side="left")
+        counts = np.diff(self.starts[first : last + 1].clip(start, stop))
+        documents = np.repeat(np.arange(first, last), counts)
+        places = np.arange(start, stop) + self._shifts[documents]
+        return self._tokens[places].astype(np.int32), documents
 
 
 def held_out_documents(count: int, fraction: float) -> np.ndarray:

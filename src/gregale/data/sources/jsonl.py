@@ -37,7 +37,7 @@ class JsonLinesSource(FileSource):
     def text_of(self, line: bytes, place: str) -> str:
         """The text field of one line of JSON."""
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{place}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."

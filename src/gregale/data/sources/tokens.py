@@ -49,7 +49,7 @@ class TokensSource(FileSource):
             return np.memmap(path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
+        except Exception as error:  # a damaged header raises whatever Python's own parser does
             raise UserError(f"{path}: not a .npy array, or a damaged one ({error}).") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise UserError(f"{path}: {tokens.dtype} of shape {tokens.shape}; expected integers in one dimension.")

@@ -1,0 +1,80 @@
+import dataclasses
+import os
+import sysconfig
+
+import draccus
+import pytest
+
+from gregale.data.config import DataConfig
+from gregale.data.sources import JsonLinesSource, SourceConfig, TextSource
+from gregale.data.sources.base import encodable, expand, ranges
+from gregale.errors import UserError
+
+
+def test_every_choice_parses_from_a_mapping():
+    text = {"type": "text", "files": ["a/*.txt"], "exclude": ["*/b/*"], "weight": 2}
+    config = draccus.decode(DataConfig, {"sources": {"x": text, "y": {"type": "jsonl", "field": "body"}}})
+    assert config.sources["x"] == TextSource(files=("a/*.txt",), exclude=("*/b/*",), weight=2.0)
+    assert config.sources["y"] == JsonLinesSource(field="body")
+    assert set(SourceConfig.get_known_choices()) == {"text", "jsonl", "parquet", "tokens", "huggingface"}
+
+
+@pytest.mark.parametrize("choice", SourceConfig.get_known_choices().values())
+def test_every_field_has_a_help_text(choice):
+    assert all(field.metadata["help"] for field in dataclasses.fields(choice))
+
+
+def test_patterns_expand(monkeypatch):
+    monkeypatch.setenv("CORPUS", "/corpus")
+    assert expand("$CORPUS/a") == "/corpus/a"
+    assert expand("~/a") == os.path.expanduser("~") + "/a"
+    assert expand("{stdlib}/os.py") == sysconfig.get_path("stdlib") + "/os.py"
+
+
+def test_files_come_by_pattern_then_by_name_and_once(tmp_path, contents):
+    for name in ("b.txt", "a.txt", "c/d.txt", "c/skip/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source = TextSource(files=(f"{tmp_path}/c/**/*.txt", f"{tmp_path}/**/*.txt"), exclude=("*/skip/*",))
+    assert contents(source) == ["c/d.txt", "a.txt", "b.txt"]
+
+
+def test_identity_follows_the_files_but_not_the_weight(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    source = TextSource(files=(f"{tmp_path}/*.txt",))
+    before = source.identity()
+    assert dataclasses.replace(source, weight=5.0).identity() == before
+    assert dataclasses.replace(source, separator="x").identity() != before
+    (tmp_path / "a.txt").write_text("three")
+    assert source.identity() != before
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (TextSource(), "files: empty"),
+        (TextSource(files=("/nowhere/*.txt",)), r"files: no file matches /nowhere/\*\.txt"),
+        (TextSource(files=(__file__,), exclude=("*.py",)), r"exclude: \*\.py leaves none of the 1 matching"),
+    ],
+)
+def test_a_source_without_files_is_refused(source, message):
+    with pytest.raises(UserError, match=message):
+        source.parts()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_weight_is_above_zero(weight):
+    with pytest.raises(UserError, match=r"weight: .* a number above 0"):
+        TextSource(weight=weight)
+
+
+def test_ranges_cover_the_whole():
+    assert ranges(7, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert ranges(6, 3) == [(0, 3), (3, 6)]
+    assert ranges(0, 3) == []
+
+
+def test_half_a_surrogate_pair_is_refused():
+    assert encodable("fine \U0001f600", "here") == "fine \U0001f600"
+    with pytest.raises(UserError, match=r"here: character 2 of the text is U\+D83D"):
+        encodable("ab\ud83d", "here")

@@ -1,0 +1,88 @@
+import gzip
+import json
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.data.sources import JsonLinesSource, Part
+from gregale.errors import UserError
+
+TEXTS = ["one", "zwei ü", "drei\nlines", ""]
+LINES = "".join(json.dumps({"text": text, "other": 1}) + "\n" for text in TEXTS).encode()
+
+
+def source_of(tmp_path, data, name="a.jsonl", **fields):
+    (tmp_path / name).write_bytes(data)
+    return JsonLinesSource(files=(str(tmp_path / name),), **fields)
+
+
+def two_frames(data):
+    return zstandard.compress(data[:20]) + zstandard.compress(data[20:])
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("a.jsonl", bytes), ("a.gz", gzip.compress), ("a.zst", zstandard.compress), ("b.zst", two_frames)],
+)
+@pytest.mark.parametrize("data", [LINES, LINES.rstrip(b"\n"), LINES.replace(b"\n", b"\n\n")])
+def test_plain_and_compressed_files_read_alike(tmp_path, contents, name, pack, data):
+    assert contents(source_of(tmp_path, pack(data), name)) == TEXTS
+
+
+def test_a_large_compressed_file_crosses_blocks(tmp_path, contents):
+    texts = [str(number) * 50 for number in range(30_000)]
+    data = "\n".join(json.dumps({"text": text}) for text in texts).encode()
+    for name, pack in (("a.gz", gzip.compress), ("a.zst", zstandard.compress)):
+        assert contents(source_of(tmp_path, pack(data), name)) == texts
+
+
+@given(st.lists(st.sampled_from([b"", b'{"text": "a"}', b'{"text": "bcdef"}'])), st.lists(st.integers(1, 60)))
+def test_any_cut_into_parts_gives_every_line_once(tmp_path_factory, lines, cuts):
+    data = b"\n".join(lines)
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    path.write_bytes(data)
+    source = JsonLinesSource(files=(str(path),))
+    edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
+    parts = [Part(str(path), a, b, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    found = [document for part in parts for document in source.read(part)]
+    assert [one.content for one in found] == [json.loads(line)["text"] for line in lines if line]
+    assert [one.start for one in found] == [
+        sum(len(before) + 1 for before in lines[:number]) for number, line in enumerate(lines) if line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"line 3: not JSON \(Expecting ',' delimiter at column 13\)"),
+        (b'"text"', r"line 3: found str, expected a JSON object with field `text`"),
+        (b'{"body": "a"}', r"line 3: no field `text`; the fields of this line are: body"),
+        (b'{"text": 7}', r"line 3: field `text` is int, expected text"),
+        (b'{"text": "\xff"}', r"line 3: byte 10 of the line, 0xff, is not UTF-8"),
+        (b'{"text": "\\ud800"}', r"line 3: character 0 of the text is U\+D800"),
+        (b"[" * 100_000, r"line 3: .*nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize(("name", "pack"), [("a.jsonl", bytes), ("a.gz", gzip.compress)])
+def test_a_bad_line_is_named(tmp_path, line, message, name, pack):
+    source = source_of(tmp_path, pack(b'{"text": "good"}\n\n' + line + b"\n"), name)
+    with pytest.raises(UserError, match=message):
+        list(source.documents())
+
+
+def test_the_line_is_counted_in_the_whole_file_not_in_the_part(tmp_path):
+    data = b'{"text": "good"}\n' * 9 + b"bad\n"
+    source = source_of(tmp_path, data)
+    with pytest.raises(UserError, match="line 10: not JSON"):
+        list(source.read(Part(source.files[0], 40, len(data), len(data) - 40)))
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+def test_damaged_and_truncated_archives_are_refused(tmp_path, name):
+    texts = "".join(json.dumps({"text": str(number)}) + "\n" for number in range(1000)).encode()
+    data = gzip.compress(texts) if name == "a.gz" else zstandard.compress(texts)
+    for broken, message in ((data[: len(data) // 2], "truncated"), (b"no archive at all", "damaged")):
+        with pytest.raises(UserError, match=rf"{name}: a .*{message}"):
+            list(source_of(tmp_path, broken, name).documents())

@@ -1,0 +1,35 @@
+import pytest
+
+from gregale.data.sources import TextSource
+from gregale.errors import UserError
+
+
+def test_a_document_per_file(tmp_path, contents):
+    (tmp_path / "a.txt").write_bytes("eins\r\nzwei ü".encode())
+    (tmp_path / "b.txt").write_bytes(b"")
+    assert contents(TextSource(files=(f"{tmp_path}/*.txt",))) == ["eins\r\nzwei ü", ""]
+
+
+def test_a_separator_cuts_a_file_into_documents(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("ü--two--three")
+    found = list(TextSource(files=(str(path),), separator="--").documents())
+    assert [document.content for document in found] == ["ü", "two", "three"]
+    data = path.read_bytes()
+    assert all(data[one.start :].startswith(one.content.encode()) for one in found)
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(UserError, match=r"latin\.txt, byte 3: 0xe9 is not UTF-8"):
+        list(TextSource(files=(str(path),)).documents())
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    source = TextSource(files=(str(tmp_path / "gone.txt"),))
+    (tmp_path / "gone.txt").write_text("x")
+    (part,) = source.parts()
+    (tmp_path / "gone.txt").unlink()
+    with pytest.raises(UserError, match=r"gone\.txt: cannot be read \(No such file"):
+        list(source.read(part))

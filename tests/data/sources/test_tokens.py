@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.data.sources import Part, TokensSource
+from gregale.errors import UserError
+
+TOKENS = [5, 6, 0, 7, 0, 0, 8, 9]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
+def test_raw_files_and_npy_files_read_alike(tmp_path, contents, dtype):
+    array = np.array(TOKENS, dtype)
+    array.tofile(tmp_path / "raw.bin")
+    np.save(tmp_path / "array.npy", array)
+    for name in ("raw.bin", "array.npy"):
+        source = TokensSource(files=(str(tmp_path / name),), dtype=dtype, end_of_document=0)
+        assert contents(source) == [[5, 6], [7], [], [8, 9]]
+        assert contents(TokensSource(files=(str(tmp_path / name),), dtype=dtype)) == [TOKENS]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(1, 39)))
+def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, cuts):
+    path = tmp_path_factory.mktemp("cut") / "a.bin"
+    np.array(tokens, np.uint16).tofile(path)
+    source = TokensSource(files=(str(path),), end_of_document=0)
+    edges = [0, *sorted({cut for cut in cuts if cut < len(tokens)}), len(tokens)]
+    parts = [Part(str(path), a, b, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    found = [token for part in parts for one in source.read(part) for token in [*one.content.tolist(), 0]]
+    assert found == (tokens if tokens[-1] == 0 else [*tokens, 0])
+
+
+def test_a_long_document_ends_where_it_ends(tmp_path, contents):
+    np.array([1] * 5000 + [0] + [2] * 3000, np.uint16).tofile(tmp_path / "a.bin")
+    source = TokensSource(files=(str(tmp_path / "a.bin"),), end_of_document=0)
+    assert list(map(len, contents(source))) == [5000, 3000]
+
+
+def write_npy(path, array):
+    with open(path, "wb") as file:
+        np.save(file, array, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"", r"a\.bin: empty \(0 bytes\)"),
+        ("a.bin", b"123", r"a\.bin: 3 bytes is no whole number of uint16 tokens \(2 bytes each\)"),
+        ("a.npy", b"not an array", r"a\.npy: not a \.npy array, or a damaged one"),
+        ("a.npy", np.zeros(3), r"a\.npy: float64 of shape \(3,\); expected integers in one dimension"),
+        ("a.npy", np.zeros((2, 2), int), r"a\.npy: int64 of shape \(2, 2\)"),
+        ("a.npy", np.array([{}], object), r"a\.npy: not a \.npy array"),  # would have to be unpickled
+    ],
+)
+def test_what_is_no_token_file_is_refused(tmp_path, name, content, message):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        write_npy(tmp_path / name, content)
+    with pytest.raises(UserError, match=message):
+        TokensSource(files=(str(tmp_path / name),)).parts()
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(UserError, match="dtype: 'float32' found; a raw token file holds one of uint16, uint32, int32"):
+        TokensSource(dtype="float32")

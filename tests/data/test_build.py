@@ -1,0 +1,155 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from gregale.data.build import NamedSource, build_store, publish, store_key, token_dtype
+from gregale.data.progress import silent
+from gregale.data.sources import TextSource, TokensSource
+from gregale.data.store import open_store
+from gregale.data.tokenizers import BytesTokenizer
+from gregale.errors import UserError
+
+BYTES = BytesTokenizer()
+
+# A builder in a process of its own: argv = cache, corpus, what to do at the first report.
+BUILDER = """
+import os, signal, sys
+from pathlib import Path
+from gregale.data.build import NamedSource, build_store
+from gregale.data.sources import TextSource
+from gregale.data.tokenizers import BytesTokenizer
+
+def report(label, done, total):
+    if sys.argv[3] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    source = NamedSource("x", TextSource(files=(sys.argv[2] + "/*",)))
+    print(build_store(source, BytesTokenizer(), Path(sys.argv[1]), 2, report).folder)
+    assert "jax" not in sys.modules
+"""
+
+
+def build(source, cache, workers=1, report=silent):
+    return build_store(NamedSource("x", source), BYTES, cache, workers, report)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A corpus that makes two tasks, so that it is built by two processes."""
+    folder = tmp_path_factory.mktemp("large")
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"file {number} says something\n" * 450_000)
+    return folder
+
+
+@pytest.fixture
+def builder(tmp_path):
+    script = tmp_path / "builder.py"
+    script.write_text(BUILDER)
+
+    def start(cache, corpus, at_report):
+        command = [sys.executable, script, cache, corpus, at_report]
+        return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    return start
+
+
+def test_documents_are_encoded_and_ended_and_empty_ones_left_out(tmp_path, contents):
+    for name, text in (("a", "hé"), ("b", ""), ("c", "x")):
+        (tmp_path / name).write_text(text)
+    reports = []
+    store = build(TextSource(files=(f"{tmp_path}/?",)), tmp_path / "cache", report=lambda *told: reports.append(told))
+    assert contents(store) == [[104, 0xC3, 0xA9, 256], [120, 256]]
+    assert store.manifest["tokenizer"] == BYTES.fingerprint
+    assert reports == [("x", 4, 4)]
+    store.verify()
+
+
+def test_a_store_is_reused_until_its_files_change(tmp_path):
+    (tmp_path / "a").write_text("one")
+    source = TextSource(files=(f"{tmp_path}/a",))
+    first = build(source, tmp_path / "cache")
+    stamp = (first.folder / "tokens.bin").stat()
+    assert build(source, tmp_path / "cache").folder == first.folder
+    assert (first.folder / "tokens.bin").stat() == stamp
+    (tmp_path / "a").write_text("other")
+    assert build(source, tmp_path / "cache").folder != first.folder
+
+
+def test_several_processes_write_what_one_writes_and_import_no_jax(tmp_path, large, builder):
+    one = build(TextSource(files=(f"{large}/*",)), tmp_path / "one", workers=1)
+    output, errors = builder(tmp_path / "two", large, "go on").communicate()
+    two = open_store(output.decode().strip()) if output else pytest.fail(errors.decode())
+    assert one.manifest == two.manifest
+    np.testing.assert_array_equal(one.offsets, two.offsets)
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+
+
+def test_a_killed_builder_leaves_no_store_and_no_process_and_the_next_cleans_up(tmp_path, large, builder):
+    cache = tmp_path / "cache"
+    killed = builder(cache, large, "die")
+    killed.communicate()  # returns when the last process that holds the pipe has ended: the workers too
+    assert killed.returncode == -9
+    source = TextSource(files=(f"{large}/*",))
+    folder = cache / store_key(source, BYTES)
+    leftovers = [path for path in cache.iterdir() if path.is_dir()]
+    assert leftovers
+    assert folder not in leftovers
+    for leftover in leftovers:
+        with pytest.raises(UserError, match=r"manifest\.json: missing"):
+            open_store(leftover)
+    build(source, cache).verify()
+    assert [path for path in cache.iterdir() if path.is_dir()] == [folder]
+
+
+def test_two_builders_at_once_both_end_with_the_one_store(tmp_path, builder):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("some text" * 100_000)
+    both = [builder(tmp_path / "cache", tmp_path / "corpus", "go on") for _ in range(2)]
+    outputs = {process.communicate()[0].decode().strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    (folder,) = outputs
+    open_store(folder).verify()
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_where_locks_do_not_reach_the_first_to_publish_wins(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    publish(tmp_path / "first", tmp_path / "store")
+    publish(tmp_path / "second", tmp_path / "store")
+    assert (tmp_path / "store" / "file").read_text() == "first"
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path):
+    np.array([1, 0, 2, 3, 257, 4], np.uint16).tofile(tmp_path / "a.bin")
+    source = TokensSource(files=(str(tmp_path / "a.bin"),), end_of_document=0)
+    with pytest.raises(UserError, match=r"a\.bin, token 4: id 257 is outside the vocabulary, 0 to 256"):
+        build(source, tmp_path / "cache")
+    np.array([1, -1], np.int32).tofile(tmp_path / "a.bin")
+    source = TokensSource(files=(str(tmp_path / "a.bin"),), dtype="int32")
+    with pytest.raises(UserError, match=r"a\.bin, token 1: id -1 is outside the vocabulary"):
+        build(source, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_source_without_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match="empty: no document with any text in 0 bytes of input"):
+        build(TextSource(files=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_a_folder_is_named(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"data\.cache: .*cache cannot be written to"):
+        build(TextSource(files=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
+
+
+def test_the_smallest_type_that_holds_every_id():
+    assert token_dtype(65536) == np.uint16
+    assert token_dtype(65537) == np.uint32

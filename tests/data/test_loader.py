@@ -1,0 +1,80 @@
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from gregale.data.examples import Windows, held_out_examples, training_examples
+from gregale.data.loader import batches
+from gregale.data.stream import DocumentStream
+
+BATCH = 8
+
+
+@pytest.fixture
+def stream(make_store):
+    store = make_store([[*range(1, 1 + length)] for length in range(3, 60)])
+    return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
+
+
+@pytest.fixture
+def examples(stream):
+    return training_examples({"a": Windows([stream], 16, False)}, {"a": 1.0}, seed=0)
+
+
+def take(examples, count, **options):
+    with batches(examples, BATCH, **options) as steps:
+        return list(islice(steps, count))
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+
+
+def test_step_t_is_the_examples_from_t_times_the_batch(examples):
+    expected = [examples.rows(range(step * BATCH, step * BATCH + BATCH)) for step in range(30)]
+    assert_equal(take(examples, 30), expected)
+
+
+@pytest.mark.parametrize("start", [0, 1, 17, 10**9])
+def test_resuming_takes_the_step_alone(examples, start):
+    expected = [examples.rows(range(step * BATCH, step * BATCH + BATCH)) for step in range(start, start + 5)]
+    assert_equal(take(examples, 5, start_step=start), expected)
+
+
+@pytest.mark.parametrize("hosts", [[range(8)], [range(4), range(4, 8)], [[0, 2, 5], [7], [1, 3, 4, 6]]])
+def test_the_batch_is_the_same_however_hosts_share_it(examples, hosts):
+    shares = [take(examples, 6, rows=rows, start_step=3) for rows in hosts]
+    order = np.argsort([row for rows in hosts for row in rows])
+    joined = [
+        {key: np.concatenate([share[key] for share in step])[order] for key in step[0]}
+        for step in zip(*shares, strict=True)
+    ]
+    assert_equal(joined, take(examples, 6, start_step=3))
+
+
+def test_a_finite_set_ends_with_blank_rows(stream):
+    examples = held_out_examples({"a": stream}, 16, False)
+    found = take(examples, None)
+    assert len(found) == -(-len(examples) // BATCH)
+    tokens = np.concatenate([step["tokens"] for step in found])
+    np.testing.assert_array_equal(tokens[: len(examples)], examples.rows(range(len(examples)))["tokens"])
+    assert len(examples) % BATCH
+    assert found[-1]["loss_mask"][len(examples) % BATCH :].sum() == 0
+
+
+def test_closing_ends_the_threads(examples):
+    before = set(threading.enumerate())
+    steps = batches(examples, BATCH)
+    next(steps)
+    own = set(threading.enumerate()) - before
+    assert own
+    steps.close()
+    for thread in own:
+        thread.join()  # hangs if the thread goes on
+    with pytest.raises(ValueError, match="closed"):
+        next(steps)

@@ -1,0 +1,170 @@
+import json
+
+import draccus
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from gregale.data.tokenizers import (
+    BpeConfig,
+    BytesConfig,
+    BytesTokenizer,
+    FileConfig,
+    LibraryTokenizer,
+    TokenizerConfig,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_from_file,
+    train_bpe,
+)
+from gregale.errors import UserError
+
+TEXTS = ["the cat sat on the mat", "the dog — über alles — sat on the cat"] * 5
+BPE = train_bpe(BpeConfig(vocabulary=280), iter(TEXTS))
+EVERY = pytest.mark.parametrize("tokenizer", [BytesTokenizer(), BPE], ids=["bytes", "bpe"])
+
+
+def test_choices_parse():
+    assert draccus.decode(TokenizerConfig, {"type": "bytes"}) == BytesConfig()
+    assert draccus.decode(TokenizerConfig, {"type": "bpe", "vocabulary": 300}) == BpeConfig(vocabulary=300)
+    assert draccus.decode(TokenizerConfig, {"type": "file", "path": "x"}) == FileConfig(path="x")
+    with pytest.raises(UserError, match=r"vocabulary: 256 found; .* at least 257"):
+        BpeConfig(vocabulary=256)
+
+
+@EVERY
+@given(text=st.text())
+def test_decoding_gives_the_text_back_and_bytes_are_counted(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    assert tokenizer.end_of_document not in ids
+    decoder = tokenizer.stream()
+    assert "".join(map(decoder.push, ids.tolist())) + decoder.finish() == text
+
+
+@EVERY
+@given(data=st.data())
+def test_any_ids_decode_alike_at_once_and_one_by_one(tokenizer, data):
+    ids = np.array(data.draw(st.lists(st.integers(0, tokenizer.vocabulary_size - 1))), np.int32)
+    decoder = tokenizer.stream()
+    pieces = [decoder.push(token) for token in ids.tolist()]
+    assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
+
+
+def test_a_character_waits_for_all_its_bytes():
+    decoder = BytesTokenizer().stream()
+    assert [decoder.push(byte) for byte in "aü€".encode()] == ["a", "", "ü", "", "", "€"]
+    assert decoder.push(0xE2) == ""
+    assert decoder.finish() == "\ufffd"
+
+
+@EVERY
+def test_the_end_of_a_document_is_an_id_without_bytes(tokenizer):
+    assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
+    assert tokenizer.token_bytes[tokenizer.end_of_document] == 0
+    assert np.count_nonzero(tokenizer.token_bytes == 0) == 1
+    assert tokenizer.decode(np.array([tokenizer.end_of_document])) == ""
+
+
+def test_a_trained_vocabulary_has_the_size_asked_for_and_shortens_text():
+    assert BPE.vocabulary_size == 280
+    assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_the_name_of_a_special_token_in_a_document_is_text():
+    ids = BPE.encode("a<|end_of_document|>b")
+    assert BPE.end_of_document not in ids
+    assert BPE.decode(ids) == "a<|end_of_document|>b"
+
+
+@EVERY
+def test_saved_and_loaded_it_is_the_same(tmp_path, tokenizer):
+    path = save_tokenizer(tokenizer, tmp_path / "run")
+    again = load_tokenizer(tmp_path / "run")
+    assert again.fingerprint == tokenizer.fingerprint
+    assert (again.vocabulary_size, again.end_of_document) == (tokenizer.vocabulary_size, tokenizer.end_of_document)
+    np.testing.assert_array_equal(again.encode("the cät"), tokenizer.encode("the cät"))
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_fingerprints_tell_tokenizers_apart():
+    other = train_bpe(BpeConfig(vocabulary=270), iter(TEXTS))
+    assert len({BPE.fingerprint, other.fingerprint, BytesTokenizer().fingerprint}) == 3
+    assert train_bpe(BpeConfig(vocabulary=280), iter(TEXTS)).fingerprint == BPE.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "damaged, not JSON"),
+        ("[]", "not a tokenizer that this program saved"),
+        ('{"type": "library"}', "not a tokenizer that this program saved"),
+        ('{"type": "library", "end_of_document": "x", "library": {}}', "not a tokenizer.json that the tokenizers"),
+    ],
+)
+def test_a_damaged_save_is_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=rf"tokenizer\.json: {message}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"gone\.json: cannot be read"):
+        tokenizer_from_file(FileConfig(path=str(tmp_path / "gone.json")))
+
+
+def sentence_piece_file(path):
+    """A small tokenizer.json of the SentencePiece kind: spaces marked, unknown characters as bytes."""
+    characters = ["a", "b", "▁", "▁a", "ab"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *characters]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    model = models.BPE(vocab=vocabulary, merges=[("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.add_tokens(["<think>"])
+    library.save(str(path))
+
+
+def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
+    sentence_piece_file(tmp_path / "t.json")
+    tokenizer = tokenizer_from_file(FileConfig(path=str(tmp_path / "t.json"), end_of_document="</s>"))
+    text = "ab a ü <think>b"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    assert tokenizer.token_pieces[tokenizer.vocabulary_size - 1] == b"<think>"
+    assert tokenizer.end_of_document == 2
+    assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
+
+
+def test_a_missing_end_of_document_token_is_named_with_what_there_is(tmp_path):
+    sentence_piece_file(tmp_path / "t.json")
+    with pytest.raises(UserError, match=r"t\.json: no token `<\|endoftext\|>`.*: <unk>, <s>, </s>, <think>\."):
+        tokenizer_from_file(FileConfig(path=str(tmp_path / "t.json")))
+
+
+def test_a_decoder_without_bytes_per_token_is_refused():
+    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "end": 1}, unk_token="a"))
+    with pytest.raises(UserError, match=r"here: its decoder \(none\) does not say which bytes"):
+        LibraryTokenizer(library.to_str(), "end", "here")
+    library.decoder = decoders.WordPiece()
+    with pytest.raises(UserError, match=r"its decoder \(WordPiece\) does not say"):
+        LibraryTokenizer(library.to_str(), "end", "here")
+
+
+def test_truncation_and_padding_of_a_file_are_left_out():
+    saved = json.dumps(BPE.to_json()["library"])
+    library = tokenizers.Tokenizer.from_str(saved)
+    library.enable_truncation(3)
+    library.enable_padding(length=8)
+    tokenizer = LibraryTokenizer(library.to_str(), "<|end_of_document|>", "here")
+    np.testing.assert_array_equal(tokenizer.encode(TEXTS[1]), BPE.encode(TEXTS[1]))
