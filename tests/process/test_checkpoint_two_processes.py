@@ -1,36 +1,28 @@
 """Two real processes save one checkpoint and restore it, together, apart, and past a damaged one."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+from gregale.services.checkpoint import CheckpointConfig
 from gregale.services.checkpoint.manifest import MANIFEST
+from gregale.services.checkpoint.store import Checkpoints
 
 VALUES = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
 
 WORKER = """
 import json
-import sys
 from pathlib import Path
-import jax
-import jax.numpy as jnp
+
 import numpy as np
-
-rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+from gregale.services.checkpoint import CheckpointConfig
+from gregale.services.checkpoint.store import Checkpoints
 
+directory = Path(sys.argv[3])
 devices = np.asarray(jax.devices())
 assert devices.size == 4 and jax.process_count() == 2
 values = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
@@ -80,37 +72,8 @@ print("done", rank)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def run_two_processes(program: str, *arguments: str) -> list[str]:
-    """What each of two processes printed; each has two simulated devices."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    port = str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), port, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return outputs
-
-
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory, run_two_processes):
     folder = tmp_path_factory.mktemp("shared") / "checkpoints"
     outputs = run_two_processes(WORKER, str(folder))
     assert [output.splitlines()[-1] for output in outputs] == ["done 0", "done 1"]

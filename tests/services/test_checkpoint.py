@@ -18,8 +18,9 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
-from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+from gregale.services.checkpoint import CheckpointConfig
 from gregale.services.checkpoint.manifest import MANIFEST
+from gregale.services.checkpoint.store import Checkpoints
 
 Embed, Vocab = Axis("embed", 16), Axis("vocab", 24)
 
@@ -261,7 +262,8 @@ def test_numbers_must_be_positive(field):
 SAVE_FOR_EVER = """
 import sys
 import jax.numpy as jnp
-from gregale.services.checkpoint import CheckpointConfig, Checkpoints
+from gregale.services.checkpoint import CheckpointConfig
+from gregale.services.checkpoint.store import Checkpoints
 from tests_of_checkpoints import made_for
 
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2))
@@ -314,7 +316,7 @@ def test_kill_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, monkeypat
 def test_nothing_but_our_own_words_reaches_the_screen(tmp_path):
     program = (
         "import sys, jax.numpy as jnp\n"
-        "from gregale.services.checkpoint import Checkpoints\n"
+        "from gregale.services.checkpoint.store import Checkpoints\n"
         "with Checkpoints(sys.argv[1]) as c:\n"
         "    c.save(1, {'a': jnp.ones(3)}, {})\n"
         "    c.restore(1, {'a': jnp.ones(3)})\n"

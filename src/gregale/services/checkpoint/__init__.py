@@ -1,6 +1,8 @@
-"""Checkpoints: asynchronous, atomic, checked by checksums, restored under any other mesh."""
+"""Checkpoints: asynchronous, atomic, checked by checksums, restored under any other mesh.
+
+`gregale.services.checkpoint.store` has `Checkpoints`; it is not imported here, because it loads Orbax.
+"""
 
 from gregale.services.checkpoint.retention import CheckpointConfig
-from gregale.services.checkpoint.store import Checkpoints, Restored
 
-__all__ = ["CheckpointConfig", "Checkpoints", "Restored"]
+__all__ = ["CheckpointConfig"]

@@ -1,0 +1,82 @@
+"""Stopping on request: SIGTERM and SIGINT end a run after a checkpoint, in all its processes at the same step."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Catches SIGTERM and SIGINT inside a `with` block (in the main thread, as signals demand).
+
+    The first signal only sets `signal_name`; a second SIGINT raises KeyboardInterrupt, for whoever cannot wait for the
+    checkpoint. The old handlers come back when the block is left.
+
+    In a run of several processes a signal reaches them at different steps, or only some of them. `agreed` is what all
+    of them may act on.
+    """
+
+    def __init__(self, check_every: int = 10):
+        """
+        Args:
+            check_every: steps between two exchanges among processes. It should be more than the steps that the loop
+                lets run ahead on the device, and a stop is agreed at most twice as many steps after the signal.
+        """
+        self.signal_name: str | None = None
+        self._check_every = check_every
+        self._processes = _ProcessFlags() if jax.process_count() > 1 else None
+        self._old_handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        self._old_handlers = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            # None is a handler that was not installed from Python (JAX has one); Python cannot put it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def agreed(self, step: int) -> bool:
+        """Whether to stop after this step; the same answer in every process.
+
+        Every process calls it after every step. What is exchanged at one multiple of `check_every` is looked at at the
+        next: by then the exchange is done, so the loop does not wait for the device.
+        """
+        if self._processes is None:
+            return self.signal_name is not None
+        if step % self._check_every:
+            return False
+        was_any_set = self._processes.last_any()
+        self._processes.exchange(self.signal_name is not None)
+        return was_any_set
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+
+class _ProcessFlags:
+    """One flag a process, and whether any is set; one device of each process takes part."""
+
+    def __init__(self):
+        first_devices = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.asarray([first_devices[process] for process in sorted(first_devices)]), ("process",))
+        self._split = NamedSharding(mesh, PartitionSpec("process"))
+        self._any = jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._last: jax.Array | None = None
+
+    def exchange(self, flag: bool) -> None:
+        """Starts an exchange and returns at once."""
+        flags = jax.make_array_from_process_local_data(self._split, np.asarray([flag]))
+        self._last = self._any(flags)
+
+    def last_any(self) -> bool:
+        """Whether any process's flag was set at the last exchange; waits for it if need be."""
+        return self._last is not None and bool(self._last.addressable_data(0))

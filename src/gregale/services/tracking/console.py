@@ -1,0 +1,137 @@
+"""What a run shows: a progress line on a terminal, plain lines at intervals elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich import progress as rich_progress
+from rich.console import Console as RichConsole
+from rich.filesize import decimal
+
+from gregale.services.tracking.tracker import Values
+
+_PLAIN_INTERVAL_SECONDS = 5.0
+
+
+class Console:
+    """A tracker for the eye, and the place for messages and for the progress of preparations.
+
+    On a terminal one line is redrawn and messages go above it; into a file or a pipe go plain lines, some seconds
+    apart.
+    """
+
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        fields: Sequence[str] = (),
+        interval_seconds: float = _PLAIN_INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+            file: where to, standard output by default.
+            fields: further figures to show in the line, such as `replica_bytes`; ones named `...bytes...` get units.
+            interval_seconds: least time between plain lines.
+            clock: the time in seconds.
+        """
+        stream = file or sys.stdout
+        self._rich = RichConsole(file=stream)
+        self._is_live = stream.isatty() and self._rich.is_interactive
+        self._fields = tuple(fields)
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._bars: rich_progress.Progress | None = None
+        self._tasks: dict[str, rich_progress.TaskID] = {}
+        self._steps = 0
+        self._last_plain: dict[str, float] = {}
+
+    def begin(self, steps: int) -> None:
+        """Says how many steps the run has; `log` may follow."""
+        self._steps = steps
+
+    def message(self, text: str) -> None:
+        """Shows a line, above the progress line if there is one."""
+        self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, step: int, values: Values) -> None:
+        """Shows a step's figures: training in the progress line, an evaluation as a message."""
+        if "loss" in values:
+            self._show("step", self._training_text(step, values), step, self._steps)
+        else:
+            figures = "  ".join(_figure(name, value) for name, value in values.items())
+            self.message(f"step {step}/{self._steps}  {figures}")
+
+    def progress(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
+        """Shows how far a preparation is; its bar goes when `done` reaches `total`."""
+        amount = f"{decimal(done)}/{decimal(total)}" if unit == "bytes" else f"{done}/{total} {unit}"
+        self._show(label, amount, done, total)
+        if done >= total:
+            self._finish(label)
+
+    def close(self) -> None:
+        """Leaves the last line standing and gives the terminal back."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+            self._tasks.clear()
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _training_text(self, step: int, values: Values) -> str:
+        shown = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
+        if speed := values.get("tokens_per_second"):
+            shown.append(f"{speed:,.0f} tokens/s")
+        shown += [_figure(name, values[name]) for name in self._fields if name in values]
+        if seconds := values.get("step_seconds"):
+            shown.append(f"ETA {_duration(seconds * max(self._steps - step, 0))}")
+        return "  ".join(shown)
+
+    def _show(self, label: str, text: str, done: int, total: int) -> None:
+        if self._is_live:
+            bars = self._live_bars()
+            if label not in self._tasks:
+                self._tasks[label] = bars.add_task(label, total=total, text=text)
+            bars.update(self._tasks[label], completed=done, total=total, text=text)
+            return
+        now = self._clock()
+        if label not in self._last_plain or done >= total or now - self._last_plain[label] >= self._interval_seconds:
+            self._last_plain[label] = now
+            self.message(f"{label} {text}")
+
+    def _finish(self, label: str) -> None:
+        self._last_plain.pop(label, None)
+        if label in self._tasks and self._bars is not None:
+            self._bars.remove_task(self._tasks.pop(label))
+
+    def _live_bars(self) -> rich_progress.Progress:
+        if self._bars is None:
+            self._bars = rich_progress.Progress(
+                rich_progress.TextColumn("{task.description}"),
+                rich_progress.BarColumn(bar_width=24),
+                rich_progress.TextColumn("{task.fields[text]}", markup=False),
+                console=self._rich,
+            )
+            self._bars.start()
+        return self._bars
+
+
+def _figure(name: str, value: float | int | None) -> str:
+    label = name.replace("_", " ")
+    if value is None:
+        return f"{label} none"
+    if isinstance(value, int):
+        return f"{label} {decimal(value)}" if "bytes" in name else f"{label} {value:,}"
+    return f"{label} {value:.4g}" if "loss" not in name else f"{label} {value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    """`2h 05m`, `3m 20s`, `45s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"

@@ -1,0 +1,70 @@
+"""What a tracker is, and several as one."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Values = Mapping[str, float | int | None]
+"""Figures by name; None (and NaN and infinities) where there is no number."""
+
+
+def finite(values: Values) -> dict[str, float | int]:
+    """The figures that are numbers."""
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What trackers are told about the run.
+
+    Attributes:
+        directory: the run directory.
+        name: the run's name.
+        config: the resolved configuration, as it would go to JSON.
+        resumed_from: the step that a resumed run goes on from, 0 for a new one. Figures of later steps that a killed
+            process left are taken back where the tracker can do that.
+    """
+
+    directory: Path
+    name: str
+    config: Mapping[str, Any]
+    resumed_from: int = 0
+
+
+class Tracker(Protocol):
+    """Takes figures step by step."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Takes the figures of a step; a step may come more than once, with other figures."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is held back."""
+        ...
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = tuple(trackers)
+
+    def log(self, step: int, values: Values) -> None:
+        """Hands the figures to every tracker."""
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        """Closes every tracker, the last first, also when one of them fails."""
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+    def __enter__(self) -> "Trackers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

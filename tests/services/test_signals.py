@@ -1,0 +1,40 @@
+"""A signal asks for a stop; a second SIGINT insists."""
+
+import os
+import signal
+
+import pytest
+
+from gregale.services.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_only_asks(number):
+    with StopRequest() as stop:
+        assert not stop.agreed(1)
+        os.kill(os.getpid(), number)
+        assert stop.agreed(2)
+        assert stop.signal_name == signal.Signals(number).name
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_interrupt_is_raised(first):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), first)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed(1)
+
+
+def test_a_second_sigterm_is_patient():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agreed(1)
+
+
+def test_the_old_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ZeroDivisionError), StopRequest():
+        _ = 1 / 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before

@@ -1,0 +1,217 @@
+"""Figures arrive where they should, whole, once, and in words that fit."""
+
+import io
+import json
+import struct
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.errors import UserError
+from gregale.services.tracking import (
+    Console,
+    JsonlTracker,
+    Rate,
+    RunInfo,
+    TrackerConfig,
+    Trackers,
+    check_installed,
+    open_trackers,
+)
+
+CONFIGS = {name: choice() for name, choice in TrackerConfig.get_known_choices().items()}
+TRAINING = {"loss": 2.5, "grad_norm": 0.5, "tokens": 4096, "tokens_per_second": 12345.6, "step_seconds": 30.0}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def entries(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_has_an_object_a_line_on_disk_at_once(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, TRAINING)
+    tracker.log(1, {"eval_loss": jnp.float32(1.5), "bits_per_byte": np.float32(2.25)})
+    assert entries(tmp_path / "metrics.jsonl") == [
+        {"step": 1, **TRAINING},
+        {"step": 1, "eval_loss": 1.5, "bits_per_byte": 2.25},
+    ]
+    tracker.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, jnp.float32("nan")])
+def test_what_is_no_number_is_null(tmp_path, value):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(3, {"loss": value, "tokens": 1})
+    tracker.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "loss": null, "tokens": 1}\n'
+
+
+def test_resuming_drops_what_a_killed_run_wrote_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    steps = [1, 2, 2, 3, 4]
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + '{"step": 1, "lo')
+    tracker = JsonlTracker(path, resumed_from=2)
+    tracker.log(3, {"loss": 1.0})
+    tracker.close()
+    assert entries(path) == [{"step": 1}, {"step": 2}, {"step": 2}, {"step": 3, "loss": 1.0}]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@given(cut=st.integers(0, 60), resumed_from=st.integers(0, 6))
+def test_wherever_the_file_was_cut_whole_lines_remain(tmp_path_factory, cut, resumed_from):
+    path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
+    content = b"".join(b'{"step": %d}\n' % step for step in range(1, 6))[:cut]
+    path.write_bytes(content)
+    JsonlTracker(path, resumed_from).close()
+    whole = content.count(b"\n")
+    assert [entry["step"] for entry in entries(path)] == list(range(1, min(whole, resumed_from) + 1))
+
+
+def test_the_rate_is_of_the_window_and_leaves_out_the_first_step():
+    rate = Rate(now=1000.0, step=50, window=4)
+    assert (rate.tokens_per_second, rate.step_seconds) == (0.0, 0.0)
+    rate.completed(51, tokens=100, now=1010.0)  # compilation
+    assert (rate.tokens_per_second, rate.step_seconds) == (10.0, 10.0)
+    rate.completed(52, tokens=100, now=1010.5)
+    assert (rate.tokens_per_second, rate.step_seconds) == (200.0, 0.5)
+    for step in range(53, 60):
+        rate.completed(step, tokens=100, now=1010.5 + (step - 52) * 2.0)
+    assert (rate.tokens_per_second, rate.step_seconds) == (50.0, 2.0)
+
+
+def test_the_rate_takes_several_steps_at_once_and_no_time_at_all():
+    rate = Rate(now=5.0)
+    rate.completed(1, tokens=10, now=5.0)
+    assert rate.tokens_per_second == 0.0
+    rate.completed(5, tokens=40, now=7.0)
+    assert (rate.tokens_per_second, rate.step_seconds) == (20.0, 0.5)
+
+
+def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
+    file, clock = io.StringIO(), Clock()
+    console = Console(file, fields=["replica_bytes"], interval_seconds=5.0, clock=clock)
+    console.begin(100)
+    for step in range(1, 101):
+        clock.now += 0.125
+        console.log(step, TRAINING | {"replica_bytes": 2_500_000})
+    console.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "step 1/100  loss 2.5000  12,346 tokens/s  replica bytes 2.5 MB  ETA 49m 30s"
+    assert [line.split("/")[0] for line in lines] == ["step 1", "step 41", "step 81", "step 100"]
+
+
+def test_evaluations_and_messages_are_always_shown():
+    file = io.StringIO()
+    console = Console(file, clock=Clock())
+    console.begin(9)
+    for _ in range(2):
+        console.log(4, {"eval_loss": 1.25, "bits_per_byte": 1.803})
+        console.message("checkpoint [4] saved")
+    assert (
+        file.getvalue().splitlines() == ["step 4/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"] * 2
+    )
+
+
+def test_preparations_tell_how_far_they_are():
+    file, clock = io.StringIO(), Clock()
+    console = Console(file, clock=clock)
+    for done in range(11):
+        console.progress("tokenizing", done, 10, "files")
+    console.progress("reading", 5_000_000, 5_000_000)
+    assert file.getvalue().splitlines() == ["tokenizing 0/10 files", "tokenizing 10/10 files", "reading 5.0 MB/5.0 MB"]
+
+
+def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    with Console(file) as console:
+        console.progress("tokenizing", 10, 10, "files")
+        console.begin(3)
+        console.log(1, TRAINING)
+        console.message("a message")
+        console.log(3, TRAINING)
+    shown = file.getvalue()
+    assert shown.index("1/3") < shown.index("a message") < shown.rindex("3/3")
+    assert "\x1b[2K" in shown  # the line is redrawn
+    assert shown.endswith("\x1b[?25h")  # and the cursor is given back
+
+
+class Recorder:
+    def __init__(self, fails: bool = False):
+        self.entries: list[tuple] = []
+        self.is_closed = False
+        self._fails = fails
+
+    def log(self, step, values):
+        self.entries.append((step, values))
+
+    def close(self):
+        self.is_closed = True
+        if self._fails:
+            raise OSError("disk full")
+
+
+def test_every_tracker_gets_the_figures_and_is_closed_though_one_fails():
+    trackers = [Recorder(), Recorder(fails=True), Recorder()]
+    with pytest.raises(OSError, match="disk full"), Trackers(trackers) as together:
+        together.log(1, {"loss": 2.0})
+    assert all(tracker.entries == [(1, {"loss": 2.0})] and tracker.is_closed for tracker in trackers)
+
+
+def tensorboard_records(path) -> list[bytes]:
+    """The records of an event file: length, checksum, payload, checksum."""
+    content, found = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        found.append(content[12 : 12 + length])
+        content = content[16 + length :]
+    return found
+
+
+def test_tensorboard_gets_the_scalars(tmp_path):
+    run = RunInfo(tmp_path, "a run", {"steps": 3})
+    with open_trackers([CONFIGS["tensorboard"]], run, Console(io.StringIO()), is_writer=True) as trackers:
+        trackers.log(1, {"loss": 2.5, "grad_norm": float("nan")})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    records = b"".join(tensorboard_records(path))
+    assert b"loss" in records
+    assert struct.pack("<f", 2.5) in records
+    assert b"grad_norm" not in records
+    assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "grad_norm": None}]
+
+
+def test_processes_that_do_not_write_leave_nothing(tmp_path):
+    run = RunInfo(tmp_path, "a run", {})
+    with open_trackers(list(CONFIGS.values()), run, Console(io.StringIO()), is_writer=False) as trackers:
+        trackers.log(1, TRAINING)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, CONFIGS[name].package, raising=False)
+    with pytest.raises(UserError, match=rf"{name} needs the package .* `pip install 'gregale\[{name}\]'`"):
+        check_installed([CONFIGS[name]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_mode_lists_the_choices():
+    with pytest.raises(UserError, match="is 'login'; choose one of auto, online, offline"):
+        type(CONFIGS["wandb"])(mode="login")
