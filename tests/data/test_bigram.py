@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ HELD_OUT = [RANDOM.integers(0, 9, length).tolist() for length in (7, 30)]
 def pairs_of(documents, cross):
     ended = [[*document, END] for document in documents]
     rows = [[token for document in ended for token in document]] if cross else ended
-    return [pair for row in rows for pair in zip(row, row[1:], strict=False)]
+    return [pair for row in rows for pair in pairwise(row)]
 
 
 def slow_bits_per_byte(training, held_out, cross):

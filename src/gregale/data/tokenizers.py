@@ -203,7 +203,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     path = Path(folder) / SAVED_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(tokenizer.to_json()), encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(tokenizer.to_json(), file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
     return path
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 import zstandard
@@ -45,7 +46,7 @@ def test_any_cut_into_parts_gives_every_line_once(tmp_path_factory, lines, cuts)
     path.write_bytes(data)
     source = JsonLinesSource(files=(str(path),))
     edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
-    parts = [Part(str(path), a, b, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
     found = [document for part in parts for document in source.read(part)]
     assert [one.content for one in found] == [json.loads(line)["text"] for line in lines if line]
     assert [one.start for one in found] == [

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -26,7 +28,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, 
     np.array(tokens, np.uint16).tofile(path)
     source = TokensSource(files=(str(path),), end_of_document=0)
     edges = [0, *sorted({cut for cut in cuts if cut < len(tokens)}), len(tokens)]
-    parts = [Part(str(path), a, b, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
     found = [token for part in parts for one in source.read(part) for token in [*one.content.tolist(), 0]]
     assert found == (tokens if tokens[-1] == 0 else [*tokens, 0])
 
