@@ -59,5 +59,5 @@ def test_case_does_not_matter():
 
 
 def test_an_unknown_chip_lists_the_choices():
-    with pytest.raises(UserError, match="'v3' is not in the table; choose one of v4, v5e, .*B200"):
+    with pytest.raises(UserError, match=r"'v3' is not in the table; choose one of v4, v5e, .*B200"):
         chip("v3")

@@ -117,9 +117,9 @@ def fleet_of(config: SimulateConfig, workload: Workload) -> Fleet:
     leaves_at_step = np.full(config.sites, NEVER)
     for pair in config.drop_out:
         site, colon, step = pair.partition(":")
-        if not (colon and site.isdecimal() and step.isdecimal() and int(site) < config.sites and int(step) > 0):
+        if not (colon and site.isdecimal() and step.isdecimal() and int(site) < config.sites and int(step) > 1):
             raise UserError(
-                f"drop_out: {pair!r} is not SITE:STEP with a site from 0 to {config.sites - 1} and a step from 1 "
+                f"drop_out: {pair!r} is not SITE:STEP with a site from 0 to {config.sites - 1} and a step from 2 "
                 "(as 1:50 for the second site gone from step 50 on)."
             )
         leaves_at_step[int(site)] = int(step)

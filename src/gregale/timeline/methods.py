@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gregale.errors import UserError
 from gregale.timeline.model import Workload
+from gregale.timeline.payload import bytes_per_parameter
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Transfer:
     Attributes:
         step: the step whose backward pass yields the values.
         layers: the layers, one reduction each.
-        bytes_per_parameter: size on the wire.
+        bytes_per_parameter: size on the wire, the mean of the reduction's two halves (scatter and gather).
         delay_steps: tau; the forward of a layer at step + 1 + tau waits for its reduction.
         microbatch: the pass of that step, from 1.
         after_pass: released when the whole backward pass is over, in place of after the layer's own node.
@@ -140,13 +141,25 @@ class Method:
 
     Attributes:
         schedule: the transfers, from a workload, a cadence and the bytes per parameter.
-        codec: name in `gregale.timeline.payload`.
+        codec: wire format, a name in `gregale.timeline.payload`.
         label: name for tables and pictures.
+        gather_codec: wire format of the second half, when it is not the codec's.
     """
 
     schedule: Schedule
     codec: str
     label: str
+    gather_codec: str | None = None
+
+    def bytes_per_parameter(self, codec: str | None = None) -> float:
+        """Mean bytes of a parameter in the two halves of its reduction, with the method's own codec or another.
+
+        Raises:
+            UserError: the codec is not known.
+        """
+        scattered = bytes_per_parameter(codec or self.codec)
+        gathered = bytes_per_parameter(self.gather_codec) if self.gather_codec else scattered
+        return (scattered + gathered) / 2
 
 
 METHODS = {
@@ -155,8 +168,9 @@ METHODS = {
     "streaming": Method(streaming, "bfloat16", "Streaming DiLoCo"),
     "streaming_overlap": Method(streaming_overlap, "bfloat16", "Streaming DiLoCo, overlap"),
     "streaming_overlap_4bit": Method(streaming_overlap, "4bit", "Streaming DiLoCo, overlap, 4 bits"),
-    "psdp": Method(psdp, "float32", "PSDP"),
-    "loco": Method(psdp, "int4", "PSDP with LoCo, 4 bits"),
+    # PSDP's optimizer takes the scattered gradients; what is gathered are its updates, and no codec touches those.
+    "psdp": Method(psdp, "float32", "PSDP", gather_codec="float32"),
+    "loco": Method(psdp, "int4", "PSDP with LoCo, 4 bits", gather_codec="float32"),
 }
 PAPER_METHODS = tuple(METHODS)[:5]
 

@@ -83,7 +83,7 @@ def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps
         longest = max(longest, *(work.end for work in shown))
         axes.set_title(label, loc="left", fontsize="small")
     compute = sum(work.end - work.start for work in shown if work.kind != "transfer")
-    panels[-1].set_xlim(0, min(longest, 2 * compute))
+    panels[-1].set_xlim(0, min(longest, 2 * compute) if compute else longest)  # site 0 may have left before
     panels[-1].set_xlabel("seconds")
     figure.suptitle(title, x=0.02, ha="left")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="upper right", ncols=3, fontsize="small", frameon=False)

@@ -7,7 +7,6 @@ import numpy as np
 from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence, method
 from gregale.timeline.model import Workload
-from gregale.timeline.payload import bytes_per_parameter
 from gregale.timeline.simulate import Run, simulate
 
 GRID_GBIT_PER_SECOND = np.logspace(-1, 3, 50)
@@ -28,7 +27,7 @@ def run_method(
         UserError: the method or the codec is not known, or the schedule does not fit.
     """
     chosen = method(name)
-    transfers = chosen.schedule(workload, cadence, bytes_per_parameter(codec or chosen.codec))
+    transfers = chosen.schedule(workload, cadence, chosen.bytes_per_parameter(codec))
     return simulate(workload, transfers, fleet, gbit_per_second, cadence.steps)
 
 

@@ -1,0 +1,118 @@
+"""`gregale simulate` as called from Python."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from gregale.errors import UserError
+from gregale.programs.simulate import SimulateConfig, main
+from gregale.timeline.methods import PAPER_METHODS
+from gregale.timeline.table import GRID_GBIT_PER_SECOND
+
+
+def printed(capsys, **fields):
+    assert main(SimulateConfig(json=True, **fields)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_five_values_for_each_method(capsys):
+    needed = printed(capsys)["bandwidth_gbit_per_second"]
+    assert list(needed) == list(PAPER_METHODS)
+    for values in needed.values():
+        assert len(values) == 5
+        assert values == sorted(values)
+        assert np.isin(values, GRID_GBIT_PER_SECOND).all()
+
+
+def test_the_table_names_the_methods(capsys):
+    assert main(SimulateConfig(model="10b", bandwidth=[1.0, 10.0])) == 0
+    out = capsys.readouterr().out
+    for expected in ("data-parallel", "Streaming DiLoCo, overlap, 4 bits", "126.5", "99%"):
+        assert expected in out
+
+
+def test_a_goal_out_of_reach(capsys):
+    fields = {"parameters": 1e14, "methods": ["data_parallel"]}
+    assert printed(capsys, **fields)["bandwidth_gbit_per_second"]["data_parallel"] == [None] * 5
+    main(SimulateConfig(**fields))
+    assert "> 1000" in capsys.readouterr().out
+
+
+def test_numbers_replace_the_presets(capsys):
+    found = printed(capsys, parameters=7e9, layers=32, step_seconds=2.0, microbatches=4, bandwidth=[5.0])
+    assert found["model"] == {"parameters": 7e9, "layers": 32, "step_seconds": 2.0, "microbatches": 4}
+    assert set(found["asked_utilisation"]) == set(PAPER_METHODS)
+    assert found["asked_gbit_per_second"] == [5.0]
+
+
+def test_codec_and_sites_decide_the_bytes(capsys):
+    fields = {"methods": ["diloco", "psdp", "loco"], "sites": 8, "steps": 100}
+    assert printed(capsys, **fields)["sent_bytes_per_site"] == pytest.approx(
+        {"diloco": 2 * 1.75e9, "psdp": 400 * 1.75e9, "loco": 100 * (0.53125 + 4) / 2 * 1.75e9}
+    )
+    found = printed(capsys, codec="int8", **fields)["sent_bytes_per_site"]
+    assert found["psdp"] == found["loco"] == pytest.approx(100 * (1.03125 + 4) / 2 * 1.75e9)
+
+
+def test_stragglers_links_and_drop_out(capsys, tmp_path):
+    plain = {"sites": 3, "bandwidth": [10.0], "methods": ["data_parallel"]}
+    links = tmp_path / "links.txt"
+    links.write_text("1 0.5 1\n1 1 1\n1 1 1\n")
+
+    def total(**fields):
+        return printed(capsys, **plain, **fields)["asked_total_seconds"]["data_parallel"][0]
+
+    assert total(links=links) > 1.9 * total()
+    assert total(latency_seconds=0.1) > total() + 100 * 0.4 - 1
+    assert total(site_step_seconds=[0.1, 0.1, 5.0]) > 400
+    assert total(drop_out=["2:2"]) < total()
+    assert printed(capsys, **plain, drop_out=["2:51"])["sent_bytes_per_site"]["data_parallel"] == pytest.approx(
+        2e9 * (50 * 4 / 3 + 50)
+    )
+
+
+def test_pictures(tmp_path, capsys):
+    config = SimulateConfig(plot=tmp_path / "plot.svg", timeline=tmp_path / "timeline.png", timeline_bandwidth=20.0)
+    assert main(config) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"plot.svg", "timeline.png"}
+
+
+def test_every_field_has_its_help():
+    assert all(field.metadata["help"].endswith(".") for field in dataclasses.fields(SimulateConfig))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sites": 0}, "sites: 0 is not possible"),
+        ({"latency_seconds": -1.0}, "latency_seconds: -1.0 is not possible"),
+        ({"bandwidth": [1.0, 0.0]}, "bandwidth: .* a bandwidth in Gbit/s is above 0"),
+        ({"methods": ["sgd"]}, "methods: 'sgd' is not a known method"),
+        ({"codec": "int3"}, "codec: 'int3' is not a known wire format"),
+        ({"model": "2b"}, "model: '2b' is not a preset"),
+        ({"site_step_seconds": [0.1]}, "site_step_seconds: 1 step times are given for 2 sites"),
+        ({"drop_out": ["2:5"]}, "drop_out: '2:5' is not SITE:STEP with a site from 0 to 1"),
+        ({"drop_out": ["1:1"]}, "drop_out: '1:1' is not SITE:STEP .* a step from 2"),
+        ({"layers": 400, "methods": ["streaming"]}, "period_steps: 100 steps are too few for 134 fragments"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(fields, message):
+    with pytest.raises(UserError, match=message):
+        main(SimulateConfig(**fields))
+
+
+def test_a_picture_of_another_kind_is_refused_before_the_work(tmp_path):
+    with pytest.raises(UserError, match=r"timeline: .* has the suffix '\.jpg'"):
+        SimulateConfig(timeline=tmp_path / "a.jpg")
+
+
+def test_links_that_are_not_numbers(tmp_path):
+    for text in ("fast slow\n", None):
+        path = tmp_path / "links.txt"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(UserError, match=r"links: .* cannot be read as rows of numbers"):
+            main(SimulateConfig(links=path))

@@ -1,0 +1,84 @@
+"""Schedules: what is sent, when, and what waits for it."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.errors import UserError
+from gregale.timeline.methods import METHODS, Cadence, data_parallel, diloco, method, psdp, streaming, streaming_overlap
+from gregale.timeline.model import PRESETS, Workload
+
+
+def toy(layers=4, microbatches=1):
+    return Workload(parameters=layers, layers=layers, step_seconds=1.0, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("model", "fragments", "spacing"), [("1b", 8, 11), ("10b", 16, 5), ("100b", 36, 2)])
+def test_the_papers_fragments(model, fragments, spacing):
+    sent = streaming(PRESETS[model], Cadence(), 2.0)
+    assert [transfer.step for transfer in sent] == [(i + 1) * spacing for i in range(fragments)]
+    assert {len(transfer.layers) for transfer in sent} == {3}
+    assert sent[1].layers == (2 + 2 * fragments, 2 + fragments, 2)
+
+
+@given(layers=st.integers(1, 40), fragment_layers=st.integers(1, 8), periods=st.integers(1, 3))
+def test_streaming_sends_every_layer_once_a_period(layers, fragment_layers, periods):
+    cadence = Cadence(steps=100 * periods, fragment_layers=fragment_layers)
+    sent = streaming(toy(layers), cadence, 2.0)
+    for period in range(periods):
+        steps = range(100 * period + 1, 100 * (period + 1) + 1)
+        counts = Counter(layer for transfer in sent if transfer.step in steps for layer in transfer.layers)
+        assert counts == Counter(range(1, layers + 1))
+
+
+def test_overlap_changes_only_the_delay():
+    cadence = Cadence(overlap_steps=5)
+    late, soon = (schedule(PRESETS["1b"], cadence, 2.0) for schedule in (streaming_overlap, streaming))
+    assert [(t.step, t.layers) for t in late] == [(t.step, t.layers) for t in soon]
+    assert {t.delay_steps for t in late} == {5}
+
+
+def test_data_parallel_sends_in_every_microbatch_and_psdp_in_the_last():
+    workload, cadence = toy(layers=3, microbatches=4), Cadence(steps=2)
+    conventional = data_parallel(workload, cadence, 4.0)
+    assert [(t.step, t.microbatch) for t in conventional] == [(s, m) for s in (1, 2) for m in (1, 2, 3, 4)]
+    buffered = psdp(workload, cadence, 4.0)
+    assert [(t.step, t.microbatch, t.layers, t.after_pass) for t in buffered] == [
+        (1, 4, (1, 2, 3), True),
+        (2, 4, (1, 2, 3), True),
+    ]
+
+
+def test_diloco_sends_everything_at_the_end_of_each_period():
+    sent = diloco(toy(layers=3), Cadence(steps=70, period_steps=30), 2.0)
+    assert [(t.step, t.layers) for t in sent] == [(30, (3, 2, 1)), (60, (3, 2, 1))]
+
+
+def test_too_many_fragments_for_a_period():
+    with pytest.raises(UserError, match=r"10 steps are too few for 12 fragments .* use at least 13 steps"):
+        streaming(toy(layers=12), Cadence(period_steps=10, fragment_layers=1), 2.0)
+
+
+@pytest.mark.parametrize("field", ["steps", "period_steps", "fragment_layers"])
+def test_a_cadence_below_one_is_named(field):
+    with pytest.raises(UserError, match=f"{field}: 0 is not possible"):
+        Cadence(**{field: 0})
+
+
+def test_a_delay_as_long_as_the_period_is_refused():
+    with pytest.raises(UserError, match="overlap_steps: 100 must be at least 0 and below period_steps = 100"):
+        Cadence(overlap_steps=100)
+
+
+def test_a_codec_shrinks_only_the_gradients_of_psdp():
+    assert METHODS["psdp"].bytes_per_parameter() == 4.0
+    assert METHODS["loco"].bytes_per_parameter() == (0.53125 + 4) / 2
+    assert METHODS["diloco"].bytes_per_parameter("int4") == 0.53125
+
+
+def test_an_unknown_method_lists_the_choices():
+    with pytest.raises(UserError, match="methods: 'fedavg' is not a known method; choose among data_parallel, diloco"):
+        method("fedavg")
+    assert method("psdp") is METHODS["psdp"]

@@ -1,0 +1,33 @@
+"""Workloads and presets."""
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.timeline.model import PRESETS, Workload, preset
+
+
+def test_nodes_of_a_step():
+    workload = Workload(parameters=6.0, layers=2, step_seconds=1.2, microbatches=4)
+    assert workload.nodes_per_pass == 5
+    assert workload.node_seconds == pytest.approx(0.05)
+    assert workload.parameters_per_layer == 3.0
+
+
+def test_presets_are_the_papers():
+    assert {name: (w.parameters, w.layers, w.step_seconds) for name, w in PRESETS.items()} == {
+        "1b": (1e9, 24, 0.1),
+        "10b": (1e10, 48, 0.8),
+        "100b": (1e11, 108, 4.9),
+    }
+
+
+def test_an_unknown_preset_lists_the_choices():
+    with pytest.raises(UserError, match="model: '2b' is not a preset; choose one of 1b, 10b, 100b"):
+        preset("2b")
+
+
+@pytest.mark.parametrize("field", ["parameters", "layers", "step_seconds", "microbatches"])
+def test_a_number_that_is_not_positive_is_named(field):
+    values = {"parameters": 1.0, "layers": 1, "step_seconds": 1.0, "microbatches": 1}
+    with pytest.raises(UserError, match=f"{field}: 0 is not possible"):
+        Workload(**{**values, field: 0})
