@@ -1,0 +1,87 @@
+"""The command line `gregale`. Programs are imported only when they are chosen."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+import gregale
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Program:
+    """A line of the table of commands: where the program is (a module with a `COMMAND`) and what it does."""
+
+    module: str
+    summary: str
+
+
+PROGRAMS = {
+    "train": Program("gregale.programs.train", "train a language model from a YAML file; run again to resume"),
+    "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
+    "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
+    "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
+    "plan": Program("gregale.programs.plan", "show memory, collectives and bytes of a YAML file without training"),
+    "simulate": Program("gregale.programs.simulate", "predict step times and link loads on a described network"),
+}
+
+
+def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
+    """Runs a command; returns its exit code. A user's mistake is one paragraph on standard error and exit code 2."""
+    _silence_deprecations()
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments), programs)
+    except UserError as error:
+        print(f"gregale: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gregale: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview(programs))
+        return 0
+    name, *rest = arguments
+    if name == "--version":
+        print(f"gregale {gregale.__version__}")
+        return 0
+    if name not in programs:
+        near = get_close_matches(name, programs, n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        raise UserError(f"there is no command `{name}`.{hint} Commands: {', '.join(programs)}.")
+    # Late, so that help and mistakes cost no import of JAX.
+    from gregale.cli.invocation import command_help, invoke
+
+    program = programs[name]
+    command = import_module(program.module).COMMAND
+    if "-h" in rest or "--help" in rest:
+        print(command_help(name, program.summary, command), end="")
+        return 0
+    return invoke(name, command, rest)
+
+
+def _overview(programs: Mapping[str, Program]) -> str:
+    lines = [
+        f"gregale {gregale.__version__}: train language models on accelerators joined by links of very different speed",
+        "",
+        "usage: gregale COMMAND [ARGUMENTS] [--key value ...]",
+        "",
+        *(f"  {name:<10}{program.summary}" for name, program in programs.items()),
+        "",
+        "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
+    ]
+    return "\n".join(lines)
+
+
+def _silence_deprecations() -> None:
+    """Third parties' deprecations are for their developers; `-W` or PYTHONWARNINGS shows them."""
+    if not sys.warnoptions:
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import draccus
 import optax
@@ -12,7 +13,7 @@ from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
 
-DECAYING = ("matrices", "all")
+Decaying = Literal["matrices", "all"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     schedule: ScheduleConfig = field(default=CosineSchedule(), metadata={"help": "how the learning rate moves"})
     weight_decay: float = field(default=0.0, metadata={"help": "decoupled weight decay, times the learning rate"})
-    decay: str = field(
-        default="matrices", metadata={"help": "what decays: matrices (embeddings too) or all", "choices": DECAYING}
-    )
+    decay: Decaying = field(default="matrices", metadata={"help": "matrices (embeddings are some) or all parameters"})
     clip_norm: float | None = field(default=1.0, metadata={"help": "largest global gradient norm; null: no clipping"})
 
     @classmethod
@@ -57,8 +56,8 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         return "adamw"
 
     def __post_init__(self):
-        if self.decay not in DECAYING:
-            raise UserError(f"optimizer.decay is {self.decay!r}; valid choices: {', '.join(DECAYING)}.")
+        if self.decay not in get_args(Decaying):
+            raise UserError(f"optimizer.decay is {self.decay!r}; valid choices: {', '.join(get_args(Decaying))}.")
         for name in ("learning_rate", "weight_decay"):
             if getattr(self, name) < 0:
                 raise UserError(f"optimizer.{name} is {getattr(self, name):g}; it has to be at least 0.")

@@ -1,0 +1,71 @@
+"""Fills a command's options and configuration from its arguments, and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from gregale.errors import UserError
+from gregale.services.command import Command
+from gregale.services.fields import REQUIRED, default_of, entries
+from gregale.services.help import render
+from gregale.services.parsing import load, split_arguments
+
+CONFIG = "config"
+
+
+def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
+    """Runs `command` with these arguments (without its name); returns its exit code.
+
+    Keys of the command's options go there, all others to the configuration. Raises `UserError` for a word too many, a
+    word that is missing, and what `load` refuses.
+    """
+    own = {each.name for each in fields(command.options)}
+    parts = [command.options] if command.config is None else [command.options, command.config]
+    flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
+    words, pairs = split_arguments(arguments, flags)
+    if len(words) > len(command.positional):
+        raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
+    given = dict(zip(command.positional, words, strict=False))
+    _check_complete(name, command, given, pairs)
+    path = given.pop(CONFIG, None) if command.config else None
+    mine = [f"--{key}={word}" for key, word in given.items()]
+    mine += [pair for pair in pairs if command.config is None or _key(pair).split(".")[0] in own]
+    options = load(command.options, None, mine)
+    if command.config is None:
+        return command.main(options)
+    return command.main(options, load(command.config, path, [pair for pair in pairs if pair not in mine]))
+
+
+def command_help(name: str, summary: str, command: Command) -> str:
+    """The help text of a command: usage, options, and every key of its configuration."""
+    text = f"usage: {usage(name, command)}\n\n{summary}\n"
+    if fields(command.options):
+        text += f"\noptions:\n{render(command.options)}"
+    if command.config:
+        text += f"\nkeys of the YAML file, each also an argument:\n{render(command.config)}"
+    return text
+
+
+def usage(name: str, command: Command) -> str:
+    words = [word.upper() if word in _required(command) else f"[{word.upper()}]" for word in command.positional]
+    return " ".join(["gregale", name, *words, "[--key value ...]"])
+
+
+def _check_complete(name: str, command: Command, given: dict[str, str], pairs: list[str]) -> None:
+    keys = {_key(pair) for pair in pairs}
+    for word in _required(command):
+        if word not in given and word not in keys:
+            raise UserError(f"{word.upper()} is missing. Usage: {usage(name, command)}")
+        if word in given and word in keys:
+            raise UserError(f"{word} is given twice, as {given[word]!r} and as `--{word}`; leave one of them out.")
+
+
+def _required(command: Command) -> list[str]:
+    """The positional arguments that cannot be left out."""
+    optional = {each.name for each in fields(command.options) if default_of(each) is not REQUIRED}
+    return [word for word in command.positional if word not in optional]
+
+
+def _key(pair: str) -> str:
+    return pair.removeprefix("--").partition("=")[0]

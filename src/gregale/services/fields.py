@@ -1,0 +1,135 @@
+"""The fields of a configuration class as dotted keys, with their types in words: for help and for error messages."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import draccus
+
+TYPE = draccus.CHOICE_TYPE_KEY
+REQUIRED = MISSING
+
+WORDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null", Any: "anything"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One dotted key: its type in words, its default (`REQUIRED` if there is none) and its meaning.
+
+    `choice` is what has to be chosen for this key to exist or have this default (`optimizer.type lion`), if anything.
+    """
+
+    key: str
+    type: str
+    default: Any
+    help: str
+    choice: str = ""
+
+
+def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
+    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from."""
+    hints = get_type_hints(config_class)
+    for each in fields(config_class):
+        value = default_of(each, default)
+        key = join(prefix, each.name)
+        yield from _entries_of_field(key, hints[each.name], value, each.metadata.get("help", ""))
+
+
+def _entries_of_field(key: str, kind: Any, value: Any, text: str) -> Iterator[Entry]:
+    inner, below = _nested(kind)
+    if inner is None:
+        yield Entry(key, type_name(kind), value, text)
+        return
+    if is_registry(inner):
+        yield from _entries_of_registry(key + below, inner, value, text)
+        return
+    if inner is not kind:
+        yield Entry(key, type_name(kind), value, text)
+    yield from entries(inner, key + below, value)
+
+
+def _entries_of_registry(key: str, registry: Any, value: Any, text: str) -> Iterator[Entry]:
+    """The choice itself, the keys that all choices share, then what each choice adds or gives another default."""
+    known = choices(registry)
+    default = choice_name(registry, value)
+    yield Entry(join(key, TYPE), " | ".join(known), REQUIRED if default is None else default, text)
+    shared = list(entries(registry, key, value if isinstance(value, registry) else REQUIRED))
+    yield from shared
+    for name, choice in known.items():
+        for entry in entries(choice, key, value if type(value) is choice else REQUIRED):
+            if entry not in shared:
+                only = f"{join(key, TYPE)} {name}" if len(known) > 1 else ""
+                yield replace(entry, choice=entry.choice or only)
+
+
+def _nested(kind: Any) -> tuple[Any, str]:
+    """The configuration class inside a type, and what stands for an element in its dotted key."""
+    if is_dataclass(kind):
+        return kind, ""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_union(kind):
+        found = [_nested(argument) for argument in arguments]
+        return next((each for each in found if each[0] is not None), (None, ""))
+    if origin in (list, tuple) and arguments and is_dataclass(arguments[0]):
+        return arguments[0], ".0"
+    if origin is dict and is_dataclass(arguments[1]):
+        return arguments[1], ".<name>"
+    return None, ""
+
+
+def type_name(kind: Any) -> str:
+    """A type in words: `int | null`, `[float, float]`, `list of str`, `matrices | all`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in WORDS:
+        return WORDS[kind]
+    if is_union(kind):
+        return " | ".join(type_name(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+        return f"list of {type_name(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(type_name(argument) for argument in arguments)}]"
+    if origin is dict:
+        return f"mapping of names to {type_name(arguments[1])}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(kind.__members__)
+    return "mapping"
+
+
+def default_of(each: Field, owner: Any = REQUIRED) -> Any:
+    """The default of a field; where its owner is given by default itself, the owner's value."""
+    if owner is not REQUIRED and hasattr(owner, each.name):
+        return getattr(owner, each.name)
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def is_registry(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, draccus.ChoiceRegistry)
+
+
+def choices(registry: Any) -> dict[str, type]:
+    """Name -> class of what may stand where `registry` is asked for: all its choices, or itself if it is one."""
+    return {name: choice for name, choice in registry.get_known_choices().items() if issubclass(choice, registry)}
+
+
+def choice_name(registry: Any, value: Any = REQUIRED) -> str | None:
+    """The choice that a value has made, else the registry's default; None if it has none."""
+    known = choices(registry)
+    made = next((name for name, choice in known.items() if choice is type(value)), None)
+    if made is None and len(known) == 1:
+        return next(iter(known))
+    return made or registry.default_choice_name()
+
+
+def join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)

@@ -1,0 +1,172 @@
+"""Reads a configuration from a YAML file and dotted arguments, and writes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import draccus
+import yaml
+
+from gregale.errors import UserError
+from gregale.services.decoding import Decoder, Text
+from gregale.services.fields import join
+
+Config = TypeVar("Config")
+COMMAND_LINE = "on the command line"
+
+
+def load(config_class: type[Config], path: str | Path | None, arguments: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file, with `--dotted.key value` arguments on top.
+
+    Arguments:
+    - `config_class`: a frozen dataclass; nested dataclasses, optional fields, lists, tuples, mappings of names and
+      draccus registries (chosen by `type`) are understood
+    - `path`: the YAML file, or None for the defaults
+    - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`
+
+    Raises `UserError` that names the key and the place: unknown key, wrong type, unknown choice, missing key, duplicate
+    key, a file that is missing or no YAML.
+    """
+    raw, places = ({}, {}) if path is None else read_yaml(Path(path))
+    words, pairs = split_arguments(arguments)
+    if words:
+        raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
+    for pair in pairs:
+        key, equals, value = pair.removeprefix("--").partition("=")
+        _override(raw, places, key, Text(value) if equals else True)
+    return Decoder(config_class, places, _read_text).decode(config_class, raw)
+
+
+def dump(config: Any) -> str:
+    """A configuration as YAML that `load` reads back to an equal one: every key, defaults too."""
+    return yaml.safe_dump(draccus.encode(config), sort_keys=False)
+
+
+def split_arguments(arguments: Sequence[str], flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Splits a command line into words and keys, the keys as `--key=value` (`--key` alone: a flag, which is true).
+
+    `flags` are keys that need no value, so that the word after one is not its value unless it is `true` or `false`.
+    """
+    words, pairs = [], []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            words.append(argument)
+            continue
+        is_flag = argument.removeprefix("--") in flags
+        has_value = rest and not rest[0].startswith("--") and (not is_flag or rest[0] in ("true", "false"))
+        pairs.append(f"{argument}={rest.pop(0)}" if has_value and "=" not in argument else argument)
+    return words, pairs
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The mapping in a YAML file, and for every dotted key in it where it stands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such configuration file.") from None
+    except OSError as error:
+        raise UserError(f"{path}: the configuration file cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}, so no YAML; save it as UTF-8.") from None
+    places: dict[str, str] = {}
+    raw = _Reader(str(path), places).read(text)
+    if not isinstance(raw, dict | None):
+        raise UserError(f"{path}: a configuration is a mapping (`steps: 100`), but this file holds {raw!r:.60}.")
+    return raw or {}, places
+
+
+def _read_text(text: str, key: str) -> Any:
+    return _Reader(f"`--{key}` {COMMAND_LINE}", {}).read(text)
+
+
+class _Reader:
+    """Reads YAML, remembers the line of every key and refuses a key that stands twice."""
+
+    def __init__(self, name: str, places: dict[str, str]):
+        self.name = name
+        self.places = places
+
+    def read(self, text: str) -> Any:
+        try:
+            # Inside the `try`: PyYAML looks for unprintable characters when the loader is made.
+            self.loader = yaml.SafeLoader(text)
+            node = self.loader.get_single_node()
+            return None if node is None else self._build(node, "")
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise UserError(f"{self.name}{place}: not readable as YAML: {error.problem or error.context}.") from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise UserError(f"{self.name}, line {line}: not readable as YAML: {error.reason}.") from None
+
+    def _build(self, node: yaml.Node, key: str) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [self._build_at(item, join(key, i), item) for i, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return self.loader.construct_object(node, deep=True)
+        self._refuse_duplicates(node, key)
+        self.loader.flatten_mapping(node)
+        built = {}
+        for name_node, value_node in node.value:
+            built[name_node.value] = self._build_at(value_node, join(key, name_node.value), name_node)
+        return built
+
+    def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
+        self.places[key] = f"{self.name}, line {start.start_mark.line + 1}"
+        return self._build(node, key)
+
+    def _refuse_duplicates(self, node: yaml.MappingNode, key: str) -> None:
+        lines: dict[str, int] = {}
+        for name_node, _ in node.value:
+            name, line = name_node.value, name_node.start_mark.line + 1
+            if not isinstance(name, str):
+                raise UserError(f"{self.name}, line {line}: a key has to be a single word, not a list or a mapping.")
+            if name in lines:
+                raise UserError(
+                    f"{self.name}: `{join(key, name)}` stands twice, in line {lines[name]} and in line {line}; remove "
+                    f"one of them."
+                )
+            lines[name] = line
+
+
+def _override(raw: dict[str, Any], places: dict[str, str], key: str, value: Text | bool) -> None:
+    """Set a dotted key in a tree of mappings and lists, making the mappings on the way."""
+    *path, last = key.split(".")
+    node: Any = raw
+    for depth, name in enumerate(path):
+        above = ".".join(path[: depth + 1])
+        inner = _child(node, name, above, key)
+        if inner is None:
+            inner = {}
+            node[name] = inner
+        if not isinstance(inner, dict | list):
+            raise UserError(
+                f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}"
+                f"{f' ({places[above]})' if above in places else ''}; `--{above} VALUE` would replace it."
+            )
+        node = inner
+    if isinstance(node, list):
+        _child(node, last, key, key)
+        node[int(last)] = value
+    else:
+        node[last] = value
+    for below in [place for place in places if place.startswith(f"{key}.")]:
+        del places[below]
+    places[key] = COMMAND_LINE
+
+
+def _child(node: dict | list, name: str, above: str, key: str) -> Any:
+    if isinstance(node, dict):
+        return node.get(name)
+    if not name.isdecimal() or int(name) >= len(node):
+        parent = above.rpartition(".")[0]
+        raise UserError(
+            f"`--{key}` {COMMAND_LINE}: `{parent}` is a list of {len(node)}; its elements are `{parent}.0` to "
+            f"`{parent}.{len(node) - 1}`."
+        )
+    return node[int(name)]

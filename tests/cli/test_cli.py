@@ -1,0 +1,217 @@
+"""The command line, in this process with toy programs, and once for real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+
+import gregale
+from gregale.cli import PROGRAMS, Program, main
+from gregale.errors import UserError
+from gregale.services.command import Command
+
+
+@dataclass(frozen=True)
+class Options:
+    fresh: bool = field(default=False, metadata={"help": "refuse to resume"})
+    topology: str | None = field(default=None, metadata={"help": "devices to plan for"})
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int = field(default=2, metadata={"help": "number of layers"})
+    tied: bool = field(default=False, metadata={"help": "one table"})
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = field(metadata={"help": "name of the run"})
+    model: Model = field(default=Model(), metadata={"help": "the model"})
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    run: str = field(metadata={"help": "directory of the run"})
+    prompt: str = field(default="", metadata={"help": "text to continue"})
+    temperature: float = field(default=1.0, metadata={"help": "0: greedy"})
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    pass
+
+
+class Calls(list):
+    """Toy programs that note how they were called, and what `main` returned."""
+
+    def __init__(self):
+        commands = {
+            "train": Command(self.note, Options, Config, positional=("config",)),
+            "sample": Command(self.note, SampleOptions, positional=("run", "prompt")),
+            "bare": Command(self.note, NoOptions),
+            "fail": Command(self.fail, Options),
+        }
+        self.modules = {f"toy_{name}": types.SimpleNamespace(COMMAND=command) for name, command in commands.items()}
+        self.programs = {name: Program(f"toy_{name}", f"runs {name}") for name in commands}
+        self.error: BaseException | None = None
+
+    def note(self, *arguments):
+        self.append(arguments)
+        return 3
+
+    def fail(self, options):
+        assert self.error is not None
+        raise self.error
+
+    def main(self, *arguments: str) -> int:
+        return main(arguments, self.programs)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    calls = Calls()
+    for name, module in calls.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        ([], Options(), Config("a")),
+        (["--fresh"], Options(fresh=True), Config("a")),
+        (["--name", "b", "--model.layers=3"], Options(), Config("b", Model(3))),
+        (["--topology", "v5e:4x4", "--model.tied"], Options(topology="v5e:4x4"), Config("a", Model(tied=True))),
+    ],
+)
+def test_keys_go_to_the_options_or_the_configuration(calls, config, arguments, options, expected):
+    assert calls.main("train", config, *arguments) == 3
+    assert calls.main("train", *arguments, config) == 3, "the file may come last: a flag takes no word"
+    assert calls == [(options, expected)] * 2
+
+
+def test_words_fill_the_options_in_order(calls):
+    calls.main("sample", "runs/a", "once: upon, [a]", "--temperature", "0.5")
+    calls.main("sample", "--run=runs/a")
+    assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),)]
+
+
+def test_a_command_without_words_and_options(calls):
+    assert calls.main("bare") == 3
+    assert calls == [(NoOptions(),)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "there is no command `trian`. Did you mean `train`? Commands: train, sample, bare, fail."),
+        (["train"], "CONFIG is missing. Usage: gregale train CONFIG [--key value ...]"),
+        (["train", "no.yaml"], "no.yaml: there is no such configuration file."),
+        (["train", "{config}", "more"], "'more' is one word too many. Usage: gregale train CONFIG"),
+        (["train", "{config}", "--frehs"], "`frehs` (on the command line) is not a valid key"),
+        (["train", "{config}", "--model.layers", "x"], "`model.layers` (on the command line) is 'x'"),
+        (["sample"], "RUN is missing. Usage: gregale sample RUN [PROMPT] [--key value ...]"),
+        (["sample", "a", "--run", "b"], "run is given twice"),
+        (["sample", "a", "--heat", "1"], "`heat` (on the command line) is not a valid key"),
+        (["fail"], "steps is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_paragraph_and_exit_code_2(calls, config, capsys, arguments, message):
+    calls.error = UserError("steps is 0")
+    assert calls.main(*(argument.format(config=config) for argument in arguments)) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("gregale: error: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+    assert not calls
+
+
+def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
+    calls.error = KeyboardInterrupt()
+    assert calls.main("fail") == 130
+    assert capsys.readouterr().err == "gregale: interrupted\n"
+    calls.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        calls.main("fail")
+
+
+def test_help_names_every_option_and_key(calls, capsys):
+    assert calls.main("train", "--fresh", "--help") == 0
+    assert capsys.readouterr().out == (
+        "usage: gregale train CONFIG [--key value ...]\n"
+        "\n"
+        "runs train\n"
+        "\n"
+        "options:\n"
+        "  --fresh     bool = false       refuse to resume\n"
+        "  --topology  str | null = null  devices to plan for\n"
+        "\n"
+        "keys of the YAML file, each also an argument:\n"
+        "  --name  str (required)  name of the run\n"
+        "  --model.layers  int = 2       number of layers\n"
+        "  --model.tied    bool = false  one table\n"
+    )
+    assert calls.main("bare", "-h") == 0
+    assert capsys.readouterr().out == "usage: gregale bare [--key value ...]\n\nruns bare\n"
+    assert not calls
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert all(f"  {name} " in overview and program.summary in overview for name, program in PROGRAMS.items())
+    assert main([]) == 0
+    assert capsys.readouterr().out == overview
+
+
+def test_deprecations_are_silent_unless_they_are_asked_for(calls, monkeypatch):
+    def shown() -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            calls.main("bare")
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+            warnings.warn("new", UserWarning, stacklevel=1)
+        return len(caught)
+
+    monkeypatch.setattr(sys, "warnoptions", [])
+    assert shown() == 1
+    monkeypatch.setattr(sys, "warnoptions", ["default"])
+    assert shown() == 2
+
+
+def gregale_process(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_for_real_the_version_and_a_mistake():
+    version = gregale_process("-m", "gregale", "--version")
+    assert (version.returncode, version.stdout) == (0, f"gregale {gregale.__version__}\n")
+    mistake = gregale_process("-m", "gregale", "tarin")
+    assert (mistake.returncode, mistake.stdout) == (2, "")
+    assert "Did you mean `train`" in mistake.stderr
+    assert "Traceback" not in mistake.stderr
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys; from gregale.cli import main; main(['--help']);"
+        "print(sorted({'jax', 'numpy', 'yaml', 'draccus', 'haliax'} & set(sys.modules)))"
+    )
+    assert gregale_process("-c", program).stdout.splitlines()[-1] == "[]"

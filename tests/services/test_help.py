@@ -1,0 +1,72 @@
+"""The help text, from the metadata of the fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import draccus
+
+from gregale.optim import AdamWConfig, OptimizerConfig
+from gregale.services.help import WIDTH, render
+
+
+@dataclass(frozen=True)
+class Pet(draccus.ChoiceRegistry):
+    name: str = field(metadata={"help": "what it is called"})
+
+
+@Pet.register_subclass("cat")
+@dataclass(frozen=True)
+class Cat(Pet):
+    lives: int = field(default=9, metadata={"help": "how many are left"})
+
+
+@Pet.register_subclass("dog")
+@dataclass(frozen=True)
+class Dog(Pet):
+    toys: tuple[str, ...] = field(default=("ball", "bone"), metadata={"help": "what it plays with"})
+
+
+@dataclass(frozen=True)
+class Garden:
+    size: float = field(default=1e-3, metadata={"help": "how large"})
+    open: bool = field(default=True, metadata={"help": "whether the gate is open"})
+
+
+@dataclass(frozen=True)
+class House:
+    rooms: int | None = field(default=None, metadata={"help": "null: as many as there are"})
+    garden: Garden = field(default=Garden(size=2.0), metadata={"help": "the garden"})
+    pet: Pet = field(default=Cat("Tom"), metadata={"help": "who lives there"})
+    guests: dict[str, Garden] = field(default_factory=dict, metadata={"help": "who comes"})
+
+
+@dataclass(frozen=True)
+class Training:
+    optimizer: OptimizerConfig = field(default=AdamWConfig(), metadata={"help": "the optimizer"})
+
+
+def test_every_key_has_its_type_default_and_meaning():
+    assert render(House) == (
+        "  --rooms  int | null = null  null: as many as there are\n"
+        "  --garden.size  float = 2    how large\n"
+        "  --garden.open  bool = true  whether the gate is open\n"
+        "  --pet.type  cat | dog = cat  who lives there\n"
+        "  --pet.name  str = Tom        what it is called\n"
+        "  with --pet.type cat:\n"
+        "    --pet.lives  int = 9  how many are left\n"
+        "  with --pet.type dog:\n"
+        "    --pet.name  str (required)              what it is called\n"
+        "    --pet.toys  list of str = [ball, bone]  what it plays with\n"
+        "  --guests  mapping of names to mapping = {}  who comes\n"
+        "  --guests.<name>.size  float = 0.001  how large\n"
+        "  --guests.<name>.open  bool = true    whether the gate is open\n"
+    )
+
+
+def test_a_real_configuration_fits_the_screen():
+    text = render(Training)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "  with --optimizer.type muon:" in text
+    assert "    --optimizer.momentum" in text
+    assert len(text.splitlines()) < 60
