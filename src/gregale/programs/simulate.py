@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gregale.errors import UserError
+from gregale.services.command import Command
 from gregale.timeline.fleet import NEVER, Fleet
 from gregale.timeline.methods import PAPER_METHODS, Cadence, method
 from gregale.timeline.model import Workload, preset
@@ -132,7 +133,7 @@ def _read(path: Path) -> np.ndarray:
     try:
         return np.loadtxt(path, ndmin=2)
     except (OSError, ValueError) as error:
-        raise UserError(f"links: {path} cannot be read as rows of numbers: {error}.") from error
+        raise UserError(f"links: {path} cannot be read as rows of numbers: {str(error).rstrip('.')}.") from error
 
 
 def main(config: SimulateConfig) -> int:
@@ -208,3 +209,6 @@ def _print_table(title: str, headings: list[str], rows: dict[str, list[str]]) ->
     for name, cells in rows.items():
         table.add_row(method(name).label, *cells)
     Console().print(table)
+
+
+COMMAND = Command(main=main, options=SimulateConfig)

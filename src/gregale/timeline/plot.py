@@ -55,7 +55,7 @@ def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[st
     axes.set_ylabel("compute utilisation")
     axes.set_title(title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     _save(figure, path)
 
 
