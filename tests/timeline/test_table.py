@@ -1,5 +1,7 @@
 """The table of the Streaming DiLoCo paper (arXiv 2501.18512, Table 4) from the model."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import PAPER_METHODS, Cadence
 from gregale.timeline.model import PRESETS
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
 
 # Gbit/s for 50, 80, 90, 95 and 99 percent, a row for each of PAPER_METHODS.
 PAPER = {
@@ -76,3 +80,15 @@ def test_a_codec_in_place_of_the_methods_own():
     own = run_method("streaming_overlap_4bit", workload, fleet, cadence)
     other = run_method("streaming_overlap", workload, fleet, cadence, codec="4bit")
     np.testing.assert_array_equal(own.utilisation, other.utilisation)
+
+
+def test_the_documentation_shows_these_numbers():
+    rows = [line.split("|")[3:8] for line in DOCUMENT.read_text().splitlines() if " / " in line and line[0] == "|"]
+    shown = [[tuple(float(number) for number in pair.split("/")) for pair in row] for row in rows]
+    expected = []
+    for model, table in PAPER.items():
+        for name, published in zip(PAPER_METHODS, table, strict=True):
+            run = run_method(name, PRESETS[model], Fleet.uniform(2), Cadence())
+            needed = [round(value or 0.0, 1) for value in needed_bandwidths(run.utilisation)]
+            expected.append(list(zip(needed, published, strict=True)))
+    assert shown == expected
