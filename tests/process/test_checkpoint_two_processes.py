@@ -62,7 +62,7 @@ with Checkpoints(directory, CheckpointConfig(keep_last=2), reports.append) as ch
     restored = checkpoints.latest(state(0, rows, None, ("b", "a")))
     assert restored.step == 2
     check(restored.tree, 2)
-    assert len(reports) == (1 if rank == 0 else 0), reports
+    assert sum("damaged" in report for report in reports) == (1 if rank == 0 else 0), reports
 
     # It is saved again, in the damaged one's place.
     checkpoints.save(3, state(30, rows, "a", "b"), {"step": 30})

@@ -117,6 +117,14 @@ def test_a_saved_array_may_be_donated_at_once(checkpoints):
     np.testing.assert_array_equal(restored.tree["x"], values)
 
 
+def test_the_directory_may_be_moved(checkpoints, tmp_path):
+    checkpoints.save(1, small(3), {})
+    checkpoints.close()
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    with Checkpoints(tmp_path / "elsewhere") as moved:
+        assert_same_bits(moved.latest(small(0)).tree, small(3))
+
+
 def test_a_directory_without_checkpoints_gives_none(checkpoints):
     assert checkpoints.latest(small(0)) is None
     assert checkpoints.steps() == []
@@ -171,6 +179,7 @@ def test_damage_to_any_file_is_reported_and_the_one_before_is_used(checkpoints, 
     for step in (10, 20):
         checkpoints.save(step, small(step), {"of": step})
     checkpoints.wait()
+    assert reports == ["The checkpoint of step 10 is saved.", "The checkpoint of step 20 is saved."]
     newest = tmp_path / "checkpoints" / "step-00000020"
     files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 1]
     assert len(files) >= 8
@@ -184,7 +193,7 @@ def test_damage_to_any_file_is_reported_and_the_one_before_is_used(checkpoints, 
         assert "step 20 is damaged" in reports[-1]
         assert path.name in reports[-1] or MANIFEST in reports[-1]
         assert "step 10 is used instead" in reports[-1]
-    assert len(reports) == len(files)
+    assert len(reports) == 2 + len(files)
     assert checkpoints.latest(small(0)).step == 20
 
 
@@ -213,13 +222,14 @@ def test_going_on_from_before_a_damaged_one_replaces_it(checkpoints, reports, tm
     checkpoints.wait()
     for step in (20, 30):
         flip_a_bit(tmp_path / "checkpoints" / f"step-000000{step}" / "leaves.json")
+    reports.clear()
     with Checkpoints(tmp_path / "checkpoints", report=reports.append) as again:
         assert again.latest(small(0)).step == 10
         again.save(20, small(2), {})
         again.wait()
         assert again.steps() == [10, 20]
         assert_same_bits(again.latest(small(0)).tree, small(2))
-    assert len(reports) == 2
+    assert ["damaged" in report for report in reports] == [True, True, False]
 
 
 def test_an_unfinished_checkpoint_is_never_read_and_is_cleaned(checkpoints, tmp_path):
@@ -266,7 +276,7 @@ from gregale.services.checkpoint import CheckpointConfig
 from gregale.services.checkpoint.store import Checkpoints
 from tests_of_checkpoints import made_for
 
-checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2))
+checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2), report=lambda message: None)
 restored = checkpoints.latest(made_for(0))
 step = 1 if restored is None else restored.step + 1
 while True:
@@ -322,7 +332,7 @@ def test_nothing_but_our_own_words_reaches_the_screen(tmp_path):
         "    c.restore(1, {'a': jnp.ones(3)})\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    assert (done.stdout, done.stderr) == ("The checkpoint of step 1 is saved.\n", "")
 
 
 def test_the_manifest_covers_every_file(checkpoints, tmp_path):

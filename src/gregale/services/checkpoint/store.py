@@ -41,7 +41,7 @@ from gregale.services.checkpoint.retention import (
 
 _LEAVES = "leaves.json"
 _METADATA = "metadata.json"
-_CHECKSUMS_OF = "checksums-of-process-{}.json"
+_CHECKSUMS = "checksums-of-process-"
 _WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
 _NONE = -1
 
@@ -81,7 +81,7 @@ class Checkpoints:
         Args:
             directory: made by the first save.
             config: what is kept.
-            report: told in one line of each checkpoint that is damaged; called by process 0 only.
+            report: told in one line of each checkpoint that is committed (in a thread) or damaged; process 0 only.
         """
         _silence_orbax()
         self._directory = Path(directory).absolute()
@@ -258,18 +258,22 @@ class Checkpoints:
         """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones."""
         self._orbax.wait_until_finished()
         process, processes = jax.process_index(), jax.process_count()
-        mine = [name for name in files_below(partial) if _hashed_by(name, processes) == process]
-        records = record(partial, mine)
+        # Another process may have put its checksums there already; they do not stay.
+        lasting = [name for name in files_below(partial) if not name.startswith(_CHECKSUMS)]
+        records = record(partial, [name for name in lasting if _hashed_by(name, processes) == process])
         if process > 0:
-            (partial / _CHECKSUMS_OF.format(process)).write_text(json.dumps(records))
+            (partial / f"{_CHECKSUMS}{process}.json").write_text(json.dumps(records))
         barrier(f"{partial} has its checksums, save {self._saves}")
         if process == 0:
             records |= _collect_checksums(partial, processes)
+            # A network file system may have shown another process its own files too late.
+            records |= record(partial, [name for name in lasting if name not in records])
             write_manifest(partial, records)
             committed = self._directory / folder_name(step)
             if committed.exists():  # damaged, or written by a run that this one does not continue
                 self._delete(step)
             os.rename(partial, committed)
+            self._report(f"The checkpoint of step {step} is saved.")
             for old in superfluous(self.steps(), step, self._config):
                 self._delete(old)
         barrier(f"{partial} is committed, save {self._saves}")
@@ -298,7 +302,7 @@ def _hashed_by(name: str, processes: int) -> int:
 def _collect_checksums(partial: Path, processes: int) -> FileRecords:
     records: FileRecords = {}
     for process in range(1, processes):
-        path = partial / _CHECKSUMS_OF.format(process)
+        path = partial / f"{_CHECKSUMS}{process}.json"
         records |= json.loads(path.read_bytes())
         path.unlink()
     return records

@@ -1,0 +1,35 @@
+"""What stays after a save, against the policy in plain words."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.services.checkpoint.retention import (
+    CheckpointConfig,
+    committed_steps,
+    folder_name,
+    superfluous,
+    unfinished,
+)
+
+STEPS = st.sets(st.integers(0, 60), min_size=1)
+
+
+@given(steps=STEPS, data=st.data(), last=st.integers(1, 5), every=st.none() | st.integers(1, 20))
+def test_keeps_exactly_the_newest_and_the_milestones(steps, data, last, every):
+    saved = data.draw(st.sampled_from(sorted(steps)))
+    deleted = superfluous(sorted(steps), saved, CheckpointConfig(keep_last=last, keep_every=every))
+    assert saved not in deleted
+    for step in steps:
+        newer = sum(step < other <= saved for other in steps)
+        is_milestone = every is not None and step % every == 0
+        assert (step in deleted) == (step > saved or (newer >= last and not is_milestone))
+
+
+def test_only_whole_names_count(tmp_path):
+    for name in ("step-00000007", "step-00000012.partial", "step-00000003.deleted", "step-123456789", "step-7", "else"):
+        (tmp_path / name).mkdir()
+    assert committed_steps(tmp_path) == [7, 123456789]
+    assert folder_name(7) == "step-00000007"
+    assert {path.name for path in unfinished(tmp_path)} == {"step-00000012.partial", "step-00000003.deleted"}
+    assert committed_steps(tmp_path / "absent") == []
+    assert unfinished(tmp_path / "absent") == []
