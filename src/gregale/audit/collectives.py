@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gregale.audit.groups import parse_groups, parse_pairs, parse_slice_target
-from gregale.audit.hlo import Instruction, Module, Shape
+from gregale.audit.hlo import Module, Shape
 from gregale.audit.loops import Loop
 from gregale.audit.placement import Crossing, Placement
 from gregale.audit.walk import Site, walk
@@ -129,12 +129,16 @@ def _is_scattered(site: Site) -> bool:
     computation, call = site.frame.computation, site.frame.call
     if call is None or call.opcode != "fusion" or computation.root is None:
         return False
-    source: Instruction | None = computation.root
-    sliced = False
-    while source is not None and source.opcode in ("bitcast", "copy", "reshape", "dynamic-slice"):
-        sliced = sliced or source.opcode == "dynamic-slice"
-        source = computation.instructions.get(source.operands[0])
-    return sliced and source is site.instruction
+    pending = [(computation.root, False)]
+    while pending:
+        source, sliced = pending.pop()
+        if source is site.instruction:
+            return sliced
+        if source.opcode in ("tuple", "get-tuple-element", "bitcast", "copy", "reshape", "dynamic-slice"):
+            operands = source.operands if source.opcode == "tuple" else source.operands[:1]
+            sliced = sliced or source.opcode == "dynamic-slice"
+            pending += [(computation.instructions[name], sliced) for name in operands]
+    return False
 
 
 def _is_continuation(site: Site) -> bool:

@@ -1,0 +1,53 @@
+"""Meshes and stored programs that several tests of the audit read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+AXES = ("replica", "data", "model")
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a device of a pod as the audit looks at, for meshes larger than what is simulated here."""
+
+    id: int
+    slice_index: int = 0
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES)
+
+
+@pytest.fixture(scope="session")
+def pod():
+    """A mesh of devices with the ids of TPU slices: `pod(sizes, slices)`, slices along the first axis."""
+
+    def make(sizes, slices=1, names=AXES):
+        count = int(np.prod(sizes))
+        each = count // slices
+        devices = [Device(100000 * (place // each + 1) + place % each, place // each) for place in range(count)]
+        return Mesh(np.array(devices, dtype=object).reshape(sizes), names)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stored():
+    """The text of a stored program: `stored("tpu_loops")`."""
+    return lambda name: (Path(__file__).parent / "fixtures" / f"{name}.txt").read_text()
+
+
+@pytest.fixture(scope="session")
+def summary():
+    """What is compared of the collectives of an audit, in any order."""
+
+    def summarize(collectives):
+        return sorted((c.kind, c.dtype, c.bytes, c.axes, c.times, len(c.loop)) for c in collectives)
+
+    return summarize

@@ -1,0 +1,67 @@
+"""The parser, on lines as XLA prints them."""
+
+import pytest
+
+from gregale.audit.hlo import Shape, bits, parse, shapes_in
+
+TEXT = """HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
+
+%region_0.1 (a.0: f32[], b.0: f32[]) -> f32[] {
+  %a.0 = f32[] parameter(0), metadata={op_name="psum"}
+  %b.0 = f32[] parameter(1), metadata={op_name="psum"}
+  ROOT %add.0 = f32[] add(%a.0, %b.0)
+}, execution_thread="main"
+
+ENTRY %main (p: f32[64,4], q: (s32[], bf16[2])) -> (f32[64,4], /*index=1*/u32[]) {
+  %p = f32[64,4]{1,0:T(8,128)} parameter(0)
+  %q = (s32[]{:T(128)}, bf16[2]{0:T(256)(128)(2,1)}) parameter(1)
+  %rs = ((f32[64,4]{1,0}, bf16[2]{0}), (f32[32,4]{1,0}, /*index=1*/bf16[1]{0}), u32[]{:S(2)}) \
+reduce-scatter-start(%p, /*index=1*/%gte), channel_id=1, metadata={op_name="jit(f)/while/body/g(x)" stack_frame_id=3}
+  ROOT %t = (f32[64,4]{1,0}, u32[]) tuple(%p, %c)
+}
+"""
+
+
+def test_a_module_is_taken_apart():
+    module = parse(TEXT)
+    assert (module.entry, module.replicas, module.partitions) == ("main", 2, 4)
+    assert list(module.computations) == ["region_0.1", "main"]
+    assert module.computations["region_0.1"].root.opcode == "add"
+    start = module.computations["main"].instructions["rs"]
+    assert start.opcode == "reduce-scatter-start"
+    assert start.operands == ("p", "gte")
+    assert start.shapes[3] == Shape("bf16", (1,))
+    assert start.op_name == "jit(f)/while/body/g(x)"
+    assert module.computations["main"].instructions["q"].shapes == (Shape("s32", ()), Shape("bf16", (2,)))
+
+
+def test_operands_without_percent_signs_and_with_inline_shapes():
+    text = """HloModule m
+ENTRY main {
+  p = f32[4]{0} parameter(0)
+  a = f32[4]{0} negate(f32[4]{0} p)
+  ROOT b = f32[4]{0} add(a, p)
+}
+"""
+    main = parse(text).computations["main"]
+    assert main.instructions["a"].operands == ("p",)
+    assert main.root.operands == ("a", "p")
+    assert main.operand_shapes(main.root) == (Shape("f32", (4,)), Shape("f32", (4,)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [("f32", 32), ("bf16", 16), ("pred", 8), ("u4", 4), ("s2", 2), ("f8e4m3fn", 8), ("f4e2m1fn", 4), ("c64", 64)],
+)
+def test_bits(dtype, width):
+    assert bits(dtype) == width
+
+
+def test_bytes_of_narrow_types_are_packed_and_rounded_up():
+    assert Shape("u4", (3, 3)).bytes == 5
+    assert Shape("bf16", ()).bytes == 2
+    assert Shape("f32", (0, 7)).bytes == 0
+
+
+def test_bounded_sizes_and_tokens():
+    assert shapes_in("(f32[<=8,2]{1,0}, token[], u32[])") == (Shape("f32", (8, 2)), Shape("u32", ()))

@@ -1,0 +1,178 @@
+"""Trip counts: printed by the compiler, worked out from the loop, or given by the caller."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from gregale.audit import audit
+from gregale.audit.loops import _turns
+
+HEAD = """HloModule hand, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def loops_text(mesh):
+    """Loops of many kinds, each around one psum of its own size."""
+
+    def body(x):
+        def around(size):
+            return lambda _, carry: carry + jax.lax.psum(x[:size] * carry, "data").sum()
+
+        total = jax.lax.fori_loop(0, 7, around(1), x.sum())
+        total = jax.lax.fori_loop(3, 11, around(2), total)
+        total, _ = jax.lax.scan(lambda c, i: (around(3)(i, c), None), total, jnp.arange(5), reverse=True)
+
+        def outer(carry, _):
+            inner, _ = jax.lax.scan(lambda c, i: (around(4)(i, c) * 2, None), carry, None, length=3)
+            return inner * jax.lax.psum(x[:5] * carry, "model").sum(), None
+
+        total, _ = jax.lax.scan(outer, total, None, length=6)
+        _, total = jax.lax.while_loop(lambda s: s[0] > 2, lambda s: (s[0] - 3, around(6)(0, s[1])), (20, total))
+        bound = jax.lax.psum(total, ("replica", "data", "model")).astype(jnp.int32)
+        with jax.named_scope("settle"):
+            return jax.lax.fori_loop(0, bound, around(7), total)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((64,), jnp.float32)).compile().as_text()
+
+
+def times_by_size(found):
+    return {c.shapes[0][0]: c.times for c in found.collectives if c.shapes[0]}
+
+
+# Size of the psum: how often its loop runs. Counting down from 20 by 3 while above 2: 20, 17, ..., 5.
+EXPECTED = {1: 7, 2: 8, 3: 5, 4: 18, 5: 6, 6: 6, 7: None}
+
+
+def test_printed_counts(loops_text, mesh):
+    assert times_by_size(audit(loops_text, mesh)) == EXPECTED
+
+
+def test_counts_are_worked_out_where_none_is_printed(loops_text, mesh):
+    """As for XLA:TPU, which prints none."""
+    bare, removed = re.subn(r',?"known_trip_count":\{"n":"\d+"\}', "", loops_text)
+    assert removed >= 6
+    assert times_by_size(audit(bare, mesh)) == EXPECTED
+
+
+def test_an_unknown_count_is_taken_from_the_caller(loops_text, mesh):
+    assert times_by_size(audit(loops_text, mesh, {"settle": 9})) == EXPECTED | {7: 9}
+    name = next(c.loop[-1] for c in audit(loops_text, mesh).collectives if c.times is None)
+    assert times_by_size(audit(loops_text, mesh, {name: 4})) == EXPECTED | {7: 4}
+
+
+def test_a_given_count_does_not_replace_a_known_one(loops_text, mesh):
+    assert times_by_size(audit(loops_text, mesh, {"while": 99})) == EXPECTED | {7: 99}
+
+
+def test_nested_loops_are_listed_outermost_first(loops_text, mesh):
+    found = {c.shapes[0][0]: c for c in audit(loops_text, mesh).collectives if c.shapes[0]}
+    assert found[4].loop[0] == found[5].loop[0]
+    assert [loop.times for loop in found[4].loops] == [6, 3]
+    assert len(found[5].loop) == 1
+    assert found[7].loops[0].scope.endswith("settle/while")
+
+
+def carried_bound(change):
+    """A loop whose bound is an element of the tuple of the loop around it, which the outer body may change."""
+    return (
+        HEAD
+        + f"""
+%inner_body (t: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
+  %t = (s32[], f32[4], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%two, %i)
+  %x = f32[4] get-tuple-element(%t), index=1
+  %r = f32[4] all-reduce(%x), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%sum
+  %n = s32[] get-tuple-element(%t), index=2
+  ROOT %o = (s32[], f32[4], s32[]) tuple(%next, %r, %n)
+}}
+
+%inner_condition (t: (s32[], f32[4], s32[])) -> pred[] {{
+  %t = (s32[], f32[4], s32[]) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=2
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %go = pred[] compare(%n, %i), direction=GE
+}}
+
+%outer_body (t: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
+  %t = (s32[], f32[4], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = f32[4] get-tuple-element(%t), index=1
+  %n = s32[] get-tuple-element(%t), index=2
+  %start = s32[] constant(0)
+  %in = (s32[], f32[4], s32[]) tuple(%start, %x, %n)
+  %inner = (s32[], f32[4], s32[]) while(%in), condition=%inner_condition, body=%inner_body
+  %y = f32[4] get-tuple-element(%inner), index=1
+  %changed = s32[] add(%n, %one)
+  ROOT %o = (s32[], f32[4], s32[]) tuple(%next, %y, {change})
+}}
+
+%outer_condition (t: (s32[], f32[4], s32[])) -> pred[] {{
+  %t = (s32[], f32[4], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %three = s32[] constant(3)
+  ROOT %go = pred[] compare(%i, %three), direction=LT
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4] parameter(0)
+  %zero = s32[] constant(0)
+  %ten = s32[] constant(10)
+  %copied = s32[] copy(%ten)
+  %in = (s32[], f32[4], s32[]) tuple(%zero, %x, %copied)
+  %outer = (s32[], f32[4], s32[]) while(%in), condition=%outer_condition, body=%outer_body
+  ROOT %y = f32[4] get-tuple-element(%outer), index=1
+}}
+"""
+    )
+
+
+def test_a_bound_that_an_outer_loop_carries_unchanged(mesh):
+    """0, 2, ..., 10 in the inner loop, three times."""
+    assert audit(carried_bound("%n"), mesh).collectives[0].times == 18
+
+
+def test_a_bound_that_an_outer_loop_changes_is_unknown(mesh):
+    assert audit(carried_bound("%changed"), mesh).collectives[0].times is None
+
+
+@given(
+    direction=st.sampled_from(["LT", "LE", "GT", "GE", "NE"]),
+    start=st.integers(-20, 20),
+    step=st.integers(-4, 4),
+    limit=st.integers(-20, 20),
+)
+def test_turns_are_those_of_the_loop_itself(direction, start, step, limit):
+    goes_on = {
+        "LT": lambda i: i < limit,
+        "LE": lambda i: i <= limit,
+        "GT": lambda i: i > limit,
+        "GE": lambda i: i >= limit,
+        "NE": lambda i: i != limit,
+    }[direction]
+    counter, turns = start, 0
+    while goes_on(counter) and turns <= 100:
+        counter, turns = counter + step, turns + 1
+    found = _turns(direction, start, step, limit)
+    if turns > 100:
+        assert found is None
+    elif turns > 0:
+        assert found == turns
+    else:
+        assert not found

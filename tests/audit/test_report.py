@@ -1,0 +1,104 @@
+"""Sums over the collectives, the JSON and the table."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from gregale.audit import audit
+from gregale.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def compiled(mesh):
+    """Three times a sum over data of 4 x 8 f32, then one over replica and model of 8 f32."""
+
+    def body(x):
+        x, _ = jax.lax.scan(lambda c, _: (c * jax.lax.psum(c, "data"), None), x, None, length=3)
+        return jax.lax.psum(x.sum(0), ("replica", "model"))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((4, 8), jnp.float32)).compile()
+
+
+def test_sums_count_the_loops(compiled, mesh):
+    found = audit(compiled, mesh)
+    assert found.bytes_per_step("data") == 3 * 128
+    assert found.bytes_per_step("replica") == found.bytes_per_step("model") == 32
+    assert found.bytes_per_step() == 3 * 128 + 32
+    assert found.bytes_by_axes() == {("data",): 3 * 128, ("replica", "model"): 32}
+    assert found.bytes_by_link() == {"inside slice": 3 * 128 + 32}
+
+
+def test_selections(compiled, mesh):
+    found = audit(compiled, mesh)
+    assert [c.axes for c in found.inside_loops()] == [("data",)]
+    assert [c.axes for c in found.over("model")] == [("replica", "model")]
+    assert found.over("nowhere") == found.unknown() == ()
+    assert [loop.times for loop in found.loops()] == [3]
+
+
+def test_the_text_gives_the_same_as_the_program(compiled, mesh):
+    assert audit(compiled.as_text(), mesh) == audit(compiled, mesh)
+
+
+def test_json_has_the_agreed_keys(compiled, mesh):
+    report = json.loads(json.dumps(audit(compiled, mesh).to_dict()))
+    assert report["bytes_per_step"] == {"axes": {"data": 384, "replica,model": 32}, "link": {"inside slice": 416}}
+    first = report["collectives"][0]
+    assert first.pop("loop")[0].startswith("while")
+    assert first == {
+        "kind": "all-reduce",
+        "dtype": "f32",
+        "bytes": 128,
+        "axes": ["data"],
+        "times": 3,
+        "link": "inside slice",
+    }
+
+
+def test_the_table_has_a_line_for_each(compiled, mesh):
+    lines = audit(compiled, mesh).table().splitlines()
+    assert lines[0].split() == ["kind", "dtype", "bytes", "axes", "loop", "times", "link", "name"]
+    assert len(lines) == 3
+    assert lines[1].split()[:4] == ["all-reduce", "f32", "128", "data"]
+
+
+UNKNOWN_TIMES = """HloModule hand, num_partitions=8
+
+%body (t: f32[4]) -> f32[4] {
+  %t = f32[4]{0} parameter(0)
+  ROOT %r = f32[4]{0} all-reduce(%t), channel_id=1, replica_groups={{0,7},{1,6},{2,5},{3,4}}, use_global_device_ids=true
+}
+
+%condition (t: f32[4]) -> pred[] {
+  %t = f32[4]{0} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %loop.1 = f32[4]{0} while(%x), condition=%condition, body=%body, metadata={op_name="jit(f)/outer/while"}
+}
+"""
+
+
+def test_an_unknown_number_of_turns_is_told_and_never_counted_as_one(mesh):
+    found = audit(UNKNOWN_TIMES, mesh)
+    assert found.to_dict()["bytes_per_step"] == {"axes": {"unknown": None}, "link": {"inside slice": None}}
+    with pytest.raises(UserError, match=r"'r' runs: loop\.1 \(jit\(f\)/outer/while\); give its count in loop_trips"):
+        found.bytes_per_step()
+    assert audit(UNKNOWN_TIMES, mesh, {"outer": 5}).bytes_per_step("data") == 5 * 16
+
+
+def test_unknown_groups_are_listed_and_are_over_every_axis_that_they_touch(mesh):
+    found = audit(UNKNOWN_TIMES, mesh)
+    assert len(found.unknown()) == 1
+    assert all(found.over(axis) == found.collectives for axis in ("replica", "data", "model"))
+
+
+def test_text_that_is_no_program_is_refused(mesh):
+    with pytest.raises(UserError, match="found 'module @jit_f', which has no ENTRY"):
+        audit("module @jit_f", mesh)
