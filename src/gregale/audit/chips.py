@@ -2,8 +2,9 @@
 
 Vendors print some figures in their own way; here all follow one rule:
 
-- Memory printed as N GB is taken as N * 2**30 bytes: stacked memory comes in binary sizes, and runtimes report a little
-  less than that (an A100 of 40 GB shows 42.4e9 bytes).
+- Memory printed as N GB is taken as N * 2**30 bytes, for stacked memory comes in binary sizes. Some of it is kept by
+  the system: the TPU compiler of JAX 0.10 offers 15.75 GiB of a v5e's 16, 31.25 of a v6e's 32 and 2 * 94.75 of a v7x's
+  192, and an A100 of 40 GB shows 42.4e9 bytes.
 - FLOP/s are dense bfloat16 products; NVIDIA's figures "with sparsity" are halved.
 - Links count one direction, all links of a chip together; figures for both directions are halved.
 """
