@@ -16,7 +16,8 @@ def compiled(mesh):
     """Three times a sum over data of 4 x 8 f32, then one over replica and model of 8 f32."""
 
     def body(x):
-        x, _ = jax.lax.scan(lambda c, _: (c * jax.lax.psum(c, "data"), None), x, None, length=3)
+        with jax.named_scope("turns"):
+            x, _ = jax.lax.scan(lambda c, _: (c * jax.lax.psum(c, "data"), None), x, None, length=3)
         return jax.lax.psum(x.sum(0), ("replica", "model"))
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -35,6 +36,8 @@ def test_sums_count_the_loops(compiled, mesh):
 def test_selections(compiled, mesh):
     found = audit(compiled, mesh)
     assert [c.axes for c in found.inside_loops()] == [("data",)]
+    assert [c.axes for c in found.inside_loops("turns")] == [("data",)]
+    assert found.inside_loops("elsewhere") == ()
     assert [c.axes for c in found.over("model")] == [("replica", "model")]
     assert found.over("nowhere") == found.unknown() == ()
     assert [loop.times for loop in found.loops()] == [3]
@@ -102,3 +105,9 @@ def test_unknown_groups_are_listed_and_are_over_every_axis_that_they_touch(mesh)
 def test_text_that_is_no_program_is_refused(mesh):
     with pytest.raises(UserError, match="found 'module @jit_f', which has no ENTRY"):
         audit("module @jit_f", mesh)
+
+
+def test_a_mesh_of_another_size_is_refused(compiled, mesh):
+    half = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
+    with pytest.raises(UserError, match=r"compiled for 8 devices .* has 4 in 1 slice\(s\)"):
+        audit(compiled, half)

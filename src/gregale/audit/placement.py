@@ -58,6 +58,11 @@ class Placement:
             return [np.arange(self.mesh.size)]
         return [np.flatnonzero(self.slice_of == index) for index in np.unique(self.slice_of)]
 
+    @property
+    def fits(self) -> bool:
+        """Whether the mesh, or each slice of it, has as many devices as the program."""
+        return all(len(program) == self.program_devices for program in self._programs)
+
     def by_number(self, groups: Groups) -> Groups | None:
         """Groups of mesh positions for groups of the program's device numbers; None where the mesh has no such one."""
         highest = max((number for group in groups for number in group), default=0)

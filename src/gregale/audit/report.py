@@ -25,9 +25,18 @@ class Audit:
         """
         return tuple(collective for collective in self.collectives if axis in collective.touched)
 
-    def inside_loops(self) -> tuple[Collective, ...]:
-        """The collectives inside a `while` loop."""
-        return tuple(collective for collective in self.collectives if collective.loop)
+    def inside_loops(self, part: str = "") -> tuple[Collective, ...]:
+        """The collectives inside a `while` loop, or inside one whose scope has a part of this name.
+
+        `inside_loops("microbatches")` gives what runs in a scan under `jax.named_scope("microbatches")`, in the loops
+        within it too. XLA:TPU peels turns off loops: what a peeled turn does in a loop of its own is given as well, what
+        it does outside of any loop is not, but it is the same as the loop's.
+        """
+        return tuple(
+            collective
+            for collective in self.collectives
+            if any(not part or part in loop.scope.split("/") for loop in collective.loops)
+        )
 
     def unknown(self) -> tuple[Collective, ...]:
         """The collectives whose groups are no grid in the mesh."""
@@ -126,7 +135,7 @@ def audit(
             the scope that it was traced in (such as a `jax.named_scope` around a scan).
 
     Raises:
-        UserError: the text is not a compiled program.
+        UserError: the text is not a compiled program, or it communicates among other numbers of devices than the mesh.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse(text or "")
@@ -136,4 +145,11 @@ def audit(
             f"found {(text or '')[:60]!r}, which has no ENTRY computation"
         )
     placement = Placement(mesh, module.replicas * module.partitions)
-    return Audit(find_collectives(module, placement, loop_trips or {}))
+    found = find_collectives(module, placement, loop_trips or {})
+    if found and not placement.fits:
+        raise UserError(
+            f"the program was compiled for {placement.program_devices} devices and communicates among them, "
+            f"but the mesh {dict(mesh.shape)} has {mesh.size} in {len(set(placement.slice_of.tolist()))} slice(s); "
+            "audit it with the mesh that it was compiled for"
+        )
+    return Audit(found)
