@@ -29,8 +29,8 @@ class Audit:
         """The collectives inside a `while` loop, or inside one whose scope has a part of this name.
 
         `inside_loops("microbatches")` gives what runs in a scan under `jax.named_scope("microbatches")`, in the loops
-        within it too. XLA:TPU peels turns off loops: what a peeled turn does in a loop of its own is given as well, what
-        it does outside of any loop is not, but it is the same as the loop's.
+        within it too. XLA:TPU peels turns off loops: what a peeled turn does in a loop of its own is given as well;
+        what it does outside of any loop is not, but it is the same as the loop's.
         """
         return tuple(
             collective
