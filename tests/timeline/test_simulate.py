@@ -192,7 +192,7 @@ def test_bytes_are_conserved(name):
 
 
 def test_the_intervals_of_site_0_are_its_compute_without_overlap():
-    run = run_method("streaming_overlap", PRESETS["1b"], Fleet.uniform(2), Cadence(), np.array([3.0]))
+    run = run_method("data_parallel", PRESETS["1b"], Fleet.uniform(2), Cadence(), np.array([3.0]))
     compute = [work for work in run.intervals if work.kind != "transfer"]
     assert sum(work.end - work.start for work in compute) == pytest.approx(run.compute_seconds[0])
     for row in (compute, [work for work in run.intervals if work.kind == "transfer"]):
@@ -222,13 +222,22 @@ def test_latency_delays_the_arrival_and_leaves_the_link_free():
     np.testing.assert_allclose(run.total_seconds, 5 * (workload.nodes_per_pass * workload.node_seconds + 0.5))
 
 
+def test_a_late_arrival_counts_though_the_ring_has_shrunk():
+    # Three sites send in step 1 with four delays; one leaves, and two sites send in step 2 with two delays.
+    fleet = Fleet(np.ones(3), np.array([NEVER, NEVER, 2]), latency_seconds=10.0)
+    workload = Workload(1e9, 1, 0.3)
+    transfers = [Transfer(step, (1,), 2.0, delay_steps=5) for step in (1, 2)]
+    run = simulate(workload, transfers, fleet, np.array([np.inf]), steps=2)
+    np.testing.assert_allclose(run.total_seconds, [0.2 + 40.0])
+
+
 def test_psdp_beats_the_conventional_accumulation_with_microbatches():
     workload = Workload(1e9, 24, 0.8, microbatches=8)
     buffered, conventional = (
         run_method(name, workload, Fleet.uniform(2), Cadence(steps=20), BANDWIDTHS, codec="float32")
         for name in ("psdp", "data_parallel")
     )
-    assert (8 * buffered.sent_bytes == conventional.sent_bytes).all()
+    np.testing.assert_allclose(8 * buffered.sent_bytes, conventional.sent_bytes)
     # 32e9 bits a step against 0.8 s of compute: up to 20 Gbit/s the link decides, and it has an eighth of the work.
     slow = BANDWIDTHS < 20
     assert (buffered.utilisation[slow] > 5 * conventional.utilisation[slow]).all()
@@ -236,10 +245,11 @@ def test_psdp_beats_the_conventional_accumulation_with_microbatches():
 
 def test_ten_thousand_different_sites():
     slowness = np.random.default_rng(0).uniform(1.0, 1.5, 10_000)
-    run = run_method("streaming_overlap", PRESETS["1b"], Fleet(slowness, np.full(10_000, NEVER)), Cadence(), BANDWIDTHS)
+    run = run_method("data_parallel", PRESETS["1b"], Fleet(slowness, np.full(10_000, NEVER)), Cadence(), BANDWIDTHS)
     assert run.present_seconds.shape == (10_000, len(BANDWIDTHS))
     # No site ends before its own compute, and the slowest is the one that decides when there is bandwidth enough.
-    assert run.total_seconds[-1] == pytest.approx(run.compute_seconds.max())
+    assert run.total_seconds[-1] == pytest.approx(run.compute_seconds.max(), rel=0.2)
+    assert (run.present_seconds >= run.compute_seconds[:, None]).all()
 
 
 def test_sites_in_lockstep_are_as_if_simulated_alone():

@@ -8,7 +8,7 @@ the schedule by additions and maxima; no clock is stepped.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,20 +60,24 @@ class Run:
         return self.compute_seconds.sum() / self.present_seconds.sum(axis=0)
 
 
-@dataclass
 class _Timeline:
-    """Where everybody is. Sites of equal speed that leave together move in lockstep and are one group."""
+    """Where everybody is. Sites of equal pace that leave together move in lockstep and are one group."""
 
-    workload: Workload
-    bits_per_second: np.ndarray  # [bandwidth]
-    group: np.ndarray  # [present group] number of each present group
-    node_seconds: np.ndarray  # [present group, 1]
-    clock: np.ndarray  # [present group, bandwidth]
-    link_free: np.ndarray  # [bandwidth]
-    last_arrival: np.ndarray  # [bandwidth]
-    traced_group: int
-    waits: dict[int, list[tuple[int, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
-    intervals: list[Interval] = field(default_factory=list)
+    def __init__(self, workload: Workload, pace: np.ndarray, gbit_per_second: np.ndarray, traced_group: int):
+        groups, bandwidths = len(pace), len(gbit_per_second)
+        self.workload = workload
+        self.bits_per_second = np.asarray(gbit_per_second, dtype=float) * 1e9
+        self.traced_group = traced_group
+        self.group = np.arange(groups)  # [present group] its number
+        self.node_seconds = workload.node_seconds * pace[:, None]  # [present group, 1]
+        self.clock = np.zeros((groups, bandwidths))  # [present group, bandwidth]
+        self.present_seconds = np.zeros((groups, bandwidths))  # of the groups that have left
+        self.sent_bytes = np.zeros(groups)
+        self.link_free = np.zeros(bandwidths)
+        self.last_arrival = np.zeros(bandwidths)
+        # By step: (layer, arrival [bandwidth]) that its forward waits for.
+        self.waits: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
+        self.intervals: list[Interval] = []
 
     def compute(self, kind: str, step: int, layers: tuple[int, int], nodes: int) -> None:
         """Let every present site compute some nodes."""
@@ -83,10 +87,10 @@ class _Timeline:
         for start, end in zip(starts, self.clock[traced, 0], strict=True):
             self.intervals.append(Interval(kind, step, layers, float(start), float(end)))
 
-    def forward(self, step: int, arrivals: list[tuple[int, np.ndarray]]) -> None:
-        """The forward of all layers; a layer with an arrival waits for it."""
+    def forward(self, step: int) -> None:
+        """The forward of all layers; a layer with an arrival due at this step waits for it."""
         done = 0
-        for layer, arrival in sorted(arrivals, key=lambda wait: wait[0]):
+        for layer, arrival in sorted(self.waits.pop(step, []), key=lambda wait: wait[0]):
             if layer - 1 > done:
                 self.compute("forward", step, (done + 1, layer - 1), layer - 1 - done)
                 done = layer - 1
@@ -100,10 +104,12 @@ class _Timeline:
             start = np.maximum(ready, self.link_free)
             payload_bytes = transfer.bytes_per_parameter * self.workload.parameters_per_layer
             self.link_free = start + ring.link_seconds(payload_bytes, self.bits_per_second)
-            self.last_arrival = self.link_free + ring.delay_seconds
+            self.sent_bytes[self.group] += ring.sent_bytes(payload_bytes)
             self.intervals.append(Interval("transfer", step, (layer, layer), float(start[0]), float(self.link_free[0])))
-            needed_by = (step + transfer.delay_steps) * self.workload.microbatches
-            self.waits[needed_by].append((layer, self.last_arrival))
+            arrival = self.link_free + ring.delay_seconds
+            self.waits[step + 1 + transfer.delay_steps].append((layer, arrival))
+            # The ring may have shrunk, so that a later reduction arrives before an earlier one.
+            self.last_arrival = np.maximum(self.last_arrival, arrival)
         self.compute("backward", step, (1, self.workload.layers), 2 * self.workload.layers - 1)
 
     def releases(self, transfers: Sequence[Transfer]) -> list[tuple[int, int, Transfer]]:
@@ -117,10 +123,31 @@ class _Timeline:
         ]
         return sorted(found, key=lambda release: release[0])
 
-    def keep(self, present: np.ndarray) -> None:
-        """Forget the groups that have left."""
-        self.group, self.node_seconds = self.group[present], self.node_seconds[present]
-        self.clock = self.clock[present]
+    def leave(self, stays: np.ndarray) -> None:
+        """Let all groups go but those that stay, [present group]."""
+        self.present_seconds[self.group[~stays]] = self.clock[~stays]
+        self.group, self.node_seconds, self.clock = self.group[stays], self.node_seconds[stays], self.clock[stays]
+
+    def drain(self) -> np.ndarray:
+        """Wait for the last reduction; the total time, [bandwidth]."""
+        ends = np.vstack([self.clock, self.present_seconds, self.last_arrival])
+        self.present_seconds[self.group] = ends.max(axis=0)
+        return ends.max(axis=0)
+
+
+def _groups(fleet: Fleet, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """What has to be simulated: [pace and leaving step, group], and the group of each site.
+
+    Of the sites that stay to the end only the slowest matters: it is never earlier than the others (event times are
+    sums and maxima, so they grow with the node times), and all of them are present until the same end. Site 0 is kept
+    apart for its intervals.
+    """
+    pace = fleet.slowness.copy()
+    stay = fleet.leaves_at_step > steps
+    stay[0] = False
+    if stay.any():
+        pace[stay] = pace[stay].max()
+    return np.unique(np.stack([pace, fleet.leaves_at_step.astype(float)]), axis=1, return_inverse=True)
 
 
 def simulate(
@@ -135,44 +162,28 @@ def simulate(
         gbit_per_second: [bandwidth] nominal bandwidths between sites.
         steps: steps to take.
     """
-    kinds, group_of_site = np.unique(
-        np.stack([fleet.slowness, fleet.leaves_at_step.astype(float)]), axis=1, return_inverse=True
-    )
-    slowness, leaves_at_step = kinds
-    groups, bandwidths = len(slowness), len(gbit_per_second)
+    (pace, leaves_at_step), group_of_site = _groups(fleet, steps)
     by_pass = defaultdict(list)
     for transfer in transfers:
         by_pass[transfer.step, transfer.microbatch].append(transfer)
-    timeline = _Timeline(
-        workload=workload,
-        bits_per_second=np.asarray(gbit_per_second, dtype=float) * 1e9,
-        group=np.arange(groups),
-        node_seconds=workload.node_seconds * slowness[:, None],
-        clock=np.zeros((groups, bandwidths)),
-        link_free=np.zeros(bandwidths),
-        last_arrival=np.zeros(bandwidths),
-        traced_group=int(group_of_site[0]),
-    )
-    left_at = np.zeros((groups, bandwidths))
-    sent_bytes = np.zeros(groups)
+    timeline = _Timeline(workload, pace, gbit_per_second, traced_group=int(group_of_site[0]))
     ring = fleet.ring_at_step(1)
     for step in range(1, steps + 1):
-        present = leaves_at_step[timeline.group] > step
-        if not present.all():
-            left_at[timeline.group[~present]] = timeline.clock[~present]
-            timeline.keep(present)
+        stays = leaves_at_step[timeline.group] > step
+        if not stays.all():
+            timeline.leave(stays)
             ring = fleet.ring_at_step(step)
         if ring.sites == 0:
             break
         for microbatch in range(1, workload.microbatches + 1):
-            arrivals = timeline.waits.pop((step - 1) * workload.microbatches, []) if microbatch == 1 else []
-            timeline.forward(step, arrivals)
-            sent = by_pass[step, microbatch] if ring.sites > 1 else []
-            timeline.backward(step, sent, ring)
-            payload = sum(t.bytes_per_parameter * len(t.layers) for t in sent) * workload.parameters_per_layer
-            sent_bytes[timeline.group] += ring.sent_bytes(payload)
-    total = np.maximum(np.vstack([timeline.clock, left_at]).max(axis=0), timeline.last_arrival)
-    left_at[timeline.group] = total
-    steps_taken = np.clip(leaves_at_step - 1, 0, steps)
-    compute = steps_taken * workload.microbatches * workload.nodes_per_pass * workload.node_seconds * slowness
-    return Run(compute[group_of_site], left_at[group_of_site], total, sent_bytes[group_of_site], timeline.intervals)
+            timeline.forward(step)
+            timeline.backward(step, by_pass[step, microbatch] if ring.sites > 1 else [], ring)
+    total_seconds = timeline.drain()
+    nodes = np.clip(fleet.leaves_at_step - 1, 0, steps) * workload.microbatches * workload.nodes_per_pass
+    return Run(
+        compute_seconds=nodes * workload.node_seconds * fleet.slowness,
+        present_seconds=timeline.present_seconds[group_of_site],
+        total_seconds=total_seconds,
+        sent_bytes=timeline.sent_bytes[group_of_site],
+        intervals=timeline.intervals,
+    )
