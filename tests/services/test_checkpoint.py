@@ -303,7 +303,7 @@ def test_kill_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, monkeypat
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     random = np.random.default_rng(0)
     newest = 0
-    for _ in range(4):
+    for _ in range(3):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(directory)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             for _ in range(random.integers(1, 4)):

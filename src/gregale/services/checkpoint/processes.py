@@ -1,10 +1,18 @@
 """What the processes of a run tell each other about a checkpoint."""
 
+import json
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
+from gregale.services.checkpoint.manifest import FileRecords
+
+_HANDOVER = "checksums-of-process-"
+_WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
 _MESSAGE_BYTES = 512
 _BARRIER_MINUTES = 20
 
@@ -35,3 +43,30 @@ def first_message(message: str | None) -> str | None:
     everyone = np.asarray(multihost_utils.process_allgather(mine))
     texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone)
     return next((text for text in texts if text), None)
+
+
+def hashed_by(name: str, processes: int) -> int:
+    """The process that wrote a file (and has it in its page cache); process 0 for what is common."""
+    found = _WRITTEN_BY.search(name)
+    process = int(found.group(1)) if found else 0
+    return process if process < processes else 0
+
+
+def hand_over(folder: Path, process: int, records: FileRecords) -> None:
+    """Leaves a process's checksums for process 0, which collects them after a barrier."""
+    (folder / f"{_HANDOVER}{process}.json").write_text(json.dumps(records))
+
+
+def is_handover(name: str) -> bool:
+    """Whether a file is such a message, which does not stay in the checkpoint."""
+    return name.startswith(_HANDOVER)
+
+
+def collect(folder: Path, processes: int) -> FileRecords:
+    """Takes what the other processes handed over."""
+    records: FileRecords = {}
+    for process in range(1, processes):
+        path = folder / f"{_HANDOVER}{process}.json"
+        records |= json.loads(path.read_bytes())
+        path.unlink()
+    return records

@@ -9,7 +9,6 @@ whether it still is.
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +28,16 @@ from gregale.services.checkpoint.leaves import (
     sharding_of,
     specs_by_name,
 )
-from gregale.services.checkpoint.manifest import FileRecords, files_below, find_damage, record, write_manifest
-from gregale.services.checkpoint.processes import barrier, first_message, from_first_process
+from gregale.services.checkpoint.manifest import files_below, find_damage, record, write_manifest
+from gregale.services.checkpoint.processes import (
+    barrier,
+    collect,
+    first_message,
+    from_first_process,
+    hand_over,
+    hashed_by,
+    is_handover,
+)
 from gregale.services.checkpoint.retention import (
     CheckpointConfig,
     committed_steps,
@@ -41,8 +48,6 @@ from gregale.services.checkpoint.retention import (
 
 _LEAVES = "leaves.json"
 _METADATA = "metadata.json"
-_CHECKSUMS = "checksums-of-process-"
-_WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
 _NONE = -1
 
 Tree = TypeVar("Tree")
@@ -258,14 +263,13 @@ class Checkpoints:
         """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones."""
         self._orbax.wait_until_finished()
         process, processes = jax.process_index(), jax.process_count()
-        # Another process may have put its checksums there already; they do not stay.
-        lasting = [name for name in files_below(partial) if not name.startswith(_CHECKSUMS)]
-        records = record(partial, [name for name in lasting if _hashed_by(name, processes) == process])
+        lasting = [name for name in files_below(partial) if not is_handover(name)]
+        records = record(partial, [name for name in lasting if hashed_by(name, processes) == process])
         if process > 0:
-            (partial / f"{_CHECKSUMS}{process}.json").write_text(json.dumps(records))
+            hand_over(partial, process, records)
         barrier(f"{partial} has its checksums, save {self._saves}")
         if process == 0:
-            records |= _collect_checksums(partial, processes)
+            records |= collect(partial, processes)
             # A network file system may have shown another process its own files too late.
             records |= record(partial, [name for name in lasting if name not in records])
             write_manifest(partial, records)
@@ -290,22 +294,6 @@ class Checkpoints:
 def _arrays_name(step: int) -> str:
     # Orbax builds the names of its barriers from this name, and a barrier's name should be used once.
     return f"arrays-{step:08d}"
-
-
-def _hashed_by(name: str, processes: int) -> int:
-    """The process that wrote a file (and has it in its page cache); process 0 for what is common."""
-    found = _WRITTEN_BY.search(name)
-    process = int(found.group(1)) if found else 0
-    return process if process < processes else 0
-
-
-def _collect_checksums(partial: Path, processes: int) -> FileRecords:
-    records: FileRecords = {}
-    for process in range(1, processes):
-        path = partial / f"{_CHECKSUMS}{process}.json"
-        records |= json.loads(path.read_bytes())
-        path.unlink()
-    return records
 
 
 def _is_worth_showing(entry: logging.LogRecord) -> bool:
