@@ -13,7 +13,16 @@ from haliax import Axis, NamedArray
 from optax.contrib import MuonDimensionNumbers, muon
 
 from gregale.errors import UserError
-from gregale.optim import AdamWConfig, ConstantSchedule, CosineSchedule, LionConfig, MuonConfig, SgdConfig, global_norm
+from gregale.optim import (
+    AdamWConfig,
+    ConstantSchedule,
+    CosineSchedule,
+    LionConfig,
+    MuonConfig,
+    Optimizer,
+    SgdConfig,
+    global_norm,
+)
 
 STEPS = 6
 Layers, Embed, Heads, HeadSize, Mlp, Vocab = (
@@ -283,3 +292,11 @@ def test_the_learning_rate_can_be_reported():
 def test_bad_values_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_any_optax_transformation_is_an_optimizer():
+    parameters = {"w": jnp.array([0.3, 0.4])}
+    optimizer = Optimizer.of(optax.sgd(0.5))
+    updates, _ = optimizer.sharded.update(parameters, optimizer.sharded.init(parameters), gradient_norm=0.5)
+    np.testing.assert_array_equal(updates["w"], -0.5 * parameters["w"])
+    assert jnp.isnan(optimizer.learning_rate(3))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import draccus
 import optax
 
+from gregale.axes.layout import Layout
 from gregale.errors import UserError
 from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
@@ -24,7 +25,7 @@ class Optimizer:
       the gradients as `gradient_norm=` if it is known already; otherwise `sharded` takes it when it clips.
     - `gathered` sees the updates after they were gathered over `replica`, and parameters under `params`. It holds what
       needs whole matrices, and its state is only scalars. For element-wise optimizers it is the identity.
-    - `learning_rate`: step -> learning rate, for reports
+    - `learning_rate`: step -> learning rate, for reports; nan if it is not known
 
     The parts have separate states: `sharded.init(parameters)`, `gathered.init(parameters)`.
     """
@@ -32,6 +33,12 @@ class Optimizer:
     sharded: optax.GradientTransformationExtraArgs
     gathered: optax.GradientTransformationExtraArgs
     learning_rate: optax.Schedule
+
+    @classmethod
+    def of(cls, transformation: optax.GradientTransformation) -> Optimizer:
+        """Any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
+        identity = optax.with_extra_args_support(optax.identity())
+        return cls(optax.with_extra_args_support(transformation), identity, optax.constant_schedule(float("nan")))
 
     def whole(self) -> optax.GradientTransformationExtraArgs:
         """Both parts in one, for a caller whose updates are not gathered in between."""
@@ -66,12 +73,15 @@ class OptimizerConfig(draccus.ChoiceRegistry):
                 f"optimizer.clip_norm is {self.clip_norm:g}; it has to be above 0, or null for no clipping."
             )
 
-    def build(self, parameters, steps: int, matrix_axes_of: MatrixAxesOf = matrix_axes) -> Optimizer:
+    def build(
+        self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
+    ) -> Optimizer:
         """The optimizer for these parameters.
 
         Arguments:
         - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read
         - `steps`: length of the run, for the schedule
+        - `layout`: where the parameters live, for an optimizer that needs whole matrices; None outside of a mesh
         - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)
 
         Raises `UserError` if the schedule does not fit the run.
@@ -83,7 +93,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
             self.add_decay(parameters, matrix_axes_of),
             optax.scale_by_learning_rate(schedule),
         )
-        return Optimizer(sharded, optax.with_extra_args_support(optax.identity()), schedule)
+        return replace(Optimizer.of(sharded), learning_rate=schedule)
 
     def direction(self) -> optax.GradientTransformation:
         """Gradients -> the direction to go against, before weight decay and learning rate."""

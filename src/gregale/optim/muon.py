@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -12,10 +11,11 @@ import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 from jax.typing import ArrayLike
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from gregale.axes.layout import Layout
 from gregale.optim.config import Optimizer, OptimizerConfig, check_betas
 from gregale.optim.matrices import MatrixAxesOf, map_parameters, matrix_axes
+from gregale.optim.orthogonal import orthogonalise
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -49,7 +49,9 @@ class MuonConfig(OptimizerConfig):
         check_betas((self.momentum,), "momentum")
         check_betas(self.betas, "betas")
 
-    def build(self, parameters, steps: int, matrix_axes_of: MatrixAxesOf = matrix_axes) -> Optimizer:
+    def build(
+        self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
+    ) -> Optimizer:
         labels = map_parameters(lambda leaf: ADAMW if matrix_axes_of(leaf) is None else MUON, parameters)
         schedule = self.schedule.build(self.learning_rate, steps)
         peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
@@ -60,7 +62,7 @@ class MuonConfig(OptimizerConfig):
             optax.scale_by_learning_rate(self.schedule.build(peak, steps)),
         )
         orthogonal = optax.stateless(
-            lambda updates, _: map_parameters(partial(self.orthogonal, matrix_axes_of=matrix_axes_of), updates)
+            lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, matrix_axes_of, layout), updates)
         )
         muon = optax.chain(orthogonal, decay, optax.scale_by_learning_rate(schedule))
         momentum = scale_by_momentum(self.momentum, self.nesterov)
@@ -70,27 +72,20 @@ class MuonConfig(OptimizerConfig):
             learning_rate=schedule,
         )
 
-    def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf) -> NamedArray | jax.Array:
-        """`scale * orthogonal(leaf)` over the two sides of a matrix; all its other axes are batch axes."""
-        if isinstance(leaf, NamedArray):
-            names, array = leaf.axis_names, leaf.array
-        else:
-            names, array = range(leaf.ndim), leaf
+    def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
+        """`scale * orthogonal(leaf)` for every matrix of a stack."""
         sides = matrix_axes_of(leaf)
         assert sides is not None, "only matrices are labelled for Muon"
-        inputs, outputs = (tuple(list(names).index(axis) for axis in side) for side in sides)
-        # With no momentum of its own, optax's transformation is the Newton-Schulz iteration alone.
-        newton_schulz = scale_by_muon(
-            ns_steps=self.iterations,
-            beta=0.0,
-            nesterov=False,
-            eps=self.epsilon,
-            weight_dimension_numbers=MuonDimensionNumbers(inputs, outputs),
-        )
-        result, _ = newton_schulz.update(array, newton_schulz.init(array))
-        fan_in, fan_out = (prod(array.shape[axis] for axis in side) for side in (inputs, outputs))
+        fan_in, fan_out = (prod(_size(leaf, axis) for axis in side) for side in sides)
         scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
-        return NamedArray(result * scale, leaf.axis_names) if isinstance(leaf, NamedArray) else result * scale
+        result = orthogonalise(leaf, sides, layout, self.iterations, self.epsilon)
+        return jax.tree.map(lambda array: array * scale, result)
+
+
+def _size(leaf: NamedArray | jax.Array, axis: str | int) -> int:
+    if isinstance(leaf, NamedArray):
+        return leaf.resolve_axis(str(axis)).size
+    return leaf.shape[int(axis)]
 
 
 def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:

@@ -1,0 +1,82 @@
+"""Newton-Schulz iterations on whole matrices, shared out over the fast axes of a mesh."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from gregale.axes.layout import Layout
+from gregale.optim.matrices import MatrixAxes
+
+
+def orthogonalise(
+    leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None, iterations: int, epsilon: float
+) -> NamedArray | jax.Array:
+    """Every matrix of `leaf` with its singular values brought close to 1 (Jordan, 2024), in the shape of `leaf`.
+
+    With a `layout`, a named array comes and goes as shards of `params`. The matrices of a stack are shared out: an
+    all-to-all over the mesh axes that split a matrix brings whole ones to each device, which iterates on them alone,
+    and an all-to-all brings the shards back. Nothing crosses `replica`. Left to itself, the partitioner splits each
+    product over all axes that are free, `replica` among them.
+
+    Arguments:
+    - `leaf`: [*batch, *inputs, *outputs] in any order of axes
+    - `sides`: which axes are inputs and outputs; all others are batch axes
+    - `layout`: the mesh and the mappings; None outside of a mesh
+    """
+    named = isinstance(leaf, NamedArray)
+    names: list[str | int] = [*leaf.axis_names] if named else [*range(leaf.ndim)]
+    array = leaf.array if named else leaf
+    inputs, outputs = ([names.index(axis) for axis in side] for side in sides)
+    batch = [axis for axis in range(array.ndim) if axis not in inputs + outputs]
+    order = batch + inputs + outputs
+    spec = layout.spec(leaf.axes, layout.params) if layout is not None and named else PartitionSpec()
+    split = [(1 + i, spec[axis]) for i, axis in enumerate(inputs + outputs) if axis < len(spec) and spec[axis]]
+
+    def shards(local: jax.Array) -> jax.Array:
+        ordered = local.transpose(order)
+        stack = ordered.reshape(-1, *ordered.shape[len(batch) :])
+        whole = _bring_together(stack, split)
+        flat = whole.reshape(whole.shape[0], prod(whole.shape[1 : 1 + len(inputs)]), -1)
+        done = _newton_schulz(flat, iterations, epsilon).reshape(whole.shape)
+        back = _spread_again(done, split)[: stack.shape[0]]
+        return back.reshape(ordered.shape).transpose([order.index(axis) for axis in range(len(order))])
+
+    if layout is None or not named:
+        result = shards(array)
+    else:
+        result = jax.shard_map(shards, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
+    return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
+
+
+def _bring_together(stack: jax.Array, split: list) -> jax.Array:
+    """[matrices, *sides in shards] -> [matrices / devices, *sides whole]; zero matrices fill up the last devices."""
+    devices = prod(jax.lax.axis_size(axes) for _, axes in split)
+    stack = jnp.pad(stack, [(0, -stack.shape[0] % devices)] + [(0, 0)] * (stack.ndim - 1))
+    for axis, mesh_axes in split:
+        stack = jax.lax.all_to_all(stack, mesh_axes, split_axis=0, concat_axis=axis, tiled=True)
+    return stack
+
+
+def _spread_again(stack: jax.Array, split: list) -> jax.Array:
+    """The inverse of `_bring_together`, but for the zero matrices, which stay."""
+    for axis, mesh_axes in reversed(split):
+        stack = jax.lax.all_to_all(stack, mesh_axes, split_axis=axis, concat_axis=0, tiled=True)
+    return stack
+
+
+def _newton_schulz(stack: jax.Array, iterations: int, epsilon: float) -> jax.Array:
+    """[matrices, inputs, outputs]: with no momentum of its own, optax's transformation is the iteration alone."""
+    transformation = scale_by_muon(
+        ns_steps=iterations,
+        beta=0.0,
+        nesterov=False,
+        eps=epsilon,
+        weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+    )
+    return jnp.asarray(transformation.update(stack, transformation.init(stack))[0])

@@ -1,0 +1,86 @@
+"""Muon on a mesh: whole matrices come together by all-to-all, and nothing but the updates crosses `replica`."""
+
+import re
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.optim import MuonConfig
+
+Layers, Embed, Heads, HeadSize, Mlp = (
+    Axis("layers", 3),
+    Axis("embed", 16),
+    Axis("heads", 4),
+    Axis("head_size", 4),
+    Axis("mlp", 32),
+)
+AXES = {
+    "query": (Layers, Embed, Heads, HeadSize),
+    "output": (Layers, Heads, HeadSize, Embed),
+    "up": (Layers, Embed, Mlp),
+    "single": (Mlp, Embed),
+    "norm": (Layers, Embed),
+}
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+CONFIG = MuonConfig(iterations=3)
+
+
+def tree(seed: int):
+    keys = jax.random.split(jax.random.key(seed), len(AXES))
+    return {name: hax.random.normal(key, axes) for key, (name, axes) in zip(keys, AXES.items(), strict=True)}
+
+
+def layout_of(**sizes: int):
+    return standard_layout(make_mesh(MeshConfig(**sizes)))
+
+
+def compiled(optimizer, layout):
+    """The gathered part, compiled for updates and parameters under `params`, and its arguments."""
+    parameters, updates = (jax.device_put(tree(seed), layout.shardings(tree(seed), layout.params)) for seed in (0, 1))
+    shardings = layout.shardings(updates, layout.params)
+    step = jax.jit(lambda u, s, p: optimizer.gathered.update(u, s, p)[0], out_shardings=shardings)
+    arguments = (updates, optimizer.gathered.init(parameters), parameters)
+    return step.lower(*arguments).compile(), arguments
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"replica": 2, "data": 2, "model": 2}, {"replica": 1, "data": 8}, {"replica": 2, "data": 1, "model": 4}]
+)
+def test_on_a_mesh_the_updates_are_those_of_one_device(sizes):
+    layout = layout_of(**sizes)
+    step, arguments = compiled(CONFIG.build(tree(0), 10, layout), layout)
+    alone = CONFIG.build(tree(0), 10).gathered
+    expected, _ = jax.jit(alone.update)(tree(1), alone.init(tree(0)), tree(0))
+    for name, update in step(*arguments).items():
+        np.testing.assert_allclose(update.array, expected[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert set(COLLECTIVE.findall(step.as_text())) == {"all-to-all"}, "and these run over data and model only"
+
+
+def test_without_the_layout_the_partitioner_spreads_the_products_over_the_mesh():
+    layout = layout_of(replica=2, data=2, model=2)
+    step, _ = compiled(CONFIG.build(tree(0), 10), layout)
+    assert "all-reduce" in COLLECTIVE.findall(step.as_text())
+
+
+def test_under_a_vmap_over_replica_every_replica_has_its_own():
+    layout = layout_of(replica=2, data=2, model=2)
+    both = jax.tree.map(lambda *pair: np.stack(pair), tree(1), tree(2))
+    both = {name: hax.named(leaf.array, (layout.Replica, *AXES[name])) for name, leaf in both.items()}
+    optimizer = CONFIG.build(tree(0), 10, layout).gathered
+    parameters = tree(0)
+
+    def update(updates):
+        return optimizer.update(updates, optimizer.init(parameters), parameters)[0]
+
+    with jax.set_mesh(layout.mesh), hax.axis_mapping(dict(layout.compute)):
+        found = jax.jit(lambda updates: hax.vmap(update, layout.Replica)(updates))(both)
+    for replica, seed in enumerate((1, 2)):
+        plain = CONFIG.build(tree(0), 10).gathered
+        expected, _ = jax.jit(plain.update)(tree(seed), plain.init(tree(0)), tree(0))
+        for name, leaf in found.items():
+            np.testing.assert_allclose(leaf.array[replica], expected[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
