@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -87,6 +88,10 @@ class Layout:
 
         return jax.tree.map(one, tree, is_leaf=is_named)
 
+    def abstract(self, tree: Tree, mapping: AxisMapping) -> Tree:
+        """The tree as `jax.ShapeDtypeStruct`s with their shardings, to compile for or to restore into."""
+        return with_shardings(tree, self.shardings(tree, mapping))
+
     def constrain(self, tree: Tree, mapping: AxisMapping) -> Tree:
         """Inside jit: every named array of the tree sharded by `mapping`; unnamed arrays are left to the compiler."""
 
@@ -99,8 +104,18 @@ class Layout:
         return jax.tree.map(one, tree, is_leaf=is_named)
 
 
+def with_shardings(tree: Tree, shardings: Tree) -> Tree:
+    """`jax.ShapeDtypeStruct`s of the arrays of a tree, with the shardings of a second tree."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
 def is_named(leaf) -> bool:
     return isinstance(leaf, NamedArray)
+
+
+def is_parameter(leaf) -> bool:
+    """Whether a leaf is trained: an array of floating-point numbers, or the abstract form of one."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from gregale.errors import UserError
+
+Device = Any  # a `jax.Device`; the tests also lay out descriptions of devices
 
 AXES = ("replica", "stage", "data", "model")
 
@@ -56,7 +59,7 @@ class MeshConfig:
         return sizes
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """The mesh with axes (replica, stage, data, model), in this device order.
 
     Devices are laid out so that `replica` crosses slices first (`slice_index` on TPU), then hosts (`process_index`):
@@ -69,17 +72,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def slice_of(device: jax.Device) -> int:
+def slice_of(device: Device) -> int:
     """The slice that a device is in: TPU's `slice_index`; 0 where the platform has no slices."""
     return getattr(device, "slice_index", 0) or 0
 
 
-def arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+def arrange(devices: Sequence[Device], shape: tuple[int, ...]) -> np.ndarray:
     """Devices as an array of `shape`, whole slices along the first (`replica`) axis.
 
     Raises `UserError` if the number of slices and the first axis do not divide one another.
     """
-    slices: dict[int, list[jax.Device]] = {}
+    slices: dict[int, list[Device]] = {}
     for device in sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id)):
         slices.setdefault(slice_of(device), []).append(device)
     replicas, count = shape[0], len(slices)
@@ -95,7 +98,7 @@ def arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray
     return np.concatenate([_arrange_slice(members, inside) for members in slices.values()])
 
 
-def _arrange_slice(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+def _arrange_slice(devices: list[Device], shape: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform == "tpu":
         from jax.experimental import mesh_utils
 

@@ -75,16 +75,18 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
     inner = layout.inside_replica()
     shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
 
-    def one(leaf):
-        named = leaf.rearrange((BATCH, ...)) if isinstance(leaf, NamedArray) else None
-        array = leaf if named is None else named.array
+    def cut(array: jax.Array) -> jax.Array:
         rows = rows_per_part(array.shape[0], layout.replicas, shards, microbatches)
-        cut = array.reshape(layout.replicas, shards, microbatches, rows, *array.shape[1:]).swapaxes(1, 2)
-        cut = cut.reshape(layout.replicas, microbatches, shards * rows, *array.shape[1:])
-        if named is None:
-            return cut
-        axes = (layout.Replica, Axis(MICROBATCH, microbatches), Axis(BATCH, shards * rows), *named.axes[1:])
-        return layout.constrain(hax.named(cut, axes), {**inner.compute, REPLICA: REPLICA})
+        parts = array.reshape(layout.replicas, shards, microbatches, rows, *array.shape[1:]).swapaxes(1, 2)
+        return parts.reshape(layout.replicas, microbatches, shards * rows, *array.shape[1:])
+
+    def one(leaf):
+        if not isinstance(leaf, NamedArray):
+            return cut(leaf)
+        leaf = leaf.rearrange((BATCH, ...))
+        parts = cut(leaf.array)
+        axes = (layout.Replica, Axis(MICROBATCH, microbatches), Axis(BATCH, parts.shape[2]), *leaf.axes[1:])
+        return layout.constrain(hax.named(parts, axes), {**inner.compute, REPLICA: REPLICA})
 
     return jax.tree.map(one, batch, is_leaf=is_named)
 

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from gregale.axes.layout import Layout
+from gregale.axes.layout import Layout, is_parameter
 from gregale.communication.accumulate import accumulate
 from gregale.communication.reduce import give_back, reduce_replicas
 from gregale.optim.clipping import global_norm
@@ -47,7 +47,7 @@ class Psdp:
         updates = optimizer(grads), under opt_state
         params  = params + (updates given back to params)
 
-    - `model`: gives the structure; its arrays are the first parameters
+    - `model`: gives the structure; may be abstract (`eqx.filter_eval_shape`), its floating-point arrays are trained
     - `loss`: loss(model, batch) -> (sum of losses, sum of weights)
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
@@ -62,13 +62,26 @@ class Psdp:
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
 
-    def init(self) -> PsdpState:
-        """The state before the first step; call it under `jax.jit` to have it made in shards."""
+    def init(self, model: Tree | None = None) -> PsdpState:
+        """The state before the first step, from the arrays of `model` (default: `self.model`).
+
+        Call it under `jax.jit`, best with the model's own initialisation, to have everything made in shards.
+        """
         layout = self.layout
-        parameters = layout.constrain(eqx.filter(self.model, eqx.is_inexact_array), layout.params)
+        parameters = eqx.filter(self.model if model is None else model, is_parameter)
+        parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
         return PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered)
+
+    def shardings(self, state: PsdpState) -> PsdpState:
+        """Where each array of a state lives."""
+        layout = self.layout
+        return PsdpState(
+            parameters=layout.shardings(state.parameters, layout.params),
+            sharded=layout.shardings(state.sharded, layout.opt_state),
+            gathered=layout.shardings(state.gathered, {}),
+        )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
         """One step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch."""
@@ -94,7 +107,7 @@ class Psdp:
 
     @property
     def _static(self) -> Tree:
-        return eqx.filter(self.model, eqx.is_inexact_array, inverse=True)
+        return eqx.filter(self.model, is_parameter, inverse=True)
 
     def _loss(self, parameters: Tree, batch: Tree):
         return self.loss(eqx.combine(parameters, self._static), batch)

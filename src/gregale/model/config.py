@@ -29,6 +29,10 @@ class ModelConfig(draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "llama"
 
+    def split_axes(self) -> dict[str, tuple[str, Axis]]:
+        """Configuration key -> (meaning, axis) of every axis that a mesh may split, but for the vocabulary."""
+        return {}
+
 
 @dataclass(frozen=True)
 class RotaryScaling:

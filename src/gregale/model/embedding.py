@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
     - `ids`: integers in [0, vocab)
     """
     Vocab, Embed = table.axes
-    found = _embed(table.array, ids.array, (Vocab, Embed), ids.axes, execution.layout)
+    found: Any = _embed(table.array, ids.array, (Vocab, Embed), ids.axes, execution.layout)
     return NamedArray(found, (*(axis.name for axis in ids.axes), Embed.name))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import haliax as hax
-import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import ScanCheckpointPolicy
+from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import Layout
@@ -46,7 +47,7 @@ class Execution:
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
     unroll: int = 1
-    attention: str = "xla"
+    attention: Literal["xla", "cudnn"] = "xla"
     loss_block: int = 1024
 
     def gathered(self, weights):
@@ -64,19 +65,18 @@ class Execution:
 def execution(config: ComputeConfig, layout: Layout) -> Execution:
     """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica."""
     platform = layout.mesh.devices.flat[0].platform
-    attention = config.attention
-    if attention == "auto":
-        attention = "cudnn" if platform == "gpu" and config.dtype != "float32" else "xla"
+    fast = platform == "gpu" and config.dtype != "float32"
+    chosen = ("cudnn" if fast else "xla") if config.attention == "auto" else config.attention
     return Execution(
         layout=layout.inside_replica(),
         dtype=jnp.dtype(DTYPES[config.dtype]),
         remat=config.remat,
         unroll=config.unroll or UNROLL.get(platform, 1),
-        attention=attention,
+        attention="cudnn" if chosen == "cudnn" else "xla",
         loss_block=config.loss_block,
     )
 
 
 def named(x: NamedArray, name: str) -> NamedArray:
     """Gives an intermediate the name by which remat policies know it."""
-    return NamedArray(jax.ad_checkpoint.checkpoint_name(x.array, name), x.axis_names)
+    return NamedArray(checkpoint_name(x.array, name), x.axis_names)

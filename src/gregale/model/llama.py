@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear, RmsNorm
 
+from gregale.axes.layout import is_parameter
 from gregale.model.attention import POSITION, Attention, Cache, linear
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
@@ -121,10 +122,11 @@ class Llama(eqx.Module):
         loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
         return loss, hax.sum(mask).scalar()
 
-    def decode(self, tokens: NamedArray, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
-        """Logits [Batch, Vocab] (float32) for what follows `tokens` [Batch, Position], which stand at `start` and on.
+    def decode(self, tokens: NamedArray, cache: Cache, start, last, execution: Execution) -> tuple[NamedArray, Cache]:
+        """Logits [Batch, Vocab] (float32) for what follows the token at place `last` of `tokens` [Batch, Position].
 
-        Returns the logits and the cache (stacked over layers) with the new tokens in it.
+        The tokens stand at positions start, start + 1, ...; those after `last` are filling, whose slots in the cache
+        are written again before anything attends to them. Returns the logits and the cache (stacked over layers).
         """
         x = embed(execution.gathered(self.embedding), tokens, execution)
 
@@ -132,7 +134,7 @@ class Llama(eqx.Module):
             return execution.gathered(weights).decode(x, cache, start, execution)
 
         x, cache = execution.scan_layers(block, self.config.Layers, x, self.blocks, cache)
-        x = execution.gathered(self.norm)(x[POSITION, -1])
+        x = execution.gathered(self.norm)(x[POSITION, last])
         logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
         return logits, cache
 
@@ -142,5 +144,5 @@ def norm(config: LlamaConfig) -> RmsNorm:
 
 
 def parameter_count(model) -> int:
-    """Number of values in all arrays of a model; works on abstract ones."""
-    return sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array_like)) if hasattr(leaf, "size"))
+    """Number of values in all parameters of a model; works on abstract ones."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model) if is_parameter(leaf))

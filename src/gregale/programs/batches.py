@@ -1,0 +1,49 @@
+"""From a process's rows to global arrays on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import Layout
+from gregale.data.examples import Examples
+from gregale.data.loader import batches
+
+
+class GlobalBatches(Iterator[dict[str, NamedArray]]):
+    """The batches of a run as global arrays [batch, position] under `compute`, from a step on.
+
+    A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
+    """
+
+    def __init__(self, examples: Examples, axes: tuple[Axis, Axis], layout: Layout, start_step: int = 0):
+        self._axes = axes
+        self._sharding = layout.sharding(axes, layout.compute)
+        places = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
+        rows = {row for index in places.values() if index for row in range(*index[0].indices(axes[0].size))}
+        self._rows = np.asarray(sorted(rows))
+        self._batches = batches(examples, axes[0].size, self._rows.tolist(), start_step)
+
+    def __next__(self) -> dict[str, NamedArray]:
+        return {name: self.placed(array) for name, array in next(self._batches).items()}
+
+    def placed(self, array: np.ndarray) -> NamedArray:
+        """This process's rows [len(rows), position] as a part of the global array [batch, position]."""
+        shape = tuple(axis.size for axis in self._axes)
+
+        def part(index):
+            first, last, _ = index[0].indices(shape[0])
+            start = int(np.searchsorted(self._rows, first))
+            return array[start : start + last - first]
+
+        return hax.named(jax.make_array_from_callback(shape, self._sharding, part), self._axes)
+
+    def __enter__(self) -> GlobalBatches:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._batches.close()

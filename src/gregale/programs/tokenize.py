@@ -1,0 +1,29 @@
+"""`gregale tokenize`: builds the token store of a configuration ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gregale.data.config import prepare
+from gregale.services.command import Command
+from gregale.services.config import TrainConfig
+from gregale.services.tracking.console import Console
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """The command has no options of its own."""
+
+
+def main(options: TokenizeOptions, config: TrainConfig) -> int:
+    """Builds what the cache lacks, checks all of it, and says what is there."""
+    del options
+    with Console() as console:
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    for name, stream in corpus.train_streams.items():
+        print(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
+    print(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
+    return 0
+
+
+COMMAND = Command(main=main, options=TokenizeOptions, config=TrainConfig, positional=("config",))

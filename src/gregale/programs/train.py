@@ -1,0 +1,124 @@
+"""`gregale train`: trains, evaluates, saves, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import jax
+
+from gregale.axes.mesh import make_mesh
+from gregale.data.bigram import bigram_bits_per_byte
+from gregale.data.config import Corpus, prepare
+from gregale.data.tokenizers import save_tokenizer
+from gregale.errors import UserError
+from gregale.model.llama import parameter_count
+from gregale.programs.loop import Loop
+from gregale.programs.setup import Setup, check_mesh, set_up
+from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.command import Command
+from gregale.services.config import TrainConfig
+from gregale.services.devices import start_devices
+from gregale.services.run_directory import RunDirectory
+from gregale.services.signals import StopRequest
+from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of the command, beside the configuration."""
+
+    fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and start anew"})
+
+
+def main(options: TrainOptions, config: TrainConfig) -> int:
+    """Trains; returns 0 when the run is complete, 128 + the signal's number when it was stopped.
+
+    The run directory is not touched before the configuration, the devices and the data are known to be right.
+    """
+    start_devices(config.cpu_devices, config.distributed)
+    run = RunDirectory(Path(config.runs) / config.name)
+    if not options.fresh:
+        run.check_compatible(config)
+    check_installed(config.trackers)
+    mesh = make_mesh(config.mesh)
+    check_mesh(config, mesh)
+    with Console(None if is_writer() else open(os.devnull, "w")) as console:
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+        setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
+        console.message(describe(setup, corpus))
+        if options.fresh and is_writer() and (aside := run.set_aside()):
+            console.message(f"The old run is now {aside}.")
+        with Checkpoints(run.checkpoints, config.checkpoint, console.message) as checkpoints:
+            return train(setup, corpus, run, checkpoints, console)
+
+
+def is_writer() -> bool:
+    """Whether this process writes what one process writes for all."""
+    return jax.process_index() == 0
+
+
+def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console) -> int:
+    """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
+    config = setup.config
+    state, first_step = starting_state(setup, checkpoints, corpus)
+    if first_step:
+        console.message(f"Going on after step {first_step} of {config.steps}.")
+    if is_writer():
+        run.write_config(config)
+        save_tokenizer(corpus.tokenizer, run.path)
+    console.begin(config.steps)
+    info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
+    with StopRequest() as stop, open_trackers(config.trackers, info, console, is_writer()) as trackers:
+        loop = Loop(setup, corpus, run, checkpoints, trackers)
+        state, step = loop.run(state, first_step, stop)
+    checkpoints.wait()
+    if step < config.steps:
+        name = stop.signal_name or "SIGTERM"
+        console.message(f"Stopped by {name} after step {step} and saved; the same command goes on from there.")
+        return 128 + signal.Signals[name]
+    console.message(summary(loop.evaluation, corpus, config))
+    return 0
+
+
+def starting_state(setup: Setup, checkpoints: Checkpoints, corpus: Corpus) -> tuple[TrainState, int]:
+    """The state to start from, and the steps that it has done."""
+    restored = checkpoints.latest(setup.abstract_state())
+    if restored is None:
+        return setup.initial_state(), 0
+    if restored.metadata["data"] != corpus.fingerprint:
+        raise UserError(
+            f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
+            f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
+        )
+    return restored.tree, restored.step
+
+
+def describe(setup: Setup, corpus: Corpus) -> str:
+    """What is about to be trained, on what, where."""
+    config = setup.config
+    mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
+    device = setup.layout.mesh.devices.flat[0]
+    epochs = config.steps * config.batch.tokens / corpus.training_tokens
+    return (
+        f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
+        f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
+        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {corpus.held_out_tokens:,} tokens held out"
+    )
+
+
+def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
+    """The last evaluation, beside a bigram model of the same text if that is asked for."""
+    bits = evaluation["bits_per_byte"]
+    text = f"Done. Held-out loss {evaluation['eval_loss']:.4f} nats a token, {bits:.3f} bits per byte"
+    if not config.evaluation.bigram:
+        return text + "."
+    streams = corpus.train_streams.values(), corpus.held_out_streams.values()
+    bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
+    return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
+
+
+COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, positional=("config",))

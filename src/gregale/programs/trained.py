@@ -1,0 +1,59 @@
+"""Opening the model of a finished or running training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.data.tokenizers import load_tokenizer
+from gregale.errors import UserError
+from gregale.programs.setup import Setup, set_up
+from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.config import DistributedConfig
+from gregale.services.devices import start_devices
+from gregale.services.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model from a checkpoint."""
+
+    run: RunDirectory
+    setup: Setup
+    model: object
+    step: int
+
+
+def find_run(name: str) -> RunDirectory:
+    """The run directory by its path, or by its name under runs/."""
+    path = Path(name)
+    return RunDirectory(path if path.exists() or not (Path("runs") / name).exists() else Path("runs") / name)
+
+
+def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
+    """The model of a run, from its newest sound checkpoint or from that of a step; only parameters are read.
+
+    Arguments:
+    - `devices`: how many devices to hold it on; None: the run's own mesh
+
+    Raises `UserError` if there is no such run or checkpoint.
+    """
+    run = find_run(name)
+    config = run.read_config()
+    if devices is not None:
+        config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=devices if config.cpu_devices else None)
+    start_devices(config.cpu_devices, DistributedConfig())
+    tokens = load_tokenizer(run.path).vocabulary_size
+    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
+    template = setup.parameters_only(setup.abstract_state())
+    with Checkpoints(run.checkpoints) as checkpoints:
+        if step is None:
+            restored = checkpoints.latest(template, partial=True)
+        else:
+            restored = checkpoints.restore(step, template, partial=True)
+    if restored is None:
+        raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
+    return Trained(run, setup, setup.method.trained(restored.tree.method), restored.step)

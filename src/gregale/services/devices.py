@@ -1,0 +1,36 @@
+"""Starting JAX on the devices that a configuration asks for."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from gregale.errors import UserError
+from gregale.services.config import DistributedConfig
+
+
+def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
+    """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
+
+    With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo.
+    """
+    processes = distributed.processes
+    if cpu_devices is not None:
+        if cpu_devices % processes:
+            raise UserError(
+                f"cpu_devices is {cpu_devices}, but {processes} processes share them: {cpu_devices} / {processes} = "
+                f"{cpu_devices / processes:.4g} is not a whole number. Use a multiple of {processes}."
+            )
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
+    if processes > 1:
+        if distributed.coordinator is None:
+            raise UserError(
+                f"distributed.processes is {processes}, but distributed.coordinator is not set: give HOST:PORT of "
+                f"process 0, the same for all processes."
+            )
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(distributed.coordinator, processes, distributed.process)
+    elif cpu_devices is None and len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
+        jax.distributed.initialize()

@@ -1,0 +1,70 @@
+"""A run's directory: its configuration, checkpoints, metrics and samples."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gregale.errors import UserError
+from gregale.services.config import TrainConfig, incompatible_changes
+from gregale.services.parsing import dump, load
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The places of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.txt"
+
+    def read_config(self) -> TrainConfig:
+        """The configuration of the run; raises `UserError` if there is no run here."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
+        return load(TrainConfig, self.config)
+
+    def check_compatible(self, config: TrainConfig) -> None:
+        """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
+        if not self.config.is_file():
+            return
+        changes = incompatible_changes(self.read_config(), config)
+        if changes:
+            raise UserError(
+                f"{self.path} holds a run that was started with another configuration: {'; '.join(changes)}. To go on "
+                f"with it, restore these fields; to start a new run, change `name`, or give --fresh, which sets "
+                f"the old run aside."
+            )
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Writes config.yaml, first under a temporary name."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.config, dump(config))
+
+    def set_aside(self) -> Path | None:
+        """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
+        if not self.path.exists():
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        self.path.rename(aside)
+        return aside
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
