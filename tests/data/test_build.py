@@ -32,6 +32,28 @@ if __name__ == "__main__":
 """
 
 
+# A source of two tasks whose reading kills the process; with or without the guard that Python's processes need.
+DYING = """
+import os, sys
+from pathlib import Path
+from gregale.data.build import NamedSource, build_store
+from gregale.data.progress import silent
+from gregale.data.sources import Part, SourceConfig
+from gregale.data.tokenizers import BytesTokenizer
+
+class Dying(SourceConfig):
+    def parts(self):
+        return [Part("x", 0, 1, 1 << 30)] * 2
+    def read(self, part):
+        os._exit(1)
+    def identity(self):
+        return {}
+
+if GUARD:
+    build_store(NamedSource("x", Dying()), BytesTokenizer(), Path(sys.argv[1]), 2, silent)
+"""
+
+
 def build(source, cache, workers=1, report=silent):
     return build_store(NamedSource("x", source), BYTES, cache, workers, report)
 
@@ -114,6 +136,16 @@ def test_two_builders_at_once_both_end_with_the_one_store(tmp_path, builder):
     (folder,) = outputs
     open_store(folder).verify()
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("guard", ['__name__ == "__main__"', "True"])
+def test_processes_that_die_end_in_a_clear_message(tmp_path, guard):
+    script = tmp_path / "dying.py"
+    script.write_text(DYING.replace("GUARD", guard))
+    run = subprocess.run([sys.executable, script, tmp_path / "cache"], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "UserError: A process that encodes text died. Either memory ran out" in run.stderr
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def test_where_locks_do_not_reach_the_first_to_publish_wins(tmp_path):

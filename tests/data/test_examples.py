@@ -110,9 +110,9 @@ def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(ma
     windows = {"a": Windows([numbered(make_store, 7, 0, "a")], LENGTH, False)}
     windows["b"] = Windows([numbered(make_store, 31, 100, "b")], LENGTH, False)
     examples = training_examples(windows, dict(zip("ab", weights, strict=True)), seed=0)
-    drawn = first_tokens(examples, range(900))
+    drawn = first_tokens(examples, range(450))
     found = np.cumsum(np.array(drawn) < 100)
-    assert np.abs(found - weights[0] / sum(weights) * np.arange(1, 901)).max() <= 1
+    assert np.abs(found - weights[0] / sum(weights) * np.arange(1, 451)).max() <= 1
     for name, first in (("a", 0), ("b", 100)):
         own = [token for token in drawn if (token < 100) == (name == "a")]
         size = sizes[name]

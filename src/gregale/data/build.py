@@ -29,6 +29,7 @@ from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
 
 TASK_BYTES = 16 << 20
+UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,17 @@ def locked(path: Path) -> Iterator[None]:
         path.touch()
     except OSError as error:
         raise UserError(f"data.cache: {path.parent} cannot be written to ({error.strerror}).") from error
-    with open(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open(path, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if file.read() == str(os.getppid()):  # a worker that runs its parent's script again would wait forever
+                raise UserError(f"{path}: the parent process holds it. {UNGUARDED}") from None
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 
@@ -167,7 +177,8 @@ def run_tasks(tasks: list[Task], workers: int) -> Iterator[np.ndarray]:
         yield from pool.map(encode_task, tasks)
     except BrokenProcessPool as error:
         raise UserError(
-            "A process that encoded text died, perhaps for lack of memory. Fewer processes need less: set data.workers."
+            "A process that encodes text died. Either memory ran out (fewer processes need less: lower data.workers), "
+            f"or: {UNGUARDED}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -35,7 +35,7 @@ class Windows(Sequence[Rows]):
 
     def __init__(self, streams: Sequence[DocumentStream], sequence_length: int, cross_documents: bool):
         self._streams = streams
-        self._length = sequence_length
+        self.sequence_length = sequence_length
         self._cross = cross_documents
         counts = [window_count(stream, sequence_length) for stream in streams]
         self._firsts = np.concatenate([[0], counts]).cumsum(dtype=np.int64)
@@ -45,8 +45,8 @@ class Windows(Sequence[Rows]):
 
     def __getitem__(self, index):
         number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        start = int(index - self._firsts[number]) * self._length
-        tokens, documents = self._streams[number].read(start, start + self._length + 1)
+        start = int(index - self._firsts[number]) * self.sequence_length
+        tokens, documents = self._streams[number].read(start, start + self.sequence_length + 1)
         if self._cross:
             documents = np.zeros_like(documents)
         return make_example(tokens, documents)
@@ -142,7 +142,7 @@ def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, floa
     smallest = min(weights.values())
     shares = [round(WEIGHT_STEPS * weights[name] / smallest) for name in sources]
     mixed = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, shares)
-    return Examples(mixed, next(iter(sources.values()))._length)
+    return Examples(mixed, next(iter(sources.values())).sequence_length)
 
 
 def shuffle_seed(seed: int, name: str) -> int:

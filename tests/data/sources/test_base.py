@@ -62,9 +62,9 @@ def test_a_source_without_files_is_refused(source, message):
         source.parts()
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_is_above_zero(weight):
-    with pytest.raises(UserError, match=r"weight: .* a number above 0"):
+    with pytest.raises(UserError, match=r"weight: .* a finite number above 0"):
         TextSource(weight=weight)
 
 

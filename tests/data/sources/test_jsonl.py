@@ -1,5 +1,6 @@
 import gzip
 import json
+import sys
 from itertools import pairwise
 
 import pytest
@@ -78,6 +79,12 @@ def test_the_line_is_counted_in_the_whole_file_not_in_the_part(tmp_path):
     source = source_of(tmp_path, data)
     with pytest.raises(UserError, match="line 10: not JSON"):
         list(source.read(Part(source.files[0], 40, len(data), len(data) - 40)))
+
+
+def test_zst_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match=r"a\.zst: \.zst files need the extra `formats`: pip install"):
+        list(source_of(tmp_path, zstandard.compress(LINES), "a.zst").documents())
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a.zst"])

@@ -1,3 +1,5 @@
+import sys
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -47,3 +49,10 @@ def test_damage_inside_is_refused_with_its_row_group(tmp_path):
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(UserError, match=r"a\.parquet, row group 0, near row 0: damaged"):
         list(source.documents())
+
+
+def test_parquet_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
+    source = write(tmp_path / "a.parquet", {"text": ["a"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`: pip install"):
+        source.parts()

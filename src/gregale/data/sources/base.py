@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import glob
+import math
 import os
 import sysconfig
 from abc import abstractmethod
@@ -45,8 +46,8 @@ class SourceConfig(draccus.ChoiceRegistry):
     weight: float = field(default=1.0, metadata={"help": "share of the training examples, relative to other sources"})
 
     def __post_init__(self):
-        if not self.weight > 0:
-            raise UserError(f"weight: {self.weight} found, but the weight of a source is a number above 0.")
+        if not 0 < self.weight < math.inf:
+            raise UserError(f"weight: {self.weight} found, but the weight of a source is a finite number above 0.")
 
     @abstractmethod
     def parts(self) -> list[Part]:
