@@ -64,11 +64,9 @@ class Model(eqx.Module):
 
 
 def arrays(seed: int) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(AXES))
-    return {
-        name: jax.random.normal(key, [axis.size for axis in axes])
-        for key, (name, axes) in zip(keys, AXES.items(), strict=True)
-    }
+    random = np.random.default_rng(seed)
+    draw = lambda axes: random.normal(size=[axis.size for axis in axes]).astype(np.float32)  # noqa: E731
+    return {name: jnp.asarray(draw(axes)) for name, axes in AXES.items()}
 
 
 def model(plain: dict[str, jax.Array]) -> Model:

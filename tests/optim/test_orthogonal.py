@@ -1,9 +1,11 @@
 """Muon on a mesh: whole matrices come together by all-to-all, and nothing but the updates crosses `replica`."""
 
 import re
+from functools import lru_cache
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
@@ -31,8 +33,16 @@ CONFIG = MuonConfig(iterations=3)
 
 
 def tree(seed: int):
-    keys = jax.random.split(jax.random.key(seed), len(AXES))
-    return {name: hax.random.normal(key, axes) for key, (name, axes) in zip(keys, AXES.items(), strict=True)}
+    random = np.random.default_rng(seed)
+    draw = lambda axes: random.normal(size=[axis.size for axis in axes]).astype(np.float32)  # noqa: E731
+    return {name: hax.named(jnp.asarray(draw(axes)), axes) for name, axes in AXES.items()}
+
+
+@lru_cache
+def expected(seed: int):
+    """The updates of one device, for the gradients `tree(seed)`."""
+    plain = CONFIG.build(tree(0), 10).gathered
+    return jax.jit(plain.update)(tree(seed), plain.init(tree(0)), tree(0))[0]
 
 
 def layout_of(**sizes: int):
@@ -48,16 +58,12 @@ def compiled(optimizer, layout):
     return step.lower(*arguments).compile(), arguments
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"replica": 2, "data": 2, "model": 2}, {"replica": 1, "data": 8}, {"replica": 2, "data": 1, "model": 4}]
-)
+@pytest.mark.parametrize("sizes", [{"replica": 2, "data": 2, "model": 2}, {"replica": 1, "data": 8}])
 def test_on_a_mesh_the_updates_are_those_of_one_device(sizes):
     layout = layout_of(**sizes)
     step, arguments = compiled(CONFIG.build(tree(0), 10, layout), layout)
-    alone = CONFIG.build(tree(0), 10).gathered
-    expected, _ = jax.jit(alone.update)(tree(1), alone.init(tree(0)), tree(0))
     for name, update in step(*arguments).items():
-        np.testing.assert_allclose(update.array, expected[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(update.array, expected(1)[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
     assert set(COLLECTIVE.findall(step.as_text())) == {"all-to-all"}, "and these run over data and model only"
 
 
@@ -80,7 +86,7 @@ def test_under_a_vmap_over_replica_every_replica_has_its_own():
     with jax.set_mesh(layout.mesh), hax.axis_mapping(dict(layout.compute)):
         found = jax.jit(lambda updates: hax.vmap(update, layout.Replica)(updates))(both)
     for replica, seed in enumerate((1, 2)):
-        plain = CONFIG.build(tree(0), 10).gathered
-        expected, _ = jax.jit(plain.update)(tree(seed), plain.init(tree(0)), tree(0))
         for name, leaf in found.items():
-            np.testing.assert_allclose(leaf.array[replica], expected[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
+            np.testing.assert_allclose(
+                leaf.array[replica], expected(seed)[name].array, rtol=1e-5, atol=1e-7, err_msg=name
+            )
