@@ -1,0 +1,271 @@
+"""Gregale's training step beside a plain JAX one (`yardstick.py`): time, FLOPs and memory, on simulated CPU devices.
+
+    python benchmarks/step.py [--devices 1 8] [--unroll 1 2 4] [--rounds 15] [--json FILE]
+
+Every number of devices has a process of its own. There both steps are first shown to compute the same loss and
+gradients; then all programs are compiled; then each round runs every program once, so that what else the machine does
+meets all of them alike. The times are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import Axis
+from yardstick import Yardstick
+
+from gregale.audit.hlo import parse
+from gregale.audit.walk import walk
+from gregale.axes.layout import Layout, standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.communication.accumulate import accumulate
+from gregale.communication.reduce import reduce_replicas
+from gregale.methods.psdp import Psdp
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.execution import Execution, execution
+from gregale.model.llama import Llama
+from gregale.optim import AdamWConfig, ConstantSchedule
+
+MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}
+MODEL = LlamaConfig(layers=4, hidden=256, heads=4, mlp=1024, vocabulary=1024)
+CLIP_NORM = 1.0
+OPTIMIZER = AdamWConfig(learning_rate=1e-3, schedule=ConstantSchedule(), decay="all", clip_norm=CLIP_NORM)
+Vocab, Batch, Position = Axis("vocab", 1024), Axis("batch", 16), Axis("position", 256)
+WARM_UP_ROUNDS = 2
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Side:
+    """A compiled step, `(state, *batch) -> (state, metrics)`, and what it works on."""
+
+    name: str
+    unroll: int
+    compiled: Any
+    state: Any
+    batch: tuple
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        self.state, metrics = self.compiled(self.state, *self.batch)
+        jax.block_until_ready((self.state, metrics))
+        self.wall_s.append(time.perf_counter() - wall)
+        self.cpu_s.append(cpu_seconds() - cpu)
+
+    def row(self) -> dict[str, Any]:
+        memory = self.compiled.memory_analysis()
+        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        wall_s = self.wall_s[WARM_UP_ROUNDS:]
+        first, _, third = statistics.quantiles(wall_s, n=4)
+        return {
+            "step": self.name,
+            "unroll": self.unroll,
+            "median_s": statistics.median(wall_s),
+            "quartiles_s": [first, third],
+            "median_cpu_s": statistics.median(self.cpu_s[WARM_UP_ROUNDS:]),
+            "matmul_flops": matmul_flops(self.compiled.as_text()),
+            "cost_analysis_flops": self.compiled.cost_analysis()["flops"],
+            "peak_bytes": kept + memory.temp_size_in_bytes,
+        }
+
+
+def cpu_seconds() -> float:
+    """Processor time of all threads of this process; unlike wall time it does not count waiting for a processor."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def matmul_flops(program: str) -> int:
+    """FLOPs of all matrix products that one device runs, every turn of every loop counted.
+
+    `cost_analysis()` counts the body of a loop once, so it cannot compare programs that are unrolled differently.
+    """
+    total = 0
+    for site in walk(parse(program), {}):
+        if site.instruction.opcode == "dot":
+            left = site.frame.computation.operand_shapes(site.instruction)[0]
+            contracted = re.findall(r"\d+", site.instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")
+            turns = math.prod(loop.times or 1 for loop in site.context.loops)
+            products = math.prod(site.instruction.shapes[0].sizes) * math.prod(left.sizes[int(d)] for d in contracted)
+            total += 2 * products * turns
+    return total
+
+
+def gregale_batch(layout: Layout) -> dict[str, hax.NamedArray]:
+    ids = np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Position.size + 1), dtype=np.int32)
+    arrays = {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "loss_mask": np.ones(ids[:, 1:].shape, np.float32),
+        "positions": np.broadcast_to(np.arange(Position.size, dtype=np.int32), ids[:, 1:].shape),
+    }
+    batch = {name: hax.named(jnp.asarray(array), (Batch, Position)) for name, array in arrays.items()}
+    return jax.device_put(batch, layout.shardings(batch, layout.compute))
+
+
+def gregale_model() -> Llama:
+    return Llama.init(MODEL, Vocab, jax.random.key(0))
+
+
+def gregale_execution(layout: Layout, unroll: int) -> Execution:
+    return execution(ComputeConfig(dtype="float32", remat="none", unroll=unroll), layout)
+
+
+def gregale_step(layout: Layout, unroll: int) -> Psdp:
+    model, how = gregale_model(), gregale_execution(layout, unroll)
+    optimizer = OPTIMIZER.build(eqx.filter(model, eqx.is_inexact_array), steps=1000)
+    return Psdp(model, lambda model, batch: model.loss(batch, how), optimizer, layout)
+
+
+def yardstick_step(layout: Layout, unroll: int) -> Yardstick:
+    c = OPTIMIZER
+    adamw = optax.adamw(c.learning_rate, *c.betas, eps=c.epsilon, weight_decay=c.weight_decay)
+    return Yardstick(layout.mesh, optax.chain(optax.clip_by_global_norm(CLIP_NORM), adamw), unroll)
+
+
+def plain(model: Llama) -> dict[str, jax.Array]:
+    """Gregale's parameters as the dictionary that the yardstick works on."""
+    attention, mlp = model.blocks.attention, model.blocks.mlp
+    named = {
+        "embedding": model.embedding,
+        "attention_norm": model.blocks.attention_norm.weight,
+        "query": attention.query.weight,
+        "key": attention.key.weight,
+        "value": attention.value.weight,
+        "out": attention.out.weight,
+        "mlp_norm": model.blocks.mlp_norm.weight,
+        "gate": mlp.gate.weight,
+        "up": mlp.up.weight,
+        "down": mlp.down.weight,
+        "norm": model.norm.weight,
+        "head": model.head,
+    }
+    return {name: leaf.array for name, leaf in named.items()}
+
+
+def gregale_side(layout: Layout, unroll: int) -> Side:
+    psdp, batch = gregale_step(layout, unroll), gregale_batch(layout)
+    state = jax.jit(psdp.init)()
+    compiled = jax.jit(psdp.step, donate_argnums=0).lower(state, batch).compile()
+    return Side("gregale", unroll, compiled, state, (batch,))
+
+
+def yardstick_side(layout: Layout, unroll: int) -> Side:
+    yardstick, batch = yardstick_step(layout, unroll), gregale_batch(layout)
+    state = jax.jit(yardstick.init)(plain(gregale_model()))
+    tokens = batch["tokens"].array, batch["targets"].array
+    compiled = jax.jit(yardstick.step, donate_argnums=0).lower(state, *tokens).compile()
+    return Side("yardstick", unroll, compiled, state, tokens)
+
+
+def check_agreement(layout: Layout) -> None:
+    """Both steps have the same loss and gradients from the same parameters; else their times say nothing.
+
+    Each gradient may differ by `TOLERANCE` of its largest value.
+    """
+    how, yardstick, batch = gregale_execution(layout, 1), yardstick_step(layout, 1), gregale_batch(layout)
+
+    @jax.jit
+    def gregale(model, batch):
+        sums = accumulate(lambda model, batch: model.loss(batch, how), model, batch, layout, 1, lambda model: model)
+        return reduce_replicas((sums.gradients, sums.loss), sums.weight, layout)
+
+    model = gregale_model()
+    ours, our_loss = gregale(layout.constrain(model, layout.params), batch)
+    parameters, _ = jax.jit(yardstick.init)(plain(model))
+    tokens = batch["tokens"].array, batch["targets"].array
+    loss, gradients = jax.jit(jax.value_and_grad(yardstick.loss))(parameters, *tokens)
+    np.testing.assert_allclose(our_loss.array, loss, rtol=TOLERANCE)
+    for name, gradient in plain(ours).items():
+        scale = np.abs(gradients[name]).max()
+        np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
+
+
+def measure(devices: int, unrolls: list[int], rounds: int) -> list[dict[str, Any]]:
+    """A row for each step and unrolling, on as many devices as this process has."""
+    layout = standard_layout(make_mesh(MESHES[devices]))
+    check_agreement(layout)
+    sides = [make(layout, unroll) for unroll in unrolls for make in (gregale_side, yardstick_side)]
+    for _ in range(WARM_UP_ROUNDS + rounds):
+        for side in sides:
+            side.run()
+    return [{"devices": devices, **side.row()} for side in sides]
+
+
+def measure_in_process(devices: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """`measure` in a new process: the number of simulated devices is fixed when JAX starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, __file__, "--worker", "--devices", str(devices), "--rounds", str(arguments.rounds)]
+    command += ["--unroll", *(str(unroll) for unroll in arguments.unroll)]
+    finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(finished.stdout)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as text; `ratio` is Gregale's median over the yardstick's of the same devices and unrolling."""
+    head = (
+        "devices",
+        "unroll",
+        "step",
+        "median s",
+        "quartiles s",
+        "ratio",
+        "cpu s",
+        "ratio",
+        "matmul GFLOP",
+        "peak MB",
+    )
+    lines = ["{:>7} {:>6} {:>10} {:>9} {:>15} {:>6} {:>7} {:>6} {:>13} {:>8}".format(*head)]
+    yardsticks = {(row["devices"], row["unroll"]): row for row in rows if row["step"] == "yardstick"}
+    for row in rows:
+        yardstick = yardsticks[row["devices"], row["unroll"]]
+        quartiles = " - ".join(f"{s:.3f}" for s in row["quartiles_s"])
+        lines.append(
+            f"{row['devices']:>7} {row['unroll']:>6} {row['step']:>10} {row['median_s']:>9.3f} {quartiles:>15} "
+            f"{row['median_s'] / yardstick['median_s']:>6.3f} {row['median_cpu_s']:>7.3f} "
+            f"{row['median_cpu_s'] / yardstick['median_cpu_s']:>6.3f} {row['matmul_flops'] / 1e9:>13.3f} "
+            f"{row['peak_bytes'] / 1e6:>8.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], choices=MESHES, help="simulated CPU devices")
+    parser.add_argument("--unroll", type=int, nargs="+", default=[1, 2, 4], help="layers unrolled in the layer scan")
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of every program")
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measure(arguments.devices[0], arguments.unroll, arguments.rounds)))
+        return
+    rows = [row for devices in arguments.devices for row in measure_in_process(devices, arguments)]
+    print(table(rows))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
