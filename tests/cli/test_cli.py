@@ -163,8 +163,9 @@ def test_help_names_every_option_and_key(calls, capsys):
         "\n"
         "keys of the YAML file, each also an argument:\n"
         "  --name  str (required)  name of the run\n"
-        "  --model.layers  int = 2       number of layers\n"
-        "  --model.tied    bool = false  one table\n"
+        "  --model.*\n"
+        "      layers  int = 2       number of layers\n"
+        "      tied    bool = false  one table\n"
     )
     assert calls.main("bare", "-h") == 0
     assert capsys.readouterr().out == "usage: gregale bare [--key value ...]\n\nruns bare\n"

@@ -27,6 +27,12 @@ class Dog(Pet):
     toys: tuple[str, ...] = field(default=("ball", "bone"), metadata={"help": "what it plays with"})
 
 
+@Pet.register_subclass("cow")
+@dataclass(frozen=True)
+class Cow(Pet):
+    """Nothing of its own."""
+
+
 @dataclass(frozen=True)
 class Garden:
     size: float = field(default=1e-3, metadata={"help": "how large"})
@@ -48,25 +54,29 @@ class Training:
 
 def test_every_key_has_its_type_default_and_meaning():
     assert render(House) == (
-        "  --rooms  int | null = null  null: as many as there are\n"
-        "  --garden.size  float = 2    how large\n"
-        "  --garden.open  bool = true  whether the gate is open\n"
-        "  --pet.type  cat | dog = cat  who lives there\n"
-        "  --pet.name  str = Tom        what it is called\n"
-        "  with --pet.type cat:\n"
-        "    --pet.lives  int = 9  how many are left\n"
-        "  with --pet.type dog:\n"
-        "    --pet.name  str (required)              what it is called\n"
-        "    --pet.toys  list of str = [ball, bone]  what it plays with\n"
+        "  --rooms   int | null = null           null: as many as there are\n"
         "  --guests  mapping of names to mapping = {}  who comes\n"
-        "  --guests.<name>.size  float = 0.001  how large\n"
-        "  --guests.<name>.open  bool = true    whether the gate is open\n"
+        "  --garden.*\n"
+        "      size  float = 2    how large\n"
+        "      open  bool = true  whether the gate is open\n"
+        "  --pet.*\n"
+        "      type  cat | dog | cow = cat  who lives there\n"
+        "      name  str = Tom              what it is called\n"
+        "  --pet.* with type cat\n"
+        "      lives  int = 9  how many are left\n"
+        "  --pet.* with type dog, cow\n"
+        "      name  str (required)  what it is called\n"
+        "  --pet.* with type dog\n"
+        "      toys  list of str = [ball, bone]  what it plays with\n"
+        "  --guests.<name>.*\n"
+        "      size  float = 0.001  how large\n"
+        "      open  bool = true    whether the gate is open\n"
     )
 
 
 def test_a_real_configuration_fits_the_screen():
     text = render(Training)
     assert max(map(len, text.splitlines())) <= WIDTH
-    assert "  with --optimizer.type muon:" in text
-    assert "    --optimizer.momentum" in text
+    assert "  --optimizer.* with type muon\n" in text
+    assert "      momentum             float = 0.95" in text
     assert len(text.splitlines()) < 60

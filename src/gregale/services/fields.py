@@ -60,11 +60,14 @@ def _entries_of_registry(key: str, registry: Any, value: Any, text: str) -> Iter
     yield Entry(join(key, TYPE), " | ".join(known), REQUIRED if default is None else default, text)
     shared = list(entries(registry, key, value if isinstance(value, registry) else REQUIRED))
     yield from shared
+    chosen: dict[Entry, list[str]] = {}
     for name, choice in known.items():
         for entry in entries(choice, key, value if type(value) is choice else REQUIRED):
             if entry not in shared:
-                only = f"{join(key, TYPE)} {name}" if len(known) > 1 else ""
-                yield replace(entry, choice=entry.choice or only)
+                chosen.setdefault(entry, []).append(name)
+    for entry, names in chosen.items():
+        only = f"{join(key, TYPE)} {', '.join(names)}" if len(names) < len(known) else ""
+        yield replace(entry, choice=entry.choice or only)
 
 
 def _nested(kind: Any) -> tuple[Any, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from itertools import groupby
 
 import draccus
 import yaml
@@ -11,31 +10,34 @@ import yaml
 from gregale.services.fields import REQUIRED, Entry, entries
 
 WIDTH = 100
-LONGEST_COLUMN = 30
+LONGEST_COLUMN = 26
 
 
 def render(config_class: type) -> str:
-    """Every key with its type, default and meaning; what a choice of a `type` adds is listed under that choice."""
+    """Every key with its type, default and meaning, under a heading with the first part of the dotted key.
+
+    What only some choices of a `type` have is listed under these choices.
+    """
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries(config_class):
+        groups.setdefault((entry.key.rpartition(".")[0], entry.choice), []).append(entry)
     lines = []
-    for (_, choice), group in groupby(entries(config_class), key=_group):
-        if choice:
-            lines.append(f"  with --{choice}:")
-        lines += _lines(list(group), indent=4 if choice else 2)
+    for (prefix, choice), group in groups.items():
+        if prefix:
+            lines.append(f"  --{prefix}.*" + (f" with {choice.removeprefix(f'{prefix}.')}" if choice else ""))
+        lines += _lines(group, prefix)
     return "\n".join(lines) + "\n"
 
 
-def _group(entry: Entry) -> tuple[str, str]:
-    return entry.key.rpartition(".")[0], entry.choice
-
-
-def _lines(group: list[Entry], indent: int) -> list[str]:
+def _lines(group: list[Entry], prefix: str) -> list[str]:
     """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
-    rows = [(f"--{entry.key}", _type_and_default(entry), entry.help) for entry in group]
+    indent = " " * 6 if prefix else "  --"
+    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.help) for entry in group]
     columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
-    for key, value, meaning in rows:
-        head = f"{' ' * indent}{key:<{columns[0]}}  {value:<{columns[1]}}  "
-        hanging = " " * (indent + sum(columns) + 4)
+    for name, value, meaning in rows:
+        head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
+        hanging = " " * (len(indent) + sum(columns) + 4)
         lines += textwrap.wrap(meaning, WIDTH, initial_indent=head, subsequent_indent=hanging) or [head.rstrip()]
     return lines
 
