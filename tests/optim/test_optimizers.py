@@ -195,6 +195,22 @@ def test_plain_arrays_work(config):
 
 
 @EVERY_CONFIG
+def test_what_is_not_trained_is_passed_over(config):
+    whole = {
+        "named": hax.ones((Embed, Mlp)),
+        "plain": jnp.ones((4, 3)),
+        "function": jax.nn.relu,
+        "count": 3,
+        "none": None,
+    }
+    abstract = eqx.filter_eval_shape(lambda: whole)
+    trained = eqx.filter(whole, eqx.is_inexact_array)
+    optimizer = config.build(abstract, STEPS).whole()
+    updates, _ = jax.eval_shape(optimizer.update, trained, jax.eval_shape(optimizer.init, trained), trained)
+    assert jax.tree.structure(updates) == jax.tree.structure(trained)
+
+
+@EVERY_CONFIG
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtype_and_axes_are_kept(config, dtype):
     parameters = jax.tree.map(lambda array: array.astype(dtype), model(arrays(0)))

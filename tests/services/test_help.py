@@ -74,6 +74,20 @@ def test_every_key_has_its_type_default_and_meaning():
     )
 
 
+@dataclass(frozen=True)
+class Long:
+    colours: list[str] = field(
+        default_factory=lambda: ["crimson", "turquoise", "vermilion", "chartreuse", "aquamarine", "ultramarine"],
+        metadata={"help": "all of them"},
+    )
+
+
+def test_a_long_default_pushes_the_meaning_to_its_own_line():
+    first, second = render(Long).splitlines()
+    assert first.startswith("  --colours  list of str = [crimson, ")
+    assert second.strip() == "all of them"
+
+
 def test_a_real_configuration_fits_the_screen():
     text = render(Training)
     assert max(map(len, text.splitlines())) <= WIDTH

@@ -79,7 +79,8 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         """The optimizer for these parameters.
 
         Arguments:
-        - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read
+        - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read, and what
+          is not trained is passed over
         - `steps`: length of the run, for the schedule
         - `layout`: where the parameters live, for an optimizer that needs whole matrices; None outside of a mesh
         - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)

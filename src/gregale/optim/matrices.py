@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, LAYERS, is_named
+from gregale.axes.layout import EMBED, LAYERS, is_named, is_parameter
 
 VOCAB = "vocab"
 
@@ -33,7 +34,7 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
-    names = tuple(axis.name for axis in leaf.axes if axis.name != LAYERS)
+    names = tuple(name for name in leaf.axis_names if name != LAYERS)
     others = tuple(name for name in names if name != EMBED)
     if EMBED not in names or not others or VOCAB in names:
         return None
@@ -46,10 +47,9 @@ def decays(leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf = matrix_a
         return True
     if not isinstance(leaf, NamedArray):
         return leaf.ndim > 1
-    names = {axis.name for axis in leaf.axes}
-    return {VOCAB, EMBED} <= names
+    return {VOCAB, EMBED} <= set(leaf.axis_names)
 
 
 def map_parameters(function, parameters):
-    """A tree with `function(leaf)` in the place of every parameter, named or plain."""
-    return jax.tree.map(function, parameters, is_leaf=is_named)
+    """A tree with `function(leaf)` in the place of every parameter, named or plain; None for what is not trained."""
+    return jax.tree.map(function, eqx.filter(parameters, is_parameter), is_leaf=is_named)

@@ -11,6 +11,7 @@ from gregale.services.fields import REQUIRED, Entry, entries
 
 WIDTH = 100
 LONGEST_COLUMN = 26
+SHORTEST_MEANING = 20
 
 
 def render(config_class: type) -> str:
@@ -38,6 +39,9 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
     for name, value, meaning in rows:
         head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
         hanging = " " * (len(indent) + sum(columns) + 4)
+        if len(head) > WIDTH - SHORTEST_MEANING:
+            lines.append(head.rstrip())
+            head = hanging
         lines += textwrap.wrap(meaning, WIDTH, initial_indent=head, subsequent_indent=hanging) or [head.rstrip()]
     return lines
 
