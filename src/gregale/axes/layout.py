@@ -19,6 +19,7 @@ Tree = TypeVar("Tree")
 AxisMapping = Mapping[str, str | tuple[str, ...]]
 
 REPLICA = "replica"
+ISLAND = "island"
 BATCH = "batch"
 EMBED = "embed"
 LAYERS = "layers"
@@ -45,24 +46,29 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        return self.mesh.shape[REPLICA]
+        """Size of the axis `replica`; 1 in a layout that is seen from inside a replica."""
+        return self.axis(REPLICA).size
 
     @property
     def Replica(self) -> Axis:
-        return Axis(REPLICA, self.replicas)
+        return self.axis(REPLICA)
 
-    def inside_replica(self) -> Layout:
-        """The layout as one replica sees it under `hax.vmap(..., Replica)`: nothing else maps to `replica`."""
+    def axis(self, name: str) -> Axis:
+        """The named axis that has the mesh axis `name` to itself (`replica`, `island`); size 1 if none has."""
+        return Axis(name, self.mesh.shape[name] if name in self.params else 1)
+
+    def inside(self, name: str) -> Layout:
+        """The layout as one index of the axis `name` sees it under `vmap_over`: nothing maps to that mesh axis."""
 
         def without(mapping: AxisMapping) -> AxisMapping:
-            kept = {}
-            for name, axes in mapping.items():
-                left = tuple(axis for axis in _as_tuple(axes) if axis != REPLICA)
-                if name == REPLICA or left:
-                    kept[name] = REPLICA if name == REPLICA else left
-            return kept
+            left = {key: tuple(axis for axis in _as_tuple(axes) if axis != name) for key, axes in mapping.items()}
+            return {key: axes for key, axes in left.items() if axes}
 
-        return replace(self, **{name: without(getattr(self, name)) for name in ("compute", "params", "opt_state")})
+        return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
+
+    def inside_replica(self) -> Layout:
+        """The layout as one replica sees it."""
+        return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
         """The partition of an array with these named axes, in this order."""
@@ -123,8 +129,8 @@ def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL
     model = dict.fromkeys(tensor_parallel, "model")
     return Layout(
         mesh=mesh,
-        compute={BATCH: (REPLICA, "data"), REPLICA: REPLICA, **model},
-        params={EMBED: "data", REPLICA: REPLICA, **model},
+        compute={BATCH: (ISLAND, REPLICA, "data"), REPLICA: REPLICA, ISLAND: ISLAND, **model},
+        params={EMBED: "data", REPLICA: REPLICA, ISLAND: ISLAND, **model},
         opt_state={EMBED: ("data", REPLICA), **model},
     )
 
@@ -140,7 +146,8 @@ def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
     """
     used: set[str] = set()
     for key, (meaning, axis) in axes.items():
-        for mapping in (layout.compute, layout.params, layout.opt_state):
+        # `opt_state` first: it cuts the finest, so the sizes that its refusal offers suit the other mappings too.
+        for mapping in (layout.opt_state, layout.params, layout.compute):
             mesh_axes = _as_tuple(mapping.get(axis.name, ()))
             sizes = [layout.mesh.shape[name] for name in mesh_axes]
             if axis.size % prod(sizes):
@@ -169,20 +176,22 @@ def _as_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def vmap_replicas(function: Callable, layout: Layout) -> Callable:
-    """`hax.vmap` of a function over the `replica` axis, which lives on the mesh axis `replica`.
+def vmap_over(function: Callable, name: str, layout: Layout) -> Callable:
+    """`hax.vmap` of a function over the axis `name` (`replica`, `island`), which lives on the mesh axis of that name.
 
-    Arguments with the axis `replica`, and plain arrays (over their first axis), are mapped; close over what is not.
-    Haliax reads the mesh axis of a vmapped axis from the ambient axis mapping, and would also place products by it;
-    so the mapping is there for the vmap alone, and the function itself sees none.
+    Arguments with that axis, and plain arrays (over their first axis), are mapped; close over what is not. Haliax
+    reads the mesh axis of a vmapped axis from the ambient axis mapping, and would also place products by it; so the
+    mapping is there for the vmap alone, and the function itself sees none.
     """
+    Mapped = layout.axis(name)
+    lives_on = {name: name} if name in layout.params else {}
 
     def unmapped(*arguments):
         with hax.axis_mapping({}):
             return function(*arguments)
 
     def mapped(*arguments):
-        with hax.axis_mapping({REPLICA: REPLICA}):
-            return hax.vmap(unmapped, layout.Replica)(*arguments)
+        with hax.axis_mapping(lives_on):
+            return hax.vmap(unmapped, Mapped)(*arguments)
 
     return mapped
