@@ -1,0 +1,1 @@
+"""One package, so that test folders can share helpers."""

@@ -1,0 +1,160 @@
+"""The three mappings, what they do to shards, and what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from types import SimpleNamespace
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from gregale.axes.layout import BATCH, EMBED, REPLICA, check_divides, standard_layout, vmap_replicas
+from gregale.errors import UserError
+from tests.mesh.support import fast_jit, layout_of, named_leaves, placed, small_model
+
+MESHES = [(r, d, 8 // (r * d)) for r in (1, 2, 4, 8) for d in (1, 2, 4, 8) if r * d <= 8]
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_shard_of_the_optimizer_state_is_a_slice_of_the_device_own_parameter_shard(sizes):
+    layout = layout_of(*sizes)
+    model = small_model()
+    parameters = placed(model, layout, layout.params)
+    state = placed(model, layout, layout.opt_state)
+    for whole, cut in zip(named_leaves(parameters), named_leaves(state), strict=True):
+        own = {shard.device: shard.index for shard in whole.array.addressable_shards}
+        factor = sizes[0] if any(axis.name == EMBED for axis in whole.axes) else 1
+        for shard in cut.array.addressable_shards:
+            assert shard.data.size * factor == prod(whole.array.sharding.shard_shape(whole.array.shape))
+            for outer, inner, axis in zip(own[shard.device], shard.index, whole.axes, strict=True):
+                assert set(range(axis.size)[inner]) <= set(range(axis.size)[outer])
+
+
+def test_the_other_order_of_axes_would_not_be_a_slice():
+    layout = layout_of(2, 4, 1)
+    table = hax.zeros((Axis("vocab", 64), Axis(EMBED, 32)))
+    own = placed(table, layout, layout.params).array
+    other = placed(table, layout, {EMBED: (REPLICA, "data")}).array
+    ranges = [
+        (set(range(32)[a.index[1]]), set(range(32)[b.index[1]]))
+        for a, b in zip(own.addressable_shards, other.addressable_shards, strict=True)
+    ]
+    assert not all(inner <= outer for outer, inner in ranges)
+
+
+def test_mappings_are_those_of_the_design():
+    layout = layout_of(2, 2, 2)
+    axes = (Axis("vocab", 64), Axis(EMBED, 32))
+    assert layout.spec(axes, layout.compute) == PartitionSpec("model", None)
+    assert layout.spec(axes, layout.params) == PartitionSpec("model", "data")
+    assert layout.spec(axes, layout.opt_state) == PartitionSpec("model", ("data", "replica"))
+    assert layout.spec((BATCH, "position"), layout.compute) == PartitionSpec(("replica", "data"), None)
+    assert layout.mesh_axes((BATCH, EMBED), layout.compute) == ("replica", "data")
+    assert layout.mesh_axes((EMBED, "position"), layout.opt_state) == ("data", "replica")
+
+
+def test_inside_a_replica_nothing_but_replica_maps_to_replica():
+    inner = layout_of(2, 2, 2).inside_replica()
+    for mapping in (inner.compute, inner.params, inner.opt_state):
+        assert all(name == REPLICA or REPLICA not in axes for name, axes in mapping.items())
+    assert inner.compute[BATCH] == inner.params[EMBED] == inner.opt_state[EMBED] == ("data",)
+    assert inner.inside_replica() == inner
+
+
+def test_shardings_of_plain_and_named_arrays():
+    layout = layout_of(2, 2, 2)
+    tree = {"named": hax.zeros((Axis("layers", 3), Axis(EMBED, 8))), "plain": jnp.zeros(3), "none": None}
+    shardings = layout.shardings(tree, layout.params)
+    assert jax.tree.structure(shardings) == jax.tree.structure(tree)
+    assert shardings["named"].array.spec == PartitionSpec(None, "data")
+    assert shardings["plain"].spec == PartitionSpec()
+    constrained = jax.jit(lambda tree: layout.constrain(tree, layout.opt_state))(tree)
+    assert constrained["named"].array.sharding.spec == PartitionSpec(None, ("data", "replica"))
+
+
+def test_vmap_over_replicas_keeps_each_on_its_own_devices():
+    layout = layout_of(2, 2, 2)
+    Rows = Axis("rows", 6)
+    x = hax.named(np.arange(12.0).reshape(2, 6), (layout.Replica, Rows))
+    seen = []
+
+    def one(x, plain):
+        seen.append((x.axes, plain.shape))
+        return hax.sum(x) * plain[0]
+
+    plain = jnp.array([[1.0, 0.0], [10.0, 0.0]])
+    result = fast_jit(lambda x, plain: vmap_replicas(one, layout)(x, plain))(placed(x, layout, layout.params), plain)
+    assert seen[0] == ((Rows,), (2,))
+    np.testing.assert_array_equal(result.array, [15.0, 510.0])
+    assert result.array.sharding.spec == PartitionSpec(REPLICA)
+
+
+def refusal(layout, axes) -> str:
+    with pytest.raises(UserError) as error:
+        check_divides(layout, axes)
+    return str(error.value)
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 8])
+EVERY_AXIS = {"batch.size": BATCH, "model.hidden": EMBED, "model.heads": "heads", "model.mlp": "mlp"}
+
+
+def bare_layout(replica: int, data: int, model: int):
+    """A layout of a mesh of any size: only the sizes are read."""
+    shape = {"replica": replica, "stage": 1, "data": data, "model": model}
+    return standard_layout(SimpleNamespace(shape=shape))
+
+
+@given(sizes, sizes, sizes, st.sampled_from(list(EVERY_AXIS)), st.integers(1, 300))
+def test_the_sizes_that_a_refusal_offers_work(replica, data, model, key, size):
+    layout = bare_layout(replica, data, model)
+    divisor = {BATCH: replica * data, EMBED: data * replica}.get(EVERY_AXIS[key], model)
+
+    def axes(size: int):
+        good = replica * data * model
+        return {name: ("it", Axis(axis, size if name == key else good)) for name, axis in EVERY_AXIS.items()}
+
+    if size % divisor == 0:
+        check_divides(layout, axes(size))
+        return
+    message = refusal(layout, axes(size))
+    assert message.startswith(f"{key} is {size}: it is split over ")
+    assert f"= {divisor} devices, and {size} / {divisor} = {size / divisor:.4g} is not a whole number" in message
+    offered = [int(value) for value in re.search(rf"{key} (\d+)(?: or (\d+))? would work", message).groups() if value]
+    assert offered
+    for value in offered:
+        check_divides(layout, axes(value))
+        assert abs(value - size) < divisor
+
+
+def test_a_refusal_shows_the_product_of_the_mesh_axes():
+    message = refusal(bare_layout(2, 4, 1), {"batch.size": ("a batch", Axis(BATCH, 12))})
+    assert "a batch is split over replica 2 x data 4 = 8 devices, and 12 / 8 = 1.5" in message
+    assert "batch.size 8 or 16 would work" in message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "unused"), [((1, 1, 2), "model"), ((1, 2, 1), "data"), ((2, 1, 1), "replica"), ((1, 1, 1), None)]
+)
+def test_a_mesh_axis_that_splits_nothing_is_refused(sizes, unused):
+    layout = bare_layout(*sizes)
+    axes = {"table": ("the rows", Axis("rows", 12))}
+    if unused is None:
+        check_divides(layout, axes)
+    else:
+        message = refusal(layout, axes)
+        assert f"mesh.{unused} is 2, but nothing" in message
+        assert f"Set mesh.{unused} to 1" in message
+
+
+def test_a_stage_axis_is_refused_as_long_as_nothing_maps_to_it():
+    layout = standard_layout(SimpleNamespace(shape={"replica": 1, "stage": 2, "data": 1, "model": 1}))
+    assert "mesh.stage is 2" in refusal(layout, {"model.hidden": ("the width", Axis(EMBED, 8))})

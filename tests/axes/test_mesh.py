@@ -1,0 +1,142 @@
+"""Sizes of mesh axes, and the order of devices in a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.axes.mesh import AXES, MeshConfig, arrange, make_mesh
+from gregale.errors import UserError
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """What `arrange` reads of a device."""
+
+    id: int
+    process_index: int = 0
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
+def hosts(count: int, each: int) -> list[FakeDevice]:
+    return [FakeDevice(host * each + i, process_index=host) for host in range(count) for i in range(each)]
+
+
+def slices(count: int, hosts_each: int, each: int) -> list[FakeDevice]:
+    found = [
+        FakeDevice(id=0, process_index=s * hosts_each + host, slice_index=s)
+        for s in range(count)
+        for host in range(hosts_each)
+        for _ in range(each)
+    ]
+    return [FakeDevice(i, d.process_index, d.slice_index) for i, d in enumerate(found)]
+
+
+def shuffled(devices: list[FakeDevice]) -> list[FakeDevice]:
+    return [devices[i] for i in np.random.default_rng(0).permutation(len(devices))]
+
+
+def values_along(array: np.ndarray, axis: int, key) -> set[int]:
+    """How many different values of `key` the lines along an axis have."""
+    lines = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
+    return {len({key(device) for device in line}) for line in lines}
+
+
+def slice_index(device: FakeDevice) -> int | None:
+    return device.slice_index
+
+
+def process_index(device: FakeDevice) -> int:
+    return device.process_index
+
+
+@pytest.mark.parametrize(("shape", "slices_a_line"), [((2, 1, 4, 2), 2), ((4, 1, 4, 1), 2), ((8, 2, 1, 1), 2)])
+def test_only_replica_crosses_slices(shape, slices_a_line):
+    array = arrange(shuffled(slices(2, 2, 4)), shape)
+    assert array.shape == shape
+    assert values_along(array, 0, slice_index) == {slices_a_line}
+    for axis in (1, 2, 3):
+        assert values_along(array, axis, slice_index) == {1}
+    halves = np.split(array, 2)
+    for number, half in enumerate(halves):
+        assert {device.slice_index for device in half.flat} == {number}
+
+
+def test_replica_crosses_hosts_before_any_other_axis():
+    array = arrange(shuffled(hosts(4, 4)), (4, 1, 2, 2))
+    assert values_along(array, 0, process_index) == {4}
+    for axis in (1, 2, 3):
+        assert values_along(array, axis, process_index) == {1}
+
+
+def test_the_fast_axes_stay_inside_a_host_as_far_as_they_fit():
+    array = arrange(shuffled(hosts(4, 4)), (2, 1, 4, 2))
+    assert values_along(array, 0, process_index) == {2}
+    assert values_along(array, 2, process_index) == {2}, "data is 4 x 2 devices: two hosts"
+    assert values_along(array, 3, process_index) == {1}
+    assert [device.id for device in array.flat] == list(range(16))
+
+
+def test_two_replicas_a_slice_lie_next_to_each_other():
+    array = arrange(slices(2, 1, 4), (4, 1, 2, 1))
+    assert [device.slice_index for device in array[:, 0, 0, 0]] == [0, 0, 1, 1]
+
+
+def test_replicas_that_cannot_hold_whole_slices_are_refused():
+    with pytest.raises(UserError, match=r"mesh.replica is 2, but the devices are 4 slices: .* multiple of 4"):
+        arrange(slices(4, 1, 4), (2, 1, 8, 1))
+
+
+def test_slices_of_different_sizes_are_refused():
+    with pytest.raises(UserError, match=r"slice 0: 4, slice 1: 3"):
+        arrange(slices(2, 1, 4)[:-1], (1, 1, 7, 1))
+
+
+def test_the_real_mesh_has_the_axes_of_the_design():
+    mesh = make_mesh(MeshConfig(replica=2, model=2))
+    assert mesh.axis_names == AXES == ("replica", "stage", "data", "model")
+    assert dict(mesh.shape) == {"replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@given(st.tuples(sizes, sizes, sizes, sizes), st.sampled_from([*AXES, None]), st.integers(1, 96))
+def test_sizes_multiply_to_the_devices_or_the_message_has_the_arithmetic(given_sizes, free, devices):
+    config = MeshConfig(**{axis: -1 if axis == free else size for axis, size in zip(AXES, given_sizes, strict=True)})
+    given = prod(size for axis, size in zip(AXES, given_sizes, strict=True) if axis != free)
+    works = devices % given == 0 if free else devices == given
+    if works:
+        found = config.sizes(devices)
+        assert list(found) == list(AXES)
+        assert prod(found.values()) == devices
+        assert all(found[axis] == size for axis, size in zip(AXES, given_sizes, strict=True) if axis != free)
+    else:
+        with pytest.raises(UserError) as error:
+            config.sizes(devices)
+        message = str(error.value)
+        assert f"= {given} devices" in message
+        assert str(devices) in message
+        if free is None:
+            assert sum(config.sizes(given).values()) == sum(given_sizes), "the number of devices it offers works"
+            assert f"`devices: {given}`" in message
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [0, -2])
+def test_sizes_below_one_are_refused(axis, size):
+    with pytest.raises(UserError, match=rf"mesh.{axis} is {size}: .* at least 1 device, or -1"):
+        MeshConfig(**{axis: size})
+
+
+def test_two_free_axes_are_refused():
+    with pytest.raises(UserError, match="more than one -1"):
+        MeshConfig(replica=-1, data=-1)

@@ -1,0 +1,84 @@
+"""Small meshes, a small model and batches that the tests of axes, model, communication and methods share."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import haliax as hax
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import BATCH, Layout, is_named, standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.model.config import LlamaConfig
+from gregale.model.execution import Execution
+from gregale.model.llama import Llama
+
+# Compiling takes most of a test's time; these leave partitioning and results alone and halve it.
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+fast_jit = partial(jax.jit, compiler_options=FAST_TO_COMPILE)
+
+ROWS, POSITIONS, VOCABULARY = 32, 16, 64
+SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
+
+
+def layout_of(replica: int = 1, data: int = 1, model: int = 1) -> Layout:
+    """The standard mappings on the first replica * data * model simulated devices."""
+    devices = jax.devices()[: replica * data * model]
+    return standard_layout(make_mesh(MeshConfig(replica=replica, data=data, model=model), devices))
+
+
+def one_device(**options) -> Execution:
+    """A float32 execution on a single device."""
+    return Execution(layout=layout_of().inside_replica(), **options)
+
+
+@cache
+def small_model(config: LlamaConfig = SMALL, vocabulary: int = VOCABULARY, seed: int = 0) -> Llama:
+    return fast_jit(lambda key: Llama.init(config, Axis("vocab", vocabulary), key))(jax.random.key(seed))
+
+
+def token_batch(
+    rows: int = ROWS, positions: int = POSITIONS, vocabulary: int = VOCABULARY, seed: int = 0, uneven: bool = True
+) -> dict[str, NamedArray]:
+    """Random tokens in two documents a row; with `uneven`, the first rows lose most of their tokens to the mask."""
+    generator = np.random.default_rng(seed)
+    Rows, Position = Axis(BATCH, rows), Axis("position", positions)
+    tokens = generator.integers(0, vocabulary, (rows, positions + 1), dtype=np.int32)
+    split = generator.integers(1, positions, (rows, 1))
+    place = np.broadcast_to(np.arange(positions), (rows, positions))
+    segments = place >= split
+    kept = np.linspace(0.05, 1.0, rows)[:, None] if uneven else 1.0
+    arrays = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": (generator.random((rows, positions)) < kept).astype(np.float32),
+        "positions": np.where(segments, place - split, place).astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+    }
+    return {name: hax.named(array, (Rows, Position)) for name, array in arrays.items()}
+
+
+def placed(tree, layout: Layout, mapping):
+    """The arrays of a tree on the devices that a mapping gives them; NumPy cuts them without compiling anything."""
+    return jax.device_put(jax.device_get(tree), layout.shardings(tree, mapping))
+
+
+def assert_trees_close(actual, expected, atol: float, rtol: float = 0.0) -> None:
+    """Same structure, and every array within `atol + rtol * |expected|`; the worst array is named."""
+    paths = jax.tree_util.tree_flatten_with_path(expected)[0]
+    leaves = jax.tree.leaves(actual)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, right), left in zip(paths, leaves, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(left, np.float32),
+            np.asarray(right, np.float32),
+            rtol=rtol,
+            atol=atol,
+            err_msg=jax.tree_util.keystr(path),
+        )
+
+
+def named_leaves(tree) -> list[NamedArray]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_named) if is_named(leaf)]

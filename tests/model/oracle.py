@@ -1,0 +1,129 @@
+"""The Llama family written again: slow, obvious, plain arrays, one sequence and one head at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.llama import Llama
+
+Weights = dict[str, jax.Array]
+
+
+def plain_weights(model: Llama) -> Weights:
+    """The model's arrays as plain ones, by name; arrays of layers keep their first axis."""
+    blocks, attention, mlp = model.blocks, model.blocks.attention, model.blocks.mlp
+    arrays = {
+        "embedding": model.embedding,
+        "norm": model.norm.weight,
+        "head": model.head,
+        "attention_norm": blocks.attention_norm.weight,
+        "mlp_norm": blocks.mlp_norm.weight,
+        "query": attention.query.weight,
+        "key": attention.key.weight,
+        "value": attention.value.weight,
+        "out": attention.out.weight,
+        "query_bias": attention.query.bias,
+        "key_bias": attention.key.bias,
+        "value_bias": attention.value.bias,
+        "query_norm": attention.query_norm and attention.query_norm.weight,
+        "key_norm": attention.key_norm and attention.key_norm.weight,
+        "gate": mlp.gate.weight,
+        "up": mlp.up.weight,
+        "down": mlp.down.weight,
+    }
+    return {name: named.array for name, named in arrays.items() if named is not None}
+
+
+def rotary_frequency(pair: int, half: int, base: float, scaling: RotaryScaling | None) -> float:
+    """Radians a position of channel pair `pair`, by the cases in the description of Llama 3.1."""
+    frequency = base ** (-pair / half)
+    if scaling is None:
+        return frequency
+    wavelength = 2 * np.pi / frequency
+    if wavelength < scaling.original_context / scaling.high_frequency_factor:
+        return frequency
+    if wavelength > scaling.original_context / scaling.low_frequency_factor:
+        return frequency / scaling.factor
+    smooth = (scaling.original_context / wavelength - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def rotate(x, positions, config: LlamaConfig):
+    """Rotary embedding as a product of complex numbers: [position, head_size]."""
+    half = x.shape[-1] // 2
+    frequency = np.array([rotary_frequency(i, half, config.rotary_base, config.rotary_scaling) for i in range(half)])
+    turn = jnp.exp(1j * positions[:, None] * frequency.astype(np.float32)[None, :])
+    turned = (x[:, :half] + 1j * x[:, half:]) * turn
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def rms_norm(x, weight, epsilon: float):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight
+
+
+def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfig):
+    """[position, embed] -> the same, head by head."""
+    length = x.shape[0]
+    place = np.arange(length)
+    sees = place[:, None] >= place[None, :]
+    if config.sliding_window is not None:
+        sees &= place[:, None] - place[None, :] < config.sliding_window
+    sees = sees & (segments[:, None] == segments[None, :])
+
+    def project(name: str, head: int):
+        projected = x @ w[name][layer, :, head]
+        if config.attention_bias:
+            projected = projected + w[f"{name}_bias"][layer, head]
+        if config.qk_norm and name != "value":
+            projected = rms_norm(projected, w[f"{name}_norm"][layer], config.norm_epsilon)
+        return projected
+
+    kv_heads = config.kv_heads or config.heads
+    keys = [rotate(project("key", head), positions, config) for head in range(kv_heads)]
+    values = [project("value", head) for head in range(kv_heads)]
+    result = jnp.zeros_like(x)
+    for head in range(config.heads):
+        shared = head // (config.heads // kv_heads)
+        query = rotate(project("query", head), positions, config)
+        scores = query @ keys[shared].T / np.sqrt(query.shape[-1])
+        probabilities = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
+        result = result + probabilities @ values[shared] @ w["out"][layer, head]
+    return result
+
+
+def logits(w: Weights, tokens, positions, segments, config: LlamaConfig):
+    """Next-token logits of one sequence: [position] -> [position, vocab]."""
+    x = w["embedding"][tokens]
+    for layer in range(config.layers):
+        normed = rms_norm(x, w["attention_norm"][layer], config.norm_epsilon)
+        x = x + attention(normed, w, layer, positions, segments, config)
+        normed = rms_norm(x, w["mlp_norm"][layer], config.norm_epsilon)
+        gate, up = normed @ w["gate"][layer], normed @ w["up"][layer]
+        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ w["down"][layer]
+    head = w["embedding"].T if config.tied_head else w["head"]
+    return rms_norm(x, w["norm"], config.norm_epsilon) @ head
+
+
+def losses(w: Weights, batch: Weights, config: LlamaConfig):
+    """The next-token loss of every token, without weights: [batch, position]."""
+
+    def one(tokens, targets, positions, segments):
+        log_probabilities = jax.nn.log_softmax(logits(w, tokens, positions, segments, config), axis=-1)
+        return -jnp.take_along_axis(log_probabilities, targets[:, None], axis=-1)[:, 0]
+
+    segments = batch.get("segment_ids", jnp.zeros_like(batch["tokens"]))
+    return jax.vmap(one)(batch["tokens"], batch["targets"], batch["positions"], segments)
+
+
+def loss(w: Weights, batch: Weights, config: LlamaConfig):
+    """(sum of masked losses, sum of the mask)."""
+    return jnp.sum(losses(w, batch, config) * batch["loss_mask"]), jnp.sum(batch["loss_mask"])
+
+
+def plain_batch(batch) -> Weights:
+    return {name: jnp.asarray(named.array) for name, named in batch.items()}

@@ -1,0 +1,112 @@
+"""The blocked loss against a plain softmax, and the shapes that its compiled program holds."""
+
+from __future__ import annotations
+
+import math
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.audit.hlo import parse
+from gregale.axes.layout import BATCH
+from gregale.model.execution import Execution
+from gregale.model.loss import next_token_loss
+from tests.mesh.support import assert_trees_close, fast_jit, layout_of, one_device, placed
+
+Rows, Position, Embed, Vocab = Axis(BATCH, 8), Axis("position", 7), Axis("embed", 16), Axis("vocab", 24)
+TOKENS = Rows.size * Position.size
+SCALE = 0.37  # the caller divides by the weights; any factor has to reach the gradients
+
+
+def inputs(weights: str = "uneven"):
+    generator = np.random.default_rng(0)
+    random = generator.random((Rows.size, Position.size), dtype=np.float32)
+    chosen = {"uneven": random * (random > 0.4), "ones": np.ones_like(random), "zeros": np.zeros_like(random)}
+    return (
+        hax.named(generator.standard_normal((8, 7, 16), dtype=np.float32), (Rows, Position, Embed)),
+        hax.named(generator.standard_normal((16, 24), dtype=np.float32) * 3, (Embed, Vocab)),
+        hax.named(generator.integers(0, Vocab.size, (8, 7)), (Rows, Position)),
+        hax.named(chosen[weights], (Rows, Position)),
+    )
+
+
+def plain(hidden, head, targets, weights):
+    log_probabilities = jax.nn.log_softmax(hidden.array @ head.array, axis=-1)
+    at_target = jnp.take_along_axis(log_probabilities, targets.array[..., None], axis=-1)[..., 0]
+    return -jnp.sum(weights.array * at_target) * SCALE
+
+
+def blocked(run: Execution):
+    return lambda *arguments: next_token_loss(*arguments, run) * SCALE
+
+
+def both(loss, arguments):
+    return fast_jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
+
+
+@pytest.mark.parametrize("weights", ["uneven", "ones", "zeros"])
+@pytest.mark.parametrize("block", [1, 5, 16, TOKENS, 1000])
+def test_blocks_give_the_plain_loss(block, weights):
+    arguments = inputs(weights)
+    loss, gradients = both(blocked(one_device(loss_block=block)), arguments)
+    expected, expected_gradients = both(plain, arguments)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+    assert fast_jit(blocked(one_device(loss_block=block)))(*arguments) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.parametrize(("data", "model"), [(8, 1), (1, 8), (2, 4)])
+def test_devices_give_the_plain_loss(data, model):
+    layout = layout_of(1, data, model)
+    arguments = inputs()
+    run = Execution(layout=layout.inside_replica(), loss_block=5)
+    loss, gradients = both(blocked(run), placed(arguments, layout, layout.compute))
+    expected, expected_gradients = both(plain, arguments)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, head, targets, weights = inputs()
+    arguments = (hidden * 1000.0, head, targets, weights)
+    loss, gradients = both(blocked(one_device(loss_block=16)), arguments)
+    np.testing.assert_allclose(loss, both(plain, arguments)[0], rtol=1e-5)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_bfloat16_inputs_are_close():
+    hidden, head, targets, weights = inputs()
+    low = (hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16), targets, weights)
+    loss, gradients = both(blocked(one_device(loss_block=16)), low)
+    expected, expected_gradients = both(plain, (hidden, head, targets, weights))
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, expected, rtol=0.01)
+    for gradient, exact in zip(gradients, expected_gradients, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(gradient.array, np.float32) - exact.array)
+        assert error < 0.02 * np.linalg.norm(exact.array)
+
+
+def largest_array(block: int) -> int:
+    """Elements of the largest array in the compiled loss and gradient; tokens x vocabulary are the most by far."""
+    arguments = inputs()
+    gradient = jax.jit(jax.value_and_grad(blocked(one_device(loss_block=block)), argnums=(0, 1)))
+    module = parse(gradient.lower(*arguments).compile().as_text())
+    return max(
+        math.prod(shape.sizes)
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        for shape in instruction.shapes
+    )
+
+
+def test_full_logits_are_never_held():
+    assert largest_array(block=5) < TOKENS * Vocab.size
+
+
+def test_full_logits_would_be_found():
+    assert largest_array(block=TOKENS) >= TOKENS * Vocab.size

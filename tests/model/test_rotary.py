@@ -1,0 +1,50 @@
+"""Rotary frequencies against the published cases, and rotation against complex numbers."""
+
+from __future__ import annotations
+
+import haliax as hax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.rotary import frequencies, rotate
+from tests.model import oracle
+
+LLAMA_3 = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA_3, RotaryScaling(factor=32.0, original_context=64)])
+@pytest.mark.parametrize(("half", "base"), [(64, 500000.0), (8, 10000.0)])
+def test_frequencies_equal_the_published_cases(half, base, scaling):
+    expected = [oracle.rotary_frequency(pair, half, base, scaling) for pair in range(half)]
+    np.testing.assert_allclose(frequencies(half, base, scaling), expected, rtol=1e-6)
+
+
+def test_llama_3_stretches_only_long_waves():
+    plain, scaled = frequencies(64, 500000.0, None), frequencies(64, 500000.0, LLAMA_3)
+    wavelength = 2 * np.pi / plain
+    short, long = wavelength < 8192 / 4, wavelength > 8192
+    assert short.any()
+    assert long.any()
+    assert (~short & ~long).any()
+    np.testing.assert_array_equal(scaled[short], plain[short])
+    np.testing.assert_allclose(scaled[long], plain[long] / 8, rtol=1e-6)
+    assert ((scaled < plain) & (scaled > plain / 8))[~short & ~long].all()
+
+
+def test_rotation_is_a_complex_product():
+    Position, Heads, HeadSize = Axis("position", 5), Axis("heads", 3), Axis("head_size", 8)
+    x = np.random.default_rng(0).standard_normal((5, 3, 8), dtype=np.float32)
+    places = np.array([0, 3, 4, 100, 101])
+    config = LlamaConfig(rotary_scaling=RotaryScaling(original_context=16))
+    turned = rotate(
+        hax.named(x, (Position, Heads, HeadSize)),
+        hax.named(places, Position),
+        HeadSize,
+        config.rotary_base,
+        config.rotary_scaling,
+    )
+    for head in range(3):
+        np.testing.assert_allclose(turned.array[:, head], oracle.rotate(x[:, head], places, config), atol=1e-5)
+    np.testing.assert_array_equal(turned.array[0], x[0])
