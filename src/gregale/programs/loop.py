@@ -127,7 +127,7 @@ class StepLog:
         values = {
             "loss": float(metrics.loss),
             "grad_norm": float(metrics.grad_norm),
-            "learning_rate": self._setup.learning_rate(step),
+            "learning_rate": self._setup.learning_rate(step - int(skipped) + bool(in_a_row)),
             "tokens": step * config.batch.tokens,
             "tokens_per_second": self._rate.tokens_per_second,
             "step_seconds": self._rate.step_seconds,

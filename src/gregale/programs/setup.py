@@ -66,9 +66,9 @@ class Setup:
         scalar = self.layout.sharding((), {})
         return jax.jit(guarded_step(self.method), donate_argnums=0, out_shardings=(shardings, scalar))
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of the update that step `step` (from 1) made."""
-        return float(jnp.asarray(self.method.optimizer.learning_rate(step - 1)))
+    def learning_rate(self, update: int) -> float:
+        """The learning rate of an update, counted from 1; skipped steps make none."""
+        return float(jnp.asarray(self.method.optimizer.learning_rate(update - 1)))
 
     def parameters_only(self, state: TrainState) -> TrainState:
         """The part of a state that a trained model needs; the rest is None."""
@@ -90,11 +90,6 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
             f"null for the tokenizer's own, padded to a multiple of {VOCABULARY_MULTIPLE}."
         )
     return Axis("vocab", wanted or -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
-
-
-def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
-    """Refuses what the mesh does not divide, as far as it is known before the tokenizer is."""
-    checked_layout(config, mesh, padded_vocabulary(config, 1))
 
 
 def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
@@ -132,7 +127,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     method = Psdp(
         model=model,
         loss=lambda model, batch: model.loss(batch, run),
-        optimizer=config.optimizer.build(model, config.steps),
+        optimizer=config.optimizer.build(model, config.steps, layout),
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if config.compute.gather == "per_step" else same,

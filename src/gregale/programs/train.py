@@ -16,7 +16,7 @@ from gregale.data.tokenizers import save_tokenizer
 from gregale.errors import UserError
 from gregale.model.llama import parameter_count
 from gregale.programs.loop import Loop
-from gregale.programs.setup import Setup, check_mesh, set_up
+from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
@@ -45,7 +45,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
-    check_mesh(config, mesh)
+    set_up(config, tokens=1, mesh=mesh)  # refuses what does not fit together before the data is touched
     with Console(None if is_writer() else open(os.devnull, "w")) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
@@ -65,6 +65,12 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
     state, first_step = starting_state(setup, checkpoints, corpus)
+    if first_step > config.steps or (first_step == config.steps and run.has_evaluation(first_step)):
+        console.message(
+            f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
+            f"`steps` would go on from there, --fresh begins anew."
+        )
+        return 0
     if first_step:
         console.message(f"Going on after step {first_step} of {config.steps}.")
     if is_writer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,17 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         return self.path / "samples.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation of a step was written, in full."""
+        if not self.metrics.is_file():
+            return False
+        lines = [line for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        return any('"eval_loss"' in line and json.loads(line)["step"] == step for line in lines)
 
     def read_config(self) -> TrainConfig:
         """The configuration of the run; raises `UserError` if there is no run here."""
