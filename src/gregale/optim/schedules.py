@@ -26,7 +26,9 @@ class ScheduleConfig(draccus.ChoiceRegistry):
 
     def __post_init__(self):
         if self.warmup < 0:
-            raise UserError(f"schedule.warmup is {self.warmup}; it is a number of steps or a fraction, at least 0.")
+            raise UserError(
+                f"optimizer.schedule.warmup is {self.warmup}; it is a number of steps or a fraction, at least 0."
+            )
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """The schedule step -> learning rate.
@@ -40,8 +42,8 @@ class ScheduleConfig(draccus.ChoiceRegistry):
         warmup = in_steps(self.warmup, steps)
         if warmup >= steps:
             raise UserError(
-                f"schedule.warmup is {self.warmup:g} = {warmup} steps, but the run has only {steps}: nothing would be "
-                f"left after the warmup. Less than {steps} steps, or a fraction below 1, would work."
+                f"optimizer.schedule.warmup is {self.warmup:g} = {warmup} steps, but the run has only {steps}: nothing "
+                f"would be left after the warmup. Less than {steps} steps, or a fraction below 1, would work."
             )
         body = self.after_warmup(peak, steps - warmup, in_steps_of=steps)
         if not warmup:
@@ -60,7 +62,7 @@ def in_steps(length: float, steps: int) -> int:
 
 def _check_final(final: float) -> None:
     if not 0 <= final <= 1:
-        raise UserError(f"schedule.final is {final:g}; it is the last rate divided by the peak, from 0 to 1.")
+        raise UserError(f"optimizer.schedule.final is {final:g}; it is the last rate divided by the peak, from 0 to 1.")
 
 
 @ScheduleConfig.register_subclass("constant")
@@ -119,15 +121,17 @@ class WarmupStableDecaySchedule(ScheduleConfig):
         super().__post_init__()
         _check_final(self.final)
         if self.decay <= 0:
-            raise UserError(f"schedule.decay is {self.decay:g}; it is a number of steps or a fraction, above 0.")
+            raise UserError(
+                f"optimizer.schedule.decay is {self.decay:g}; it is a number of steps or a fraction, above 0."
+            )
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         decay = in_steps(self.decay, in_steps_of)
         if decay > steps:
             raise UserError(
-                f"schedule.decay is {self.decay:g} = {decay} steps, but only {steps} of the {in_steps_of} steps of the "
-                f"run are left after the warmup ({in_steps_of} - {in_steps_of - steps} = {steps}); a decay of at most "
-                f"{steps} would work, or a shorter warmup."
+                f"optimizer.schedule.decay is {self.decay:g} = {decay} steps, but only {steps} of the {in_steps_of} "
+                f"steps of the run are left after the warmup ({in_steps_of} - {in_steps_of - steps} = {steps}); a "
+                f"decay of at most {steps} would work, or a shorter warmup."
             )
         line = optax.linear_schedule(peak, peak * self.final, max(decay, 1))
         return optax.join_schedules([optax.constant_schedule(peak), line], [steps - decay])
