@@ -1,0 +1,61 @@
+"""What every codec is: float values to one uint8 message and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from gregale.codecs.formats import FLOAT_BITS, WireFormat
+
+
+class Codec(ABC):
+    """Pure functions between values [..., n] and messages [..., message_bytes(n)], one message for each row.
+
+    A row of values that are not all finite decodes to values that are not all finite.
+    """
+
+    @property
+    @abstractmethod
+    def format(self) -> WireFormat:
+        """The bytes on the wire, in closed form."""
+
+    @abstractmethod
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Values [..., n], float32 or bfloat16 -> uint8 [..., message_bytes(n)]."""
+
+    @abstractmethod
+    def decode(self, message: jax.Array, size: int) -> jax.Array:
+        """uint8 [..., message_bytes(size)] -> float32 [..., size]."""
+
+    def message_bytes(self, size: int) -> int:
+        """Bytes of the message of `size` values."""
+        return self.format.message_bytes(size)
+
+
+@dataclass(frozen=True)
+class FloatCodec(Codec):
+    """The values' own bytes: float32 (`none`, exact) or bfloat16 (relative error of at most 2^-9).
+
+    - `name`: `none` or `bfloat16`; values beyond the largest bfloat16 (3.39e38) become infinite there
+    """
+
+    name: str
+
+    @property
+    def format(self) -> WireFormat:
+        return WireFormat(FLOAT_BITS[self.name])
+
+    @property
+    def _dtype(self):
+        return jnp.bfloat16 if self.name == "bfloat16" else jnp.float32
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        octets = jax.lax.bitcast_convert_type(values.astype(self._dtype), jnp.uint8)  # [..., n, bytes of a value]
+        return octets.reshape(*values.shape[:-1], -1)
+
+    def decode(self, message: jax.Array, size: int) -> jax.Array:
+        octets = message.reshape(*message.shape[:-1], size, self.format.bits // 8)
+        return jax.lax.bitcast_convert_type(octets, self._dtype).astype(jnp.float32)

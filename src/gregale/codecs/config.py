@@ -1,0 +1,92 @@
+"""The choice of what goes over the slow link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gregale.codecs.blocks import PowersCodec, UniformCodec
+from gregale.codecs.codec import Codec, FloatCodec
+from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS
+from gregale.codecs.rotation import RotatedCodec
+from gregale.errors import UserError
+
+SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class FeedbackConfig:
+    """Error feedback (LoCo, 2407.04480): what quantising lost is kept, and added to what is sent next."""
+
+    beta: float = field(default=0.8, metadata={"help": "decay of the kept error; 0: only the last step's error"})
+    reset_every: int | None = field(default=None, metadata={"help": "steps after which it is zeroed; null: never"})
+
+    def __post_init__(self):
+        if not 0 <= self.beta < 1:
+            raise UserError(
+                f"reduce.feedback.beta is {self.beta:g}: the kept error is beta * old + (1 - beta) * new, so beta is "
+                "at least 0 and below 1."
+            )
+        if self.reset_every is not None and self.reset_every < 1:
+            raise UserError(
+                f"reduce.feedback.reset_every is {self.reset_every}; it is at least 1 step, or null for never."
+            )
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """How replicas average: the first leg is an all-to-all of pieces, the second gives the averages back."""
+
+    codec: str = field(default="none", metadata={"help": f"of the first leg: {', '.join(CODECS)}"})
+    block: int = field(default=DEFAULT_BLOCK, metadata={"help": "values that share a scale"})
+    feedback: FeedbackConfig | None = field(
+        default=FeedbackConfig(), metadata={"help": "error feedback of the legs that quantise; null: none"}
+    )
+    second_leg: str = field(default="none", metadata={"help": f"codec of the second leg: {', '.join(SECOND_LEGS)}"})
+    hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
+
+    def __post_init__(self):
+        for name, choices in (("codec", CODECS), ("second_leg", SECOND_LEGS)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"reduce.{name} is {getattr(self, name)!r}; valid choices: {', '.join(choices)}.")
+        for name in (self.codec, self.second_leg):
+            self._check_block(name)
+        if self.hadamard and not {self.codec, self.second_leg} & set(BLOCK_BITS):
+            raise UserError(
+                f"reduce.hadamard is true, but codec {self.codec} and second_leg {self.second_leg} have no blocks to "
+                f"rotate; codecs with blocks: {', '.join(BLOCK_BITS)}."
+            )
+        if self.hadamard and self.block.bit_count() != 1:
+            below = 2 ** (self.block.bit_length() - 1)
+            raise UserError(
+                f"reduce.block is {self.block}, and reduce.hadamard rotates blocks of a power of two; {below} or "
+                f"{2 * below} would work."
+            )
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any leg is other than exact."""
+        return self.codec != "none" or self.second_leg != "none"
+
+    def first_codec(self) -> Codec:
+        return self._codec(self.codec)
+
+    def second_codec(self) -> Codec:
+        return self._codec(self.second_leg)
+
+    def _codec(self, name: str) -> Codec:
+        if name in FLOAT_BITS:
+            return FloatCodec(name)
+        codec = PowersCodec(block=self.block) if name == "e3m0" else UniformCodec(BLOCK_BITS[name], self.block)
+        return RotatedCodec(codec) if self.hadamard else codec
+
+    def _check_block(self, name: str):
+        if name not in BLOCK_BITS:
+            return
+        values_per_byte = 8 // BLOCK_BITS[name]
+        if self.block < 1 or self.block % values_per_byte:
+            above = max(1, -(-self.block // values_per_byte)) * values_per_byte
+            raise UserError(
+                f"reduce.block is {self.block}: {name} packs {values_per_byte} value(s) into a byte, so a block has a "
+                f"multiple of {values_per_byte} values, at least {values_per_byte}. {above} would work; {DEFAULT_BLOCK} "
+                "is the default."
+            )
