@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import BATCH, EMBED, REPLICA, check_divides, standard_layout, vmap_replicas
+from gregale.axes.layout import BATCH, EMBED, REPLICA, check_divides, standard_layout, vmap_over
 from gregale.errors import UserError
 from tests.mesh.support import fast_jit, layout_of, named_leaves, placed, small_model
 
@@ -56,16 +56,17 @@ def test_mappings_are_those_of_the_design():
     assert layout.spec(axes, layout.compute) == PartitionSpec("model", None)
     assert layout.spec(axes, layout.params) == PartitionSpec("model", "data")
     assert layout.spec(axes, layout.opt_state) == PartitionSpec("model", ("data", "replica"))
-    assert layout.spec((BATCH, "position"), layout.compute) == PartitionSpec(("replica", "data"), None)
-    assert layout.mesh_axes((BATCH, EMBED), layout.compute) == ("replica", "data")
+    assert layout.spec((BATCH, "position"), layout.compute) == PartitionSpec(("island", "replica", "data"), None)
+    assert layout.mesh_axes((BATCH, EMBED), layout.compute) == ("island", "replica", "data")
     assert layout.mesh_axes((EMBED, "position"), layout.opt_state) == ("data", "replica")
 
 
-def test_inside_a_replica_nothing_but_replica_maps_to_replica():
+def test_inside_a_replica_nothing_maps_to_replica():
     inner = layout_of(2, 2, 2).inside_replica()
     for mapping in (inner.compute, inner.params, inner.opt_state):
-        assert all(name == REPLICA or REPLICA not in axes for name, axes in mapping.items())
-    assert inner.compute[BATCH] == inner.params[EMBED] == inner.opt_state[EMBED] == ("data",)
+        assert all(REPLICA not in axes for axes in mapping.values())
+    assert inner.compute[BATCH][-1:] == inner.params[EMBED] == inner.opt_state[EMBED] == ("data",)
+    assert (inner.replicas, layout_of(2, 2, 2).replicas) == (1, 2)
     assert inner.inside_replica() == inner
 
 
@@ -91,7 +92,9 @@ def test_vmap_over_replicas_keeps_each_on_its_own_devices():
         return hax.sum(x) * plain[0]
 
     plain = jnp.array([[1.0, 0.0], [10.0, 0.0]])
-    result = fast_jit(lambda x, plain: vmap_replicas(one, layout)(x, plain))(placed(x, layout, layout.params), plain)
+    result = fast_jit(lambda x, plain: vmap_over(one, REPLICA, layout)(x, plain))(
+        placed(x, layout, layout.params), plain
+    )
     assert seen[0] == ((Rows,), (2,))
     np.testing.assert_array_equal(result.array, [15.0, 510.0])
     assert result.array.sharding.spec == PartitionSpec(REPLICA)
@@ -109,7 +112,7 @@ EVERY_AXIS = {"batch.size": BATCH, "model.hidden": EMBED, "model.heads": "heads"
 
 def bare_layout(replica: int, data: int, model: int):
     """A layout of a mesh of any size: only the sizes are read."""
-    shape = {"replica": replica, "stage": 1, "data": data, "model": model}
+    shape = {"island": 1, "replica": replica, "stage": 1, "data": data, "model": model}
     return standard_layout(SimpleNamespace(shape=shape))
 
 
@@ -137,7 +140,7 @@ def test_the_sizes_that_a_refusal_offers_work(replica, data, model, key, size):
 
 def test_a_refusal_shows_the_product_of_the_mesh_axes():
     message = refusal(bare_layout(2, 4, 1), {"batch.size": ("a batch", Axis(BATCH, 12))})
-    assert "a batch is split over replica 2 x data 4 = 8 devices, and 12 / 8 = 1.5" in message
+    assert "replica 2 x data 4 = 8 devices, and 12 / 8 = 1.5 is not a whole number" in message
     assert "batch.size 8 or 16 would work" in message
 
 
@@ -156,5 +159,5 @@ def test_a_mesh_axis_that_splits_nothing_is_refused(sizes, unused):
 
 
 def test_a_stage_axis_is_refused_as_long_as_nothing_maps_to_it():
-    layout = standard_layout(SimpleNamespace(shape={"replica": 1, "stage": 2, "data": 1, "model": 1}))
+    layout = standard_layout(SimpleNamespace(shape={"island": 1, "replica": 1, "stage": 2, "data": 1, "model": 1}))
     assert "mesh.stage is 2" in refusal(layout, {"model.hidden": ("the width", Axis(EMBED, 8))})

@@ -90,7 +90,7 @@ def test_two_replicas_a_slice_lie_next_to_each_other():
 
 
 def test_replicas_that_cannot_hold_whole_slices_are_refused():
-    with pytest.raises(UserError, match=r"mesh.replica is 2, but the devices are 4 slices: .* multiple of 4"):
+    with pytest.raises(UserError, match=r"replica is 2, but the devices are 4 slices: .* multiple of 4"):
         arrange(slices(4, 1, 4), (2, 1, 8, 1))
 
 
@@ -101,15 +101,15 @@ def test_slices_of_different_sizes_are_refused():
 
 def test_the_real_mesh_has_the_axes_of_the_design():
     mesh = make_mesh(MeshConfig(replica=2, model=2))
-    assert mesh.axis_names == AXES == ("replica", "stage", "data", "model")
-    assert dict(mesh.shape) == {"replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert mesh.axis_names == AXES == ("island", "replica", "stage", "data", "model")
+    assert dict(mesh.shape) == {"island": 1, "replica": 2, "stage": 1, "data": 2, "model": 2}
     assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
 
 
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
 
 
-@given(st.tuples(sizes, sizes, sizes, sizes), st.sampled_from([*AXES, None]), st.integers(1, 96))
+@given(st.tuples(*[sizes] * len(AXES)), st.sampled_from([*AXES, None]), st.integers(1, 96))
 def test_sizes_multiply_to_the_devices_or_the_message_has_the_arithmetic(given_sizes, free, devices):
     config = MeshConfig(**{axis: -1 if axis == free else size for axis, size in zip(AXES, given_sizes, strict=True)})
     given = prod(size for axis, size in zip(AXES, given_sizes, strict=True) if axis != free)
@@ -127,7 +127,7 @@ def test_sizes_multiply_to_the_devices_or_the_message_has_the_arithmetic(given_s
         assert str(devices) in message
         if free is None:
             assert sum(config.sizes(given).values()) == sum(given_sizes), "the number of devices it offers works"
-            assert f"`devices: {given}`" in message
+            assert f"devices: {given}`" in message
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -1,0 +1,234 @@
+"""The model against a plain rewrite: loss and every gradient, for all options; causality; generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import BATCH
+from gregale.errors import UserError
+from gregale.model.attention import Cache
+from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
+from gregale.model.execution import UNROLL, execution
+from gregale.model.llama import Llama, parameter_count
+from tests.mesh.support import assert_trees_close, fast_jit, layout_of, one_device, small_model, token_batch
+from tests.model import oracle
+
+# A context of 8 tokens makes all three cases of the scaling appear among a head's few frequencies.
+STRETCHED = RotaryScaling(factor=8.0, original_context=8)
+BASE = LlamaConfig(layers=2, hidden=16, heads=4, mlp=24, init_scale=0.3)
+CONFIGS = {
+    "llama2": BASE,
+    "llama3": replace(BASE, kv_heads=2, rotary_base=500000.0, rotary_scaling=STRETCHED, norm_epsilon=1e-3),
+    "mistral": replace(BASE, kv_heads=1, sliding_window=3),
+    "qwen2": replace(BASE, kv_heads=2, attention_bias=True, tied_head=True),
+    "qwen3": replace(BASE, kv_heads=2, head_size=8, qk_norm=True, tied_head=True, sliding_window=20),
+}
+ROWS, POSITIONS, VOCABULARY = 2, 12, 32
+BATCH_OF_TOKENS = token_batch(ROWS, POSITIONS, VOCABULARY)
+
+
+def perturbed(model: Llama) -> Llama:
+    """Biases and norms away from 0 and 1, where a mistake in them would not show."""
+    leaves, structure = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, noisy)
+
+
+def made(name: str) -> Llama:
+    return perturbed(small_model(CONFIGS[name], VOCABULARY))
+
+
+def loss_and_gradients(model: Llama, batch, run):
+    def mean(model):
+        total, weight = model.loss(batch, run)
+        return total / weight
+
+    return fast_jit(jax.value_and_grad(mean))(model)
+
+
+def oracle_loss_and_gradients(model: Llama, batch):
+    def mean(weights):
+        total, weight = oracle.loss(weights, oracle.plain_batch(batch), model.config)
+        return total / weight
+
+    return fast_jit(jax.value_and_grad(mean))(oracle.plain_weights(model))
+
+
+def without(batch, name: str):
+    return {key: value for key, value in batch.items() if key != name}
+
+
+@pytest.mark.parametrize("batch", [BATCH_OF_TOKENS, without(BATCH_OF_TOKENS, "segment_ids")], ids=["packed", "single"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_equal_a_plain_rewrite(name, batch):
+    model = made(name)
+    loss, gradients = loss_and_gradients(model, batch, one_device(loss_block=5))
+    expected, expected_gradients = oracle_loss_and_gradients(model, batch)
+    assert loss == pytest.approx(float(expected), abs=1e-5)
+    assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_every_option_changes_the_loss():
+    """So the rewrite would notice an option that does nothing."""
+    model = made("qwen3")
+    full = oracle.plain_weights(model)
+    batch = oracle.plain_batch(BATCH_OF_TOKENS)
+    config = replace(model.config, sliding_window=3, rotary_scaling=STRETCHED)
+    changes = {
+        "sliding_window": replace(config, sliding_window=None),
+        "rotary_scaling": replace(config, rotary_scaling=None),
+        "qk_norm": replace(config, qk_norm=False),
+        "norm_epsilon": replace(config, norm_epsilon=1e-1),
+        "rotary_base": replace(config, rotary_base=100.0),
+    }
+    before = oracle.loss(full, batch, config)[0]
+    for name, changed in changes.items():
+        assert abs(oracle.loss(full, batch, changed)[0] - before) > 1e-2, name
+    assert abs(oracle.loss(full, without(batch, "segment_ids"), config)[0] - before) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model = made("qwen2")
+    return model, oracle_loss_and_gradients(model, BATCH_OF_TOKENS)
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("remat", REMAT)
+def test_remat_and_unrolling_do_not_change_the_result(reference, remat, unroll):
+    model, (expected, expected_gradients) = reference
+    run = one_device(remat=remat, unroll=unroll)
+    loss, gradients = loss_and_gradients(model, BATCH_OF_TOKENS, run)
+    assert loss == pytest.approx(float(expected), abs=1e-5)
+    assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+def saved_bytes(remat: str) -> int:
+    """Bytes that the compiled loss and gradient keep beside their arguments and results."""
+    model = small_model(replace(BASE, layers=8, hidden=32), VOCABULARY)
+    batch = token_batch(8, 64, VOCABULARY)
+    run = one_device(remat=remat)
+    compiled = fast_jit(jax.grad(lambda model: model.loss(batch, run)[0])).lower(model).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_remat_policies_save_as_much_as_their_names_say():
+    saved = {remat: saved_bytes(remat) for remat in ("none", "projections", "attention", "full")}
+    assert saved["full"] < saved["attention"] < saved["projections"] < saved["none"]
+
+
+def test_bfloat16_is_close_to_float32(reference):
+    model, (expected, expected_gradients) = reference
+    loss, gradients = loss_and_gradients(model, BATCH_OF_TOKENS, one_device(dtype=jnp.dtype(jnp.bfloat16)))
+    assert loss == pytest.approx(float(expected), rel=0.02)
+    assert float(loss) != float(expected)
+    for name, gradient in oracle.plain_weights(gradients).items():
+        assert gradient.dtype == jnp.float32
+        error = np.linalg.norm(gradient - expected_gradients[name])
+        assert error < 0.15 * np.linalg.norm(expected_gradients[name]), name
+
+
+def test_later_tokens_and_other_segments_have_no_gradient():
+    """Each place gets an embedding row of its own, so that a row's gradient is that of its place."""
+    model = perturbed(small_model(CONFIGS["llama3"], VOCABULARY))
+    Rows, Position = Axis(BATCH, 2), Axis("position", POSITIONS)
+    tokens = hax.named(np.arange(2 * POSITIONS).reshape(2, POSITIONS), (Rows, Position))
+    segments = hax.named(np.array([[0] * 5 + [1] * 7, [0] * 12]), (Rows, Position))
+    positions = hax.named(np.array([[*range(5), *range(7)], [*range(12)]]), (Rows, Position))
+    direction = jax.random.normal(jax.random.key(3), (BASE.hidden,))
+    run = one_device()
+
+    @fast_jit
+    def by_embedding(row, place):
+        def output(model):
+            hidden = model.hidden(tokens, positions, segments, run).rearrange((BATCH, "position", "embed"))
+            return hidden.array[row, place] @ direction
+
+        gradient = jax.grad(output)(model).embedding.array
+        return jnp.abs(gradient[: 2 * POSITIONS]).max(axis=-1).reshape(2, POSITIONS)
+
+    for row, place, first in ((0, 4, 0), (0, 7, 5), (0, 11, 5), (1, 0, 0), (1, 9, 0)):
+        reached = by_embedding(row, place)
+        seen = np.zeros((2, POSITIONS), bool)
+        seen[row, first : place + 1] = True
+        assert (reached[seen] > 0).all()
+        assert (reached[~seen] == 0).all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decode_equals_the_full_forward(name):
+    """A prompt in one piece, one with filling, then single tokens: the last place's logits of the full forward."""
+    model, run = made(name), one_device(unroll=2)
+    weights, Rows = oracle.plain_weights(model), Axis(BATCH, ROWS)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
+    zeros = jnp.zeros(POSITIONS, int)
+    full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
+    decode = fast_jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
+    cache = Cache.empty(model.config, Rows, POSITIONS, jnp.float32)
+    pieces = ((0, 4, 4), (4, 7, 3), *((place, place + 1, 1) for place in range(7, POSITIONS)))
+    for start, stop, width in pieces:
+        piece = np.zeros((ROWS, width), int)
+        piece[:, : stop - start] = tokens[:, start:stop]
+        last = stop - start - 1
+        logits, cache = decode(hax.named(piece, (Rows, Axis("position", width))), cache, start, last)
+        assert logits.rearrange((BATCH, "vocab")).dtype == jnp.float32
+        np.testing.assert_allclose(logits.rearrange((BATCH, "vocab")).array, full[:, stop - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_filling_after_the_last_token_of_a_prompt_changes_nothing():
+    model, run, Rows, Width = made("mistral"), one_device(), Axis(BATCH, 1), Axis("position", 6)
+    decode = fast_jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
+    results = []
+    for filling in (0, 9):
+        cache = Cache.empty(model.config, Rows, 16, jnp.float32)
+        prompt = hax.named(np.array([[3, 1, 4, 1, filling, filling]]), (Rows, Width))
+        first, cache = decode(prompt, cache, 0, 3)
+        second, _ = decode(hax.named(np.array([[5]]), (Rows, Axis("position", 1))), cache, 4, 0)
+        results.append((first.array, second.array))
+    for left, right in zip(*results, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_parameter_count_is_the_closed_form():
+    c = CONFIGS["qwen3"]
+    attention = c.hidden * c.HeadSize.size * (2 * c.heads + 2 * c.KvHeads.size) + 2 * c.HeadSize.size
+    expected = VOCABULARY * c.hidden + c.hidden + c.layers * (attention + 3 * c.hidden * c.mlp + 2 * c.hidden)
+    assert parameter_count(small_model(c, VOCABULARY)) == expected
+
+
+def test_execution_follows_the_configuration():
+    layout = layout_of(2, 2, 2)
+    run = execution(ComputeConfig(dtype="bfloat16", remat="attention", loss_block=7), layout)
+    assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "attention", 7)
+    assert (run.attention, run.unroll) == ("xla", UNROLL["cpu"])
+    assert run.layout.compute[BATCH] == ("data",)
+    assert execution(ComputeConfig(unroll=1), layout).unroll == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LlamaConfig(hidden=100, heads=12), ["model.hidden is 100", "100 / 12 = 8.333", "model.head_size"]),
+        (lambda: LlamaConfig(heads=12, kv_heads=5), ["model.kv_heads is 5", "12 / 5"]),
+        (lambda: LlamaConfig(hidden=36, heads=12), ["model.head_size is 3", "even"]),
+        (lambda: LlamaConfig(layers=0), ["model.layers is 0", "at least 1"]),
+        (lambda: ComputeConfig(dtype="float16"), ["compute.dtype is 'float16'", "float32, bfloat16"]),
+        (lambda: ComputeConfig(gather="never"), ["compute.gather is 'never'", "per_layer, per_step"]),
+        (lambda: ComputeConfig(remat="some"), ["compute.remat is 'some'", "none, full, attention"]),
+        (lambda: ComputeConfig(attention="flash"), ["compute.attention is 'flash'", "auto, xla, cudnn"]),
+        (lambda: ComputeConfig(loss_block=0), ["compute.loss_block is 0"]),
+    ],
+)
+def test_a_bad_configuration_says_what_would_work(make, words):
+    with pytest.raises(UserError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
