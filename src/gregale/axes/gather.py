@@ -49,7 +49,10 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
             if mesh_axis not in gathered_over:
                 gradient = jax.lax.psum_scatter(gradient, mesh_axis, scatter_dimension=dimension, tiled=True)
                 left.remove(mesh_axis)
-    return jax.lax.psum(gradient, tuple(left)) if left else gradient
+    gradient = jax.lax.psum(gradient, tuple(left)) if left else gradient
+    # Without the barrier XLA:TPU moves the sum out of the microbatch loop, where it needs a buffer for the gradient of
+    # the whole weight; and in bfloat16 that rewriting ends in an internal error.
+    return jax.lax.optimization_barrier(gradient)
 
 
 def _is_float(leaf) -> bool:
