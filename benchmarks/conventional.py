@@ -34,18 +34,17 @@ def conventional_step(
     - `optimizer`: its state lies under `params` too: every replica holds a copy
     """
 
-    def add(sums: Tree, microbatch: Tree) -> Tree:
-        parameters, *before = sums
-        (value, weight), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, microbatch)
-        gradients = layout.constrain(gradients, layout.params)
-        after = jax.tree.map(jnp.add, tuple(before), (gradients, value, weight))
-        return parameters, layout.constrain(after[0], layout.params), *after[1:]
-
     def step(parameters: Tree, state: Tree, batch: Tree):
+        def add(sums: tuple, microbatch: Tree) -> tuple:
+            (value, weight), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, microbatch)
+            gradients = layout.constrain(gradients, layout.params)
+            gradients, *scalars = jax.tree.map(jnp.add, sums, (gradients, value, weight))
+            return layout.constrain(gradients, layout.params), *scalars
+
         zeros = layout.constrain(jax.tree.map(jnp.zeros_like, parameters), layout.params)
-        start = (parameters, zeros, jnp.float32(0), jnp.float32(0))
         rows = split(batch, layout, microbatches)
-        _, gradients, total, weight = jax.lax.scan(lambda sums, part: (add(sums, part), None), start, rows)[0]
+        start = (zeros, jnp.float32(0), jnp.float32(0))
+        gradients, total, weight = hax.fold(add, Axis(MICROBATCH, microbatches))(start, rows)
         gradients = jax.tree.map(lambda gradient: gradient / weight, gradients)
         updates, state = optimizer.update(gradients, state, parameters)
         parameters = layout.constrain(optax.apply_updates(parameters, updates), layout.params)
@@ -55,10 +54,7 @@ def conventional_step(
 
 
 def split(batch: Tree, layout: Layout, microbatches: int) -> Tree:
-    """Every device's rows cut into microbatches: [batch, ...] -> [microbatch, batch / microbatch, ...], named inside.
-
-    The leading axis has no name, so that `jax.lax.scan` can take it away.
-    """
+    """Every device's rows cut into microbatches: [batch, ...] -> [microbatch, batch / microbatches, ...]."""
     shards = layout.mesh.shape["replica"] * layout.mesh.shape["data"]
 
     def one(leaf: NamedArray) -> NamedArray:
@@ -67,7 +63,6 @@ def split(batch: Tree, layout: Layout, microbatches: int) -> Tree:
         cut = leaf.array.reshape(shards, microbatches, size // shards // microbatches, *leaf.array.shape[1:])
         cut = cut.swapaxes(0, 1).reshape(microbatches, size // microbatches, *leaf.array.shape[1:])
         axes = (Axis(MICROBATCH, microbatches), Axis(BATCH, size // microbatches), *rest)
-        placed = layout.constrain(hax.named(cut, axes), layout.compute)
-        return NamedArray(placed.array, tuple(axis.name for axis in axes[1:]))
+        return layout.constrain(hax.named(cut, axes), layout.compute)
 
     return jax.tree.map(one, batch, is_leaf=is_named)
