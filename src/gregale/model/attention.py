@@ -7,11 +7,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.nn import Linear, RmsNorm
+from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, named
+from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
 POSITION = "position"
@@ -62,7 +63,7 @@ class Attention(eqx.Module):
             return linear(c.Embed, (Heads, c.HeadSize), c.init_scale, key, bias=c.attention_bias)
 
         def norm():
-            return RmsNorm.init(c.HeadSize, c.norm_epsilon, use_bias=False, dtype=jnp.float32) if c.qk_norm else None
+            return RmsNorm.init(c.HeadSize, c.norm_epsilon) if c.qk_norm else None
 
         return Attention(
             query=project(c.Heads, keys[0]),

@@ -7,7 +7,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.nn import Linear, RmsNorm
+from haliax.nn import Linear
 
 from gregale.axes.layout import is_parameter
 from gregale.model.attention import POSITION, Attention, Cache, linear
@@ -15,6 +15,7 @@ from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.loss import next_token_loss
+from gregale.model.norm import RmsNorm
 
 
 class Mlp(eqx.Module):
@@ -140,7 +141,7 @@ class Llama(eqx.Module):
 
 
 def norm(config: LlamaConfig) -> RmsNorm:
-    return RmsNorm.init(config.Embed, config.norm_epsilon, use_bias=False, dtype=jnp.float32)
+    return RmsNorm.init(config.Embed, config.norm_epsilon)
 
 
 def parameter_count(model) -> int:

@@ -34,12 +34,13 @@ def rotate(x: NamedArray, positions: NamedArray, HeadSize: Axis, base: float, sc
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
     """
-    half = HeadSize.size // 2
-    Half = Axis("half", half)
-    frequency = hax.named(jnp.asarray(frequencies(half, base, scaling)), Half)
-    angle = positions.astype(jnp.float32).broadcast_axis(Half) * frequency
-    cos, sin = hax.cos(angle), hax.sin(angle)
-    low = x[HeadSize, :half].rename({HeadSize.name: Half.name}).astype(jnp.float32)
-    high = x[HeadSize, half:].rename({HeadSize.name: Half.name}).astype(jnp.float32)
-    turned = hax.concatenate(Half.name, [low * cos - high * sin, high * cos + low * sin])
-    return turned.rename({Half.name: HeadSize.name}).rearrange(x.axes).astype(x.dtype)
+    frequency = jnp.asarray(frequencies(HeadSize.size // 2, base, scaling))
+    others = x.rearrange((..., HeadSize)).axes[:-1]
+    # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
+    shared = [axis for axis in others if axis in positions.axes]
+    sizes = [axis.size if axis in shared else 1 for axis in others]
+    angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    low, high = jnp.split(x.rearrange((..., HeadSize)).array.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return hax.named(turned.astype(x.dtype), (*others, HeadSize)).rearrange(x.axes)
