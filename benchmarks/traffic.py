@@ -3,7 +3,8 @@
     python benchmarks/traffic.py [--replica 2] [--data 2] [--model 2] [--microbatches 4] [--list]
 
 Both are compiled for simulated CPU devices and read by `gregale.audit`; nothing is run. Bytes are what one device sends
-in one step by ring algorithms, loops counted (`Collective.bytes_sent`). The model is of about the quickstart's size, in float32.
+in one step by ring algorithms, loops counted (`Collective.bytes_sent`). The model is of about the
+quickstart's size, in float32.
 """
 
 from __future__ import annotations
