@@ -127,7 +127,8 @@ class Decoder:
             others = [other for other, choice in kind.get_known_choices().items() if name in _field_names(choice)]
             if others:
                 return f" `{name}` belongs to {TYPE} {' or '.join(others)}."
-        known = self._entries()
+        beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # groups of keys are among them
+        known = [*beside, *self._entries()]
         same_name = [other for other in known if other.rpartition(".")[2] == name]
         return _did_you_mean(list(dict.fromkeys(same_name + get_close_matches(key, known)))[:3])
 
