@@ -1,0 +1,176 @@
+"""Bad configurations through the real command line: one paragraph, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gregale.cli import main
+from tests.programs.tiny import write_inputs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def content(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def refused(folder: Path, capsys, *arguments: str) -> str:
+    """The one paragraph on standard error; the folder is as it was."""
+    before = content(folder)
+    assert main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("gregale: error: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    assert content(folder) == before
+    return captured.err
+
+
+CHOICES = {
+    "model.type": ["llama"],
+    "optimizer.type": ["adamw", "lion", "sgd", "muon"],
+    "optimizer.schedule.type": ["constant", "linear", "cosine", "wsd"],
+    "optimizer.decay": ["matrices", "all"],
+    "sync.type": ["psdp"],
+    "compute.remat": ["none", "full", "attention", "projections", "offload"],
+    "compute.gather": ["per_layer", "per_step"],
+    "compute.dtype": ["float32", "bfloat16"],
+    "compute.attention": ["auto", "xla", "cudnn"],
+    "data.tokenizer.type": ["bytes", "file", "bpe"],
+    "data.sources.words.type": ["text", "jsonl", "parquet", "tokens", "huggingface"],
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_an_unknown_choice_lists_the_valid_ones(folder, capsys, key):
+    error = refused(folder, capsys, "tiny.yaml", f"--{key}", "nonsense")
+    assert key in error
+    assert "'nonsense'" in error
+    listed = error.lower().partition("valid choices: ")[2]
+    assert all(choice in listed for choice in CHOICES[key]), error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--optimizer.learnig_rate", "1"], ["`optimizer.learnig_rate`", "Did you mean `optimizer.learning_rate`"]),
+        (["--mesh.modle", "2"], ["`mesh.modle`", "Did you mean `mesh.model`", "Valid keys under `mesh`"]),
+        (["--layers", "2"], ["`layers`", "Did you mean `model.layers`"]),
+        (["--steps", "many"], ["`steps`", "'many', a str", "expected int", "length of the run"]),
+        (["--steps", "1.5"], ["`steps`", "1.5, a float", "expected int"]),
+        (["--model.layers", "[1, 2]"], ["`model.layers`", "a list of 2", "expected int"]),
+        (["--optimizer.learning_rate", "fast"], ["`optimizer.learning_rate`", "'fast', a str", "expected float"]),
+        (["--data.shuffle=maybe"], ["`data.shuffle`", "'maybe', a str", "expected bool"]),
+        (["--mesh.data.size", "2"], ["`mesh.data`"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_unknown_keys_and_wrong_types(folder, capsys, arguments, parts):
+    error = refused(folder, capsys, "tiny.yaml", *arguments)
+    assert "on the command line" in error
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--steps", "0"], ["steps is 0", "at least 1"]),
+        (["--name", "a/b"], ["name is 'a/b'", "no '/'"]),
+        (["--batch.size", "12"], ["batch.size is 12", "replica 2 x data 2 x microbatches 2 = 8", "8 or 16 would work"]),
+        (["--batch.size", "6"], ["batch.size is 6", "6 / 4 = 1.5", "4 or 8 would work"]),
+        (["--batch.microbatches", "3"], ["batch.size is 8", "microbatches 3 = 12", "12 would work"]),
+        (
+            ["--model.hidden", "30", "--model.head_size", "16"],
+            ["model.hidden is 30", "data 2 x replica 2 = 4", "30 / 4 = 7.5", "28 or 32 would"],
+        ),
+        (["--model.heads", "3"], ["model.hidden is 32 and model.heads is 3", "10.67"]),
+        (["--model.heads", "4", "--model.kv_heads", "3"], ["model.heads is 4 and model.kv_heads is 3"]),
+        (["--model.kv_heads", "1"], ["model.kv_heads is 1", "model 2 = 2 devices", "model.kv_heads 2 would work"]),
+        (["--model.mlp", "63"], ["model.mlp is 63", "63 / 2 = 31.5", "62 or 64 would work"]),
+        (["--mesh.replica", "4"], ["mesh: ", "4 * 1 * 2 * 2 = 16 devices, but there are 8", "`cpu_devices: 16`"]),
+        (["--mesh.replica", "3", "--mesh.data", "-1"], ["mesh.data is -1", "= 6 devices", "does not divide the 8"]),
+        (["--mesh.replica", "1", "--mesh.stage", "2"], ["mesh.stage is 2", "Set mesh.stage to 1"]),
+        (["--mesh.replica", "-1", "--mesh.data", "-1"], ["more than one -1"]),
+        (["--mesh.replica", "0"], ["mesh.replica is 0"]),
+        (["--optimizer.schedule.warmup", "12"], ["optimizer.schedule.warmup is 12", "has only 12", "Less than 12"]),
+        (["--optimizer.learning_rate", "-1"], ["optimizer.learning_rate is -1", "at least 0"]),
+        (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm is 0", "above 0, or null"]),
+        (["--checkpoint.every", "0"], ["checkpoint.every is 0"]),
+        (["--evaluation.every", "0"], ["evaluation.every is 0", "at least 1"]),
+        (["--data.held_out", "2"], ["data.held_out: 2", "between 0 and 1"]),
+        (["--distributed.processes", "2"], ["distributed.processes is 2", "distributed.coordinator is not set"]),
+        (["--cpu_devices", "3", "--distributed.processes", "2"], ["cpu_devices is 3", "Use a multiple of 2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_sizes_that_do_not_fit(folder, capsys, arguments, parts):
+    error = refused(folder, capsys, "tiny.yaml", *arguments)
+    for part in parts:
+        assert part in error
+
+
+BAD_FILES = {
+    "steps: [1": ["bad.yaml, line 1", "not readable as YAML"],
+    "name: a\nsteps: 5\nsteps: 6\n": ["`steps` stands twice, in line 2 and in line 3"],
+    "- 1\n": ["a configuration is a mapping"],
+    "name: a\n": ["`steps`", "is missing", "length of the run"],
+    "name: a\nsteps: 5\nmodel: {layers: two}\n": ["`model.layers` (bad.yaml, line 3) is 'two', a str; expected int"],
+    "name: a\nsteps: 5\nmodle: {}\n": ["`modle` (bad.yaml, line 3)", "Did you mean `model`?"],
+    "name: a\nsteps: 5\nmesh: {data: 8}\n": ["data.sources: empty", "jsonl, parquet, text"],
+    "name: a\nsteps: \x01\n": ["bad.yaml, line 2", "not readable as YAML"],
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES, ids=repr)
+def test_a_file_that_is_no_configuration(folder, capsys, text):
+    (folder / "bad.yaml").write_text(text)
+    error = refused(folder, capsys, "bad.yaml")
+    for part in BAD_FILES[text]:
+        assert part in error
+
+
+def test_a_missing_configuration(folder, capsys):
+    assert "none.yaml: there is no such configuration file." in refused(folder, capsys, "none.yaml")
+    (folder / "bytes.yaml").write_bytes(b"name: \xff\n")
+    assert "bytes.yaml: not UTF-8 at byte 6" in refused(folder, capsys, "bytes.yaml")
+
+
+def test_missing_text(folder, capsys):
+    error = refused(folder, capsys, "tiny.yaml", "--data.sources.words.files", "[none/*.txt]")
+    assert "data.sources.words" in error
+    assert "none/*.txt" in error
+
+
+def test_too_little_text(folder, capsys):
+    before = content(folder)
+    assert main(["train", "tiny.yaml", "--batch.sequence_length", "100000"]) == 2
+    error = capsys.readouterr().err
+    assert "data.sources.words: too little text to train on" in error
+    assert "100000 + 1" in error
+    assert error.count("\n") == 1
+    new = content(folder).keys() - before.keys()
+    assert all((folder / "cache") in (path, *path.parents) for path in new), "no run was begun"
+
+
+def test_for_real(folder):
+    """In a process of its own, where the devices are started by the command."""
+    before = content(folder)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", "--cpu_devices", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "2 * 1 * 2 * 2 = 8 devices, but there are 2" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert content(folder) == before

@@ -1,0 +1,133 @@
+"""A run that takes seconds: a small text, a small model, and ways to start it and to look at what it left."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import jax
+import numpy as np
+import yaml
+
+from gregale.services.checkpoint.retention import committed_steps, folder_name
+from gregale.services.checkpoint.store import Checkpoints
+
+WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]
+
+CONFIG: dict[str, Any] = {
+    "name": "tiny",
+    "steps": 12,
+    "mesh": {"replica": 2, "data": 2, "model": 2},
+    "model": {"type": "llama", "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2, "mlp": 64},
+    "compute": {"dtype": "float32", "remat": "none"},
+    "data": {"sources": {"words": {"type": "text", "files": ["text/*.txt"]}}, "held_out": 0.2, "workers": 1},
+    "batch": {"size": 8, "sequence_length": 32, "microbatches": 2},
+    "optimizer": {"type": "adamw", "learning_rate": 0.01, "schedule": {"type": "cosine", "warmup": 3}},
+    "checkpoint": {"every": 4},
+}
+
+EVALUATE = ["--evaluation.every", "6"]
+
+
+def write_inputs(folder: Path) -> Path:
+    """A few text files and `tiny.yaml` in a folder; returns the folder."""
+    source = random.Random(0)
+    (folder / "text").mkdir(parents=True)
+    for number in range(8):
+        text = " ".join(source.choice(WORDS) for _ in range(200 + number))
+        (folder / "text" / f"{number}.txt").write_text(text)
+    write_config(folder)
+    return folder
+
+
+def write_config(folder: Path, name: str = "tiny.yaml", **changes: Any) -> Path:
+    """Writes CONFIG with changes, given as `optimizer__learning_rate=1.0`."""
+    config = copy.deepcopy(CONFIG)
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        node = config
+        for part in path:
+            node = node[part]
+        node[last] = value
+    (folder / name).write_text(yaml.safe_dump(config))
+    return folder / name
+
+
+def start_train(folder: Path, *arguments: str, cache: Path | None = None) -> subprocess.Popen:
+    """`python -m gregale train tiny.yaml ...` in a process of its own; `cache` keeps compiled programs."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    if cache is not None:
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a process, when it has ended."""
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl, if it is there."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines(run) if "loss" in line]
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    return committed_steps(run / "checkpoints")
+
+
+def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by its name: parameters, optimizer state and counters."""
+    folder = run / "checkpoints"
+    leaves = json.loads((folder / folder_name(step) / "leaves.json").read_text())
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    template = {}
+    for name, leaf in leaves.items():
+        struct = jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=one_device)
+        template[name] = struct if leaf["axes"] is None else hax.NamedArray(struct, tuple(leaf["axes"]))
+    with Checkpoints(folder) as checkpoints:
+        tree = checkpoints.restore(step, template).tree
+    return {name: np.asarray(getattr(leaf, "array", leaf)) for name, leaf in tree.items()}
+
+
+def assert_same_state(run: Path, other: Path, step: int) -> None:
+    """Two checkpoints agree in every bit."""
+    found, expected = saved_state(run, step), saved_state(other, step)
+    assert found.keys() == expected.keys()
+    assert any("parameters" in name for name in found)
+    assert any("sharded" in name for name in found), "the optimizer's state is compared too"
+    for name, array in found.items():
+        assert array.dtype == expected[name].dtype, name
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+def damage(run: Path, step: int, how: str) -> None:
+    """Cuts the largest file of a checkpoint short, or turns over one of its bits."""
+    files = [path for path in (run / "checkpoints" / folder_name(step)).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if how == "truncated":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
