@@ -1,0 +1,78 @@
+"""A run's directory: reading, comparing, setting aside; files are whole or not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.services.config import TrainConfig
+from gregale.services.run_directory import RunDirectory, write_text
+
+CONFIG = TrainConfig("a", 10)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "runs" / "a")
+    run.write_config(CONFIG)
+    return run
+
+
+def test_what_is_written_is_read(run):
+    assert run.read_config() == CONFIG
+    run.write_config(replace(CONFIG, steps=20))
+    assert run.read_config().steps == 20
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"], "no temporary file is left"
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere is not a run directory: it has no config.yaml"):
+        RunDirectory(tmp_path / "nowhere").read_config()
+    RunDirectory(tmp_path / "nowhere").check_compatible(CONFIG)
+    assert RunDirectory(tmp_path / "nowhere").set_aside() is None
+
+
+def test_a_run_goes_on_with_what_may_change_only(run):
+    run.check_compatible(replace(CONFIG, steps=20, log_every=5))
+    with pytest.raises(UserError) as caught:
+        run.check_compatible(replace(CONFIG, steps=20, seed=7))
+    assert "seed: 0 -> 7" in str(caught.value)
+    assert "steps" not in str(caught.value)
+    assert "--fresh" in str(caught.value)
+
+
+def test_runs_are_set_aside_one_beside_the_other(run):
+    for number in (1, 2, 3):
+        (run.path / "mark").write_text(str(number))
+        assert run.set_aside() == run.path.with_name(f"a.old-{number}")
+        assert not run.path.exists()
+        run.write_config(CONFIG)
+    assert [(run.path.with_name(f"a.old-{number}") / "mark").read_text() for number in (1, 2, 3)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, False),
+        ("", False),
+        ('{"step": 8, "loss": 1.0}\n', False),
+        ('{"step": 4, "eval_loss": 1.0}\n{"step": 8, "loss": 1.0}\n', False),
+        ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": null, "bits_per_byte": null}\n', True),
+        ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": 1.0, "bits', False),
+        ('{"step": 8, "eval_loss": 1.0}\n{"step": 9, "lo', True),
+    ],
+)
+def test_whether_a_step_was_evaluated(run, text, expected):
+    if text is not None:
+        run.metrics.write_text(text)
+    assert run.has_evaluation(8) is expected
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "after \ud800")
+    assert path.read_text() == "before"
