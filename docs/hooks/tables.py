@@ -1,0 +1,66 @@
+"""Fills the tables of the configuration page from the help texts of the dataclasses, so that they cannot go stale.
+
+The line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with the options of its own.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import groupby
+
+import draccus
+import yaml
+
+from gregale.cli import PROGRAMS
+from gregale.cli.invocation import usage
+from gregale.services.config import TrainConfig
+from gregale.services.fields import REQUIRED, Entry, entries
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """Called by mkdocs for every page."""
+    if page.file.src_path != "configuration.md":
+        return markdown
+    return markdown.replace("<!-- keys -->", tables(TrainConfig)).replace("<!-- options -->", commands())
+
+
+def commands() -> str:
+    """Every command: how it is called, what it does, its options."""
+    sections = []
+    for name, program in PROGRAMS.items():
+        if find_spec(program.module) is None:
+            continue
+        command = import_module(program.module).COMMAND
+        sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{tables(command.options)}")
+    return "\n".join(sections)
+
+
+def tables(config_class: type) -> str:
+    """A table for each group of keys: those with the same first part, under the same choice."""
+    return "\n".join(table(key, list(group)) for key, group in groupby(entries(config_class), group_of))
+
+
+def group_of(entry: Entry) -> tuple[str, str]:
+    return entry.key.rpartition(".")[0], entry.choice
+
+
+def table(group: tuple[str, str], rows: list[Entry]) -> str:
+    prefix, choice = group
+    lines = [f"### `{prefix}`\n"] if prefix and not choice else [f"With `{choice}`:\n"] if choice else []
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{row.key}` | {escaped(row.type)} | {default(row)} | {escaped(row.help)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def default(entry: Entry) -> str:
+    if entry.default is REQUIRED:
+        return "required"
+    if isinstance(entry.default, float):
+        return f"`{entry.default:g}`"
+    return f"`{yaml.safe_dump(draccus.encode(entry.default), default_flow_style=True, width=1000).splitlines()[0]}`"
+
+
+def escaped(text: str) -> str:
+    """Text for a cell: no cell ends at a `|` of a type, and `<name>` is no HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,31 @@
+"""The pages that a reader sees, and the fenced blocks in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks of a page in one of some languages."""
+    return [body for _, language, body in FENCE.findall(text) if language in languages]
+
+
+def pages_with(*languages: str) -> list[Path]:
+    return [page for page in PAGES if blocks(page.read_text(), *languages)]
+
+
+def commands(text: str) -> list[str]:
+    """The command lines that a page shows, prompts and continuation lines resolved."""
+    lines = []
+    for block in blocks(text, "bash", "console", "shell", "sh"):
+        lines += [line.removeprefix("$ ") for line in block.replace("\\\n", " ").splitlines()]
+    return [line.strip() for line in lines]

@@ -1,0 +1,56 @@
+"""The site builds without a warning, has every key and every module, and fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from gregale.services.config import TrainConfig
+from gregale.services.fields import entries
+from tests.docs.pages import ROOT
+
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*stylesheet[^>]*href=["']?http"""
+)
+PACKAGE = ROOT / "src" / "gregale"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_every_key_has_its_line(site):
+    page = unescape((site / "configuration" / "index.html").read_text())
+    missing = [entry.key for entry in entries(TrainConfig) if f"<code>{entry.key}</code>" not in page]
+    assert not missing
+
+
+def test_every_module_has_its_reference(site):
+    reference = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
+    paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    modules = {".".join(("gregale", *path.parts)).removesuffix(".__init__") for path in paths} - {
+        "gregale",
+        "gregale.__main__",
+    }
+    assert not [module for module in sorted(modules) if f'id="{module}"' not in reference]
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    fetching = [page for page in site.rglob("*.html") if FETCHED.search(page.read_text())]
+    assert not fetching
+    assert not (site / "hooks").exists()
+
+
+def test_something_fetched_would_be_found():
+    assert FETCHED.search('<script async src="https://example.org/a.js">')
+    assert FETCHED.search('<link rel="stylesheet" href="https://example.org/a.css">')

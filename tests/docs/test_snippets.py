@@ -1,0 +1,86 @@
+"""What the pages show works: Python runs, commands and YAML are what `gregale` reads, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+
+from gregale.cli import PROGRAMS
+from gregale.cli.invocation import invoke
+from gregale.errors import UserError
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+from tests.docs.pages import PAGES, ROOT, blocks, commands, name, pages_with
+
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name)
+def test_python_runs_as_a_reader_would_run_it(page, tmp_path):
+    script = tmp_path / "snippets.py"
+    script.write_text("\n".join(blocks(page.read_text(), "python")))
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def check_command(line: str) -> None:
+    """Parses a command line with its real configuration file, and runs nothing."""
+    name, *rest = shlex.split(line, comments=True)[1:]
+    if name in ("--help", "--version") or "--help" in rest:
+        assert name in (*PROGRAMS, "--help", "--version")
+        return
+    command = import_module(PROGRAMS[name].module).COMMAND
+    assert invoke(name, replace(command, main=lambda *_: 0), rest) == 0
+
+
+SHOWN = [
+    pytest.param(line, id=f"{name(page)}: {line[:60]}")
+    for page in PAGES
+    for line in commands(page.read_text())
+    if line.startswith(("gregale ", ".venv/bin/gregale "))
+]
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_commands_are_read(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_command(line)
+
+
+def test_a_wrong_command_is_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="optimiser"):
+        check_command("gregale train config/quickstart.yaml --optimiser.type sgd  # a comment")
+
+
+YAML = [(page, block) for page in PAGES for block in blocks(page.read_text(), "yaml")]
+
+
+@pytest.mark.parametrize(("page", "block"), YAML, ids=[name(page) for page, _ in YAML])
+def test_yaml_is_a_configuration_or_a_part_of_one(page, block, tmp_path):
+    file = tmp_path / "part.yaml"
+    file.write_text(block)
+    given = [f"--{key}=1" for key in ("name", "steps") if not re.search(f"^{key}:", block, re.MULTILINE)]
+    load(TrainConfig, file, given)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = {line.split()[1] for page in PAGES for line in commands(page.read_text()) if line.startswith("make ")}
+    assert {"demo", "test"} <= shown <= targets
