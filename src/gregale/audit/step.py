@@ -1,0 +1,128 @@
+"""What the closed forms of a PSDP step's traffic and memory are computed from: shapes, mappings and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import LAYERS, REPLICA, AxisMapping, Layout
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a compiler makes of a step beyond what the mappings say.
+
+    Attributes:
+        narrowest_bytes: bytes of a bfloat16 value while it is sent or multiplied; XLA:CPU widens it to float32.
+        hoists_gathers: a gather that is the same in every microbatch is done once, before the loop.
+        merges_sums: `sum(a) + sum(b)` over devices is done as one `sum(a + b)`.
+        scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
+    """
+
+    narrowest_bytes: int
+    hoists_gathers: bool
+    merges_sums: bool
+    scatters_layers: bool
+
+
+CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatters_layers=False)
+ACCELERATOR = Backend(narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A PSDP step of a Llama by its sizes.
+
+    Attributes:
+        layout: the mesh and the mappings, as all replicas see them.
+        weights: the parameters, abstract; those of layers have the axis `layers`.
+        rows: sequences in a step's batch.
+        positions: tokens of a sequence.
+        microbatches: parts of a replica's batch.
+        layers: number of layers.
+        heads: query heads.
+        head_size: width of a head.
+        compute_bytes: bytes of a value of the compute dtype.
+        remat: what a layer saves for its backward pass, by the name of the policy.
+        per_step: weights are gathered once a step, not once a layer.
+        loss_block: tokens whose logits are held at a time.
+    """
+
+    layout: Layout
+    weights: Sequence[NamedArray]
+    rows: int
+    positions: int
+    microbatches: int
+    layers: int
+    heads: int
+    head_size: int
+    compute_bytes: int
+    remat: str
+    per_step: bool
+    loss_block: int
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.layout.mesh.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Values in all weights."""
+        return sum(values(weight.axes) for weight in self.weights)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch on one device."""
+        shards = prod(size for axis, size in self.mesh.items() if axis in BATCH_MESH_AXES)
+        return self.rows // (shards * self.microbatches) * self.positions
+
+    @property
+    def embed(self) -> int:
+        return size_of(self.weights, "embed")
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the table on one device."""
+        return size_of(self.weights, "vocab") // self.mesh["model"]
+
+    @property
+    def mlp(self) -> int:
+        """Width of the feed-forward layer on one device."""
+        return size_of(self.weights, "mlp") // self.mesh["model"]
+
+    def stacked(self) -> list[NamedArray]:
+        """The weights of the layers."""
+        return [weight for weight in self.weights if is_stacked(weight)]
+
+    def single(self) -> list[NamedArray]:
+        """The weights that are there once: embedding, head, last norm."""
+        return [weight for weight in self.weights if not is_stacked(weight)]
+
+    def on_device(self, weight: NamedArray, mapping: AxisMapping) -> int:
+        """Values of a weight on one device under a mapping, all layers together."""
+        split = prod(self.mesh[axis] for axis in self.layout.mesh_axes(weight.axes, mapping))
+        return values(weight.axes) // split
+
+    def split_by(self, weight: NamedArray, mapping: AxisMapping) -> tuple[str, ...]:
+        """The mesh axes, larger than 1, that split a weight under a mapping, in mesh order."""
+        found = self.layout.mesh_axes(weight.axes, mapping)
+        return tuple(axis for axis, size in self.mesh.items() if axis in found and size > 1)
+
+
+BATCH_MESH_AXES = ("island", REPLICA, "data")
+
+
+def values(axes: Sequence[Axis]) -> int:
+    return prod(axis.size for axis in axes)
+
+
+def is_stacked(weight: NamedArray) -> bool:
+    return any(axis.name == LAYERS for axis in weight.axes)
+
+
+def size_of(weights: Sequence[NamedArray], name: str) -> int:
+    """The size of a named axis that one of the weights has."""
+    return next(axis.size for weight in weights for axis in weight.axes if axis.name == name)
