@@ -41,6 +41,7 @@ class Execution:
     - `unroll`: layers unrolled in the scan over layers
     - `attention`: implementation for `jax.nn.dot_product_attention`
     - `loss_block`: tokens whose logits are held at a time on a device
+    - `weights_ready`: the weights that come in are gathered already, so none is gathered again
     """
 
     layout: Layout
@@ -49,9 +50,10 @@ class Execution:
     unroll: int = 1
     attention: Literal["xla", "cudnn"] = "xla"
     loss_block: int = 1024
+    weights_ready: bool = False
 
     def gathered(self, weights):
-        return gathered(weights, self.layout, self.dtype)
+        return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
