@@ -33,6 +33,7 @@ CONFIG: dict[str, Any] = {
     "checkpoint": {"every": 4},
 }
 
+FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 EVALUATE = ["--evaluation.every", "6"]
 
 
@@ -62,7 +63,7 @@ def write_config(folder: Path, name: str = "tiny.yaml", **changes: Any) -> Path:
 
 def start_train(folder: Path, *arguments: str, cache: Path | None = None) -> subprocess.Popen:
     """`python -m gregale train tiny.yaml ...` in a process of its own; `cache` keeps compiled programs."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_TO_COMPILE}
     if cache is not None:
         environment |= {
             "JAX_COMPILATION_CACHE_DIR": str(cache),

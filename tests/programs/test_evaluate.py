@@ -1,0 +1,125 @@
+"""`gregale eval`, and the held-out loss against an evaluation a token at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gregale.data.config import prepare
+from gregale.programs.trained import open_trained
+from gregale.services.run_directory import RunDirectory
+from tests.model import oracle
+from tests.programs.tiny import lines
+
+
+@pytest.fixture(scope="module")
+def final(whole):
+    """The run's own last evaluation: all held-out batches."""
+    return lines(whole)[-1]
+
+
+def evaluated(capsys, gregale, *arguments) -> dict[str, float]:
+    assert gregale("eval", *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_it_is_the_last_evaluation_of_the_run(gregale, final, capsys):
+    assert evaluated(capsys, gregale, "whole") == final
+    assert evaluated(capsys, gregale, "runs/whole", "--step", "12") == final
+
+
+def test_in_words(gregale, final, capsys):
+    assert gregale("eval", "whole") == 0
+    expected = (
+        f"runs/whole at step 12: held-out loss {final['eval_loss']:.4f} nats a token, "
+        f"{final['bits_per_byte']:.4f} bits per byte"
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+
+
+def test_an_earlier_checkpoint_is_worse(gregale, final, capsys):
+    assert evaluated(capsys, gregale, "whole", "--step", "4")["eval_loss"] > final["eval_loss"]
+
+
+def slow_loss(model, config, documents: list[list[int]], length: int) -> tuple[float, int, int]:
+    """Sum of losses in nats, targets, bytes of the targets: document after document cut at multiples of `length`.
+
+    A window shows `length` tokens of the stream, and what belongs to another document is neither seen nor a target. The
+    first token of a stream is no target, nor are those after the last whole window.
+    """
+    weights = jax.tree.map(jnp.asarray, oracle.plain_weights(jax.device_get(model)))
+    logits = jax.jit(lambda tokens: oracle.logits(weights, tokens, np.arange(length), np.zeros(length), config))
+    stream = [(token, number) for number, document in enumerate(documents) for token in document]
+    total, targets, size = 0.0, 0, 0
+    for start in range(0, (len(stream) - 1) // length * length, length):
+        place = start
+        while place < start + length:
+            number = stream[place][1]
+            end = place
+            while end < start + length and stream[end][1] == number:
+                end += 1
+            seen = np.zeros(length, np.int32)  # one document alone, from position 0; what follows is filling
+            seen[: end - place] = [token for token, _ in stream[place:end]]
+            found = np.asarray(logits(seen), np.float64)
+            for offset in range(end - place):
+                target, belongs_to = stream[place + offset + 1]
+                if belongs_to == number:
+                    row = found[offset]
+                    total += np.log(np.exp(row - row.max()).sum()) + row.max() - row[target]
+                    targets += 1
+                    size += target < 256  # a byte; the end of the document stands for none
+            place = end
+    return total, targets, size
+
+
+def test_the_loss_is_that_of_every_held_out_token_once(gregale, whole, final):
+    config = RunDirectory(whole).read_config()
+    trained = open_trained("whole", None, devices=None)
+    stream = prepare(config.data, config.batch.sequence_length, config.seed).held_out_streams["words"]
+    tokens, numbers = stream.read(0, len(stream))
+    documents = [tokens[numbers == number].tolist() for number in np.unique(numbers)]
+    assert len(documents) > 1, "boundaries are met"
+    assert len(stream) % config.batch.sequence_length > 1, "a part of a window is left over"
+    loss, targets, size = slow_loss(trained.model, config.model, documents, config.batch.sequence_length)
+    assert final["eval_loss"] == pytest.approx(loss / targets, rel=1e-5)
+    assert final["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-5)
+    assert final["bits_per_byte"] != pytest.approx(loss / math.log(2) / targets, rel=1e-5), "ends are no bytes"
+
+
+def test_other_files(gregale, inputs, final, capsys):
+    for number in (1, 2):
+        (inputs / f"other-{number}.txt").write_text("the wind the sea the gale " * 20)
+    figures = evaluated(capsys, gregale, "whole", "--data", "other-*.txt")
+    assert figures["step"] == 12
+    assert figures["eval_loss"] != final["eval_loss"]
+    (inputs / "noise-1.txt").write_bytes(bytes(np.random.default_rng(0).integers(33, 126, 500, dtype=np.uint8)))
+    noise = evaluated(capsys, gregale, "whole", "--data", "noise-*.txt")
+    assert noise["bits_per_byte"] > figures["bits_per_byte"], "it was trained on words"
+
+
+def test_fewer_batches(gregale, final, capsys):
+    one = evaluated(capsys, gregale, "whole", "--batches", "1")
+    assert one["eval_loss"] != final["eval_loss"]
+    assert evaluated(capsys, gregale, "whole", "--batches", "1000") == final
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a run directory: it has no config.yaml."),
+        (["whole", "--step", "5"], "There is no checkpoint of step 5 in"),
+        (["whole", "--data", "none-*.txt"], "none-*.txt"),
+        (["whole", "--batches", "0"], "batches is 0; it has to be at least 1."),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_mistakes(gregale, whole, capsys, arguments, message):
+    assert gregale("eval", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,116 @@
+"""`gregale sample`: what is drawn, and that the cache changes nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gregale.data.tokenizers import load_tokenizer
+from gregale.model.generate import Sampling, draw
+from gregale.programs.sample import Sampler
+from gregale.programs.trained import open_trained
+from tests.model import oracle
+
+GREEDY = Sampling(temperature=0)
+PROMPT = "the wind "
+
+
+@pytest.fixture(scope="module")
+def trained(inputs, whole):
+    return open_trained(str(whole), None, devices=1)
+
+
+@pytest.fixture(scope="module")
+def sampler(trained, whole):
+    return Sampler(trained.setup, trained.model, load_tokenizer(whole))
+
+
+def greedy_by_full_passes(trained, prompt: str, count: int) -> str:
+    """The likeliest token again and again, by whole forward passes of the plain model over padded tokens."""
+    config = trained.setup.config.model
+    weights = jax.tree.map(jnp.asarray, oracle.plain_weights(jax.device_get(trained.model)))
+    ids = list(prompt.encode())
+    length = len(ids) + count
+    place = np.arange(length)
+    logits = jax.jit(lambda tokens: oracle.logits(weights, tokens, place, np.zeros(length), config))
+    for at in range(len(ids), length):
+        padded = np.zeros(length, np.int32)
+        padded[:at] = ids
+        ids.append(int(np.argmax(np.asarray(logits(padded))[at - 1, :257])))
+    assert 256 not in ids, "the text ended; the comparison would be short"
+    return bytes(ids[-count:]).decode(errors="replace")
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "a", "sea " * 40], ids=["short", "one byte", "longer than in training"])
+def test_greedy_is_the_argmax_of_full_passes(trained, sampler, prompt):
+    assert len("sea " * 40) > trained.setup.config.batch.sequence_length
+    assert sampler.text(prompt, 12, GREEDY) == greedy_by_full_passes(trained, prompt, 12)
+
+
+@pytest.mark.parametrize("narrow", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1e-4)], ids=str)
+def test_narrow_sampling_is_greedy(sampler, narrow):
+    assert sampler.text(PROMPT, 12, narrow) == sampler.text(PROMPT, 12, GREEDY)
+
+
+def test_a_seed_gives_one_text(sampler):
+    texts = [sampler.text(PROMPT, 24, Sampling(1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_command_prints_prompt_and_continuation(gregale, whole, sampler, capsys):
+    assert gregale("sample", "whole", PROMPT, "--temperature", "0", "--tokens", "12") == 0
+    assert capsys.readouterr().out == PROMPT + sampler.text(PROMPT, 12, GREEDY) + "\n"
+
+
+def test_an_empty_prompt(gregale, whole, capsys):
+    assert gregale("sample", "runs/whole", "--tokens", "5", "--seed", "3") == 0
+    first = capsys.readouterr().out
+    assert gregale("sample", "runs/whole", "", "--tokens", "5", "--seed", "3") == 0
+    assert capsys.readouterr().out == first != ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "RUN"),
+        (["nowhere"], "nowhere is not a run directory"),
+        (["whole", "--temperature", "-1"], "temperature is -1; it has to be at least 0"),
+        (["whole", "--top_k", "0"], "top_k is 0; it has to be at least 1"),
+        (["whole", "--top_p", "1.5"], "top_p is 1.5; it has to be above 0 and at most 1"),
+        (["whole", "--tokens", "0"], "tokens is 0; it has to be at least 1."),
+        (["whole", "--heat", "1"], "`heat` (on the command line) is not a valid key"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes(gregale, whole, capsys, arguments, message):
+    assert gregale("sample", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+LOGITS = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(1.0), [0.5, 0.3, 0.15, 0.05]),
+        (Sampling(0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+        (Sampling(1.0, top_k=2), [0.625, 0.375, 0, 0]),
+        (Sampling(1.0, top_k=9), [0.5, 0.3, 0.15, 0.05]),
+        (Sampling(1.0, top_p=0.6), [0.625, 0.375, 0, 0]),
+        (Sampling(1.0, top_p=0.85), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        (Sampling(1.0, top_k=3, top_p=0.5), [1, 0, 0, 0]),
+        (Sampling(0), [1, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_come_as_often_as_their_probability(sampling, expected):
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    tokens = jax.jit(jax.vmap(lambda key: draw(LOGITS, sampling, key)))(keys)
+    found = np.bincount(np.asarray(tokens), minlength=4) / len(keys)
+    np.testing.assert_allclose(found, expected, atol=0.012)
+    assert (found[np.asarray(expected) == 0] == 0).all()

@@ -1,0 +1,39 @@
+"""What is imported when: nothing heavy before it is needed. Modules are counted, never seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"jax", "numpy", "haliax", "equinox", "optax", "draccus", "orbax", "grain", "tokenizers", "tensorstore", "rich"}
+EXTRAS = {"wandb", "trackio", "tensorboardX", "pyarrow", "datasets", "matplotlib"}
+
+
+def imported_by(program: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after running a program."""
+    program += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import gregale",
+        "from gregale.cli import main; main(['--help'])",
+        "from gregale.cli import main; main(['--version'])",
+        "from gregale.cli import main; main(['trian'])",
+    ],
+)
+def test_nothing_heavy(program):
+    found = imported_by(program)
+    assert "gregale" in found
+    assert not found & (HEAVY | EXTRAS)
+
+
+def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():
+    found = imported_by("import gregale.programs.train")
+    assert {"jax", "orbax"} <= found, "the list would show them"
+    assert not found & (EXTRAS | {"tokenizers", "grain"})

@@ -1,0 +1,212 @@
+"""Training through the command line: what a run leaves, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+from tests.programs.tiny import (
+    CONFIG,
+    EVALUATE,
+    assert_same_state,
+    checkpoint_steps,
+    damage,
+    lines,
+    losses,
+)
+
+STEPS = CONFIG["steps"]
+
+
+@pytest.fixture
+def half(whole, tmp_path):
+    """What a kill after the checkpoint of step 8 leaves of that run: later lines, a torn one, no later checkpoint."""
+    run = tmp_path / "runs" / "whole"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:11]
+    (run / "metrics.jsonl").write_text("".join(kept) + kept[0][:20])
+    return run
+
+
+@pytest.fixture
+def go_on(gregale):
+    """The same command again, on a run of the fixtures."""
+
+    def train(run, *arguments):
+        names = ["--name", run.name, "--runs", run.parent]
+        return gregale("train", "tiny.yaml", *names, *EVALUATE, *arguments)
+
+    return train
+
+
+def test_a_run_leaves_what_is_documented(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tokenizer.json"}
+    assert checkpoint_steps(whole) == [4, 8, 12]
+    steps = [line for line in lines(whole) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert {tuple(line) for line in steps} == {
+        ("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds")
+    }
+    assert [line["tokens"] for line in steps] == [8 * 32 * step for step in range(1, STEPS + 1)]
+    evaluations = [line for line in lines(whole) if "loss" not in line]
+    assert [tuple(line) for line in evaluations] == [("step", "eval_loss", "bits_per_byte")] * 2
+    assert [line["step"] for line in evaluations] == [6, 12]
+
+
+def test_it_learns(whole):
+    first, *_, last = losses(whole)
+    assert abs(first[1] - np.log(320)) < 0.2, "untrained, every one of the 320 tokens is about as likely"
+    assert last[1] < first[1] - 1
+
+
+def test_learning_rates_are_the_schedules(whole):
+    import optax
+
+    final = load(TrainConfig, whole / "config.yaml").optimizer.schedule.final
+    body = optax.cosine_decay_schedule(0.01, STEPS - 3, final)
+    expected = [0.0025, 0.005, 0.0075, *(float(body(step)) for step in range(STEPS - 3))]
+    found = [line["learning_rate"] for line in lines(whole) if "loss" in line]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_config_yaml_is_the_resolved_configuration(whole, inputs):
+    expected = load(TrainConfig, inputs / "tiny.yaml", ["--name", "whole", *EVALUATE])
+    assert load(TrainConfig, whole / "config.yaml") == expected
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(go_on, half, whole, capsys):
+    assert checkpoint_steps(half) == [4, 8]
+    assert go_on(half) == 0
+    assert "Going on after step 8 of 12." in capsys.readouterr().out
+    assert_same_state(half, whole, STEPS)
+    assert losses(half) == losses(whole)
+
+
+def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole):
+    mesh = ["--mesh.replica", "1", "--mesh.data", "4", "--batch.microbatches", "1"]
+    assert go_on(half, *mesh) == 0
+    assert losses(half)[:8] == losses(whole)[:8]
+    np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-5)
+    assert losses(half) != losses(whole), "another mesh adds in another order; equal bits would mean the same mesh"
+
+
+@pytest.mark.parametrize("how", ["truncated", "corrupted"])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(go_on, half, whole, capsys, how):
+    damage(half, 8, how)
+    assert go_on(half) == 0
+    out = capsys.readouterr().out.splitlines()
+    reports = [line for line in out if "damaged" in line]
+    assert len(reports) == 1, out
+    assert "The checkpoint of step 8 is damaged" in reports[0]
+    assert "step 4 is used instead" in reports[0]
+    assert "Going on after step 4 of 12." in out
+    assert_same_state(half, whole, STEPS)
+    assert losses(half) == losses(whole)
+    assert checkpoint_steps(half) == [4, 8, 12], "the damaged one was saved anew"
+
+
+def test_no_sound_checkpoint_is_an_error(go_on, half, capsys):
+    for step in (4, 8):
+        damage(half, step, "truncated")
+    before = (half / "metrics.jsonl").read_bytes()
+    assert go_on(half) == 2
+    assert "None of the checkpoints" in capsys.readouterr().err
+    assert (half / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_complete_run_is_left_alone(go_on, whole, capsys):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    assert go_on(whole) == 0
+    assert "whole is complete: it has done 12 steps" in capsys.readouterr().out
+    assert go_on(whole, "--steps", "8") == 0
+    assert "whole is complete: it has done 12 steps, and `steps` is 8." in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(go_on, whole, tmp_path):
+    run = tmp_path / "whole"
+    shutil.copytree(whole, run)
+    *kept, evaluation = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(kept) + evaluation[:-9])
+    assert go_on(run) == 0
+    assert (run / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_what_may_change_does_not_keep_a_run_from_going_on(go_on, half):
+    longer = ["--steps", "14", "--checkpoint.every", "7", "--evaluation.batches", "1", "--log_every", "2"]
+    assert go_on(half, *longer, "--samples.prompts", "[the, '']") == 0
+    assert [step for step, _ in losses(half)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14]
+    assert checkpoint_steps(half) == [4, 8, 14]
+    assert (half / "samples.txt").read_text().startswith("--- step 12\nthe")
+
+
+def test_an_incompatible_change_names_the_fields(go_on, whole, capsys):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    changes = ["--seed", "1", "--optimizer.learning_rate", "0.02", "--model.layers", "2"]
+    assert go_on(whole, *changes) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in ("seed: 0 -> 1", "optimizer.learning_rate: 0.01 -> 0.02", "--fresh"))
+    assert "model.layers: 1 -> 2" in error
+    assert error.count("\n") == 1
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
+
+
+def test_fresh_sets_the_old_run_aside(go_on, half, capsys):
+    old = {path.relative_to(half): path.read_bytes() for path in half.rglob("*") if path.is_file()}
+    assert go_on(half, "--fresh", "--seed", "1") == 0
+    aside = half.with_name(f"{half.name}.old-1")
+    assert f"The old run is now {aside}." in capsys.readouterr().out
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == old
+    assert [step for step, _ in losses(half)] == list(range(1, STEPS + 1))
+    assert losses(half)[0] != losses(aside)[0], "another seed, other weights"
+
+
+def test_other_text_under_the_same_name_is_refused(go_on, half, inputs, capsys):
+    extra = inputs / "text" / "9.txt"
+    extra.write_text("one more text " * 50)
+    try:
+        assert go_on(half) == 2
+    finally:
+        extra.unlink()
+    error = capsys.readouterr().err
+    assert "the text is not the one that this run was trained on until step 8" in error
+
+
+def test_steps_that_are_not_finite_are_skipped_then_end_the_run(gregale, inputs, capsys):
+    # Weights of 1e30 overflow in a gradient's norm: no step is ever finite.
+    arguments = ["--name", "infinite", "--model.init_scale", "1e30", "--max_skipped", "3"]
+    assert gregale("train", "tiny.yaml", *arguments) == 2
+    error = capsys.readouterr().err
+    assert "max_skipped: loss or gradient was not finite in the last 3 steps (step 3: loss" in error
+    assert "optimizer.learning_rate" in error
+    assert error.count("\n") == 1
+    found = lines(inputs / "runs" / "infinite")
+    assert [(line["step"], line["grad_norm"], line["skipped"]) for line in found] == [(1, None, 1), (2, None, 2)]
+    assert [line["learning_rate"] for line in found] == [0.0025, 0.0025], "no update was made, the schedule waits"
+
+
+def test_figures_are_json_that_any_reader_takes(whole):
+    for line in (whole / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_the_saved_state_lies_in_shards(inputs, whole):
+    """The state that a checkpoint holds is restored under the mappings: opt_state over replica and data."""
+    from gregale.programs.setup import set_up
+
+    setup = set_up(load(TrainConfig, whole / "config.yaml"), tokens=257)
+    state = setup.initial_state()
+    embedding = state.method.parameters.embedding.array
+    moments = [leaf for leaf in jax.tree.leaves(state.method.sharded) if leaf.shape == embedding.shape]
+    assert len(moments) == 2
+    for moment in moments:
+        assert {shard.data.size for shard in moment.addressable_shards} == {embedding.size // 8}
+    assert {shard.data.size for shard in embedding.addressable_shards} == {embedding.size // 4}
