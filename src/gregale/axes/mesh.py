@@ -1,4 +1,4 @@
-"""The device mesh: four named axes, slowest link first."""
+"""The device mesh: named axes, slowest link first."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from gregale.errors import UserError
 
 Device = Any  # a `jax.Device`; the tests also lay out descriptions of devices
 
-AXES = ("replica", "stage", "data", "model")
+AXES = ("island", "replica", "stage", "data", "model")
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Sizes of the mesh axes, slowest link first; at most one is -1 and takes the devices that are left."""
 
+    island: int = field(default=1, metadata={"help": "groups of replicas that DiLoCo joins; 1: it joins the replicas"})
     replica: int = field(default=1, metadata={"help": "replicas: groups of devices joined by the slow link"})
     stage: int = field(default=1, metadata={"help": "pipeline stages"})
     data: int = field(default=-1, metadata={"help": "devices that share a replica's batch and parameters (FSDP)"})
@@ -54,21 +55,22 @@ class MeshConfig:
             axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise UserError(
                 f"mesh: {axes} needs {product} = {given} devices, but there are {device_count}. Set one axis to -1 to "
-                f"take the devices that are left, or set `devices: {given}` to simulate them on CPU."
+                f"take the devices that are left, or set `cpu_devices: {given}` to simulate them on CPU."
             )
         return sizes
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """The mesh with axes (replica, stage, data, model), in this device order.
+    """The mesh with axes (island, replica, stage, data, model), in this device order.
 
-    Devices are laid out so that `replica` crosses slices first (`slice_index` on TPU), then hosts (`process_index`):
-    every other axis stays inside as small a group of close devices as its size allows. On TPU the devices of one
-    slice keep the order that suits its torus (`jax.experimental.mesh_utils`).
+    Devices are laid out so that `island` and then `replica` cross slices first (`slice_index` on TPU), then hosts
+    (`process_index`): every other axis stays inside as small a group of close devices as its size allows. On TPU the
+    devices of one slice keep the order that suits its torus (`jax.experimental.mesh_utils`).
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.sizes(len(devices))
-    array = arrange(devices, tuple(sizes.values()))
+    shape = tuple(sizes.values())
+    array = arrange(devices, (shape[0] * shape[1], *shape[2:])).reshape(shape)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -78,7 +80,7 @@ def slice_of(device: Device) -> int:
 
 
 def arrange(devices: Sequence[Device], shape: tuple[int, ...]) -> np.ndarray:
-    """Devices as an array of `shape`, whole slices along the first (`replica`) axis.
+    """Devices as an array of `shape`, whole slices along the first axis (islands x replicas).
 
     Raises `UserError` if the number of slices and the first axis do not divide one another.
     """
@@ -91,8 +93,8 @@ def arrange(devices: Sequence[Device], shape: tuple[int, ...]) -> np.ndarray:
         raise UserError(f"mesh: the slices have different numbers of devices ({found}); use slices of one size.")
     if replicas % count:
         raise UserError(
-            f"mesh.replica is {replicas}, but the devices are {count} slices: only `replica` may cross slices, so it "
-            f"must be a multiple of {count}."
+            f"mesh: island x replica is {replicas}, but the devices are {count} slices: only these two axes may cross "
+            f"slices, so their product must be a multiple of {count}."
         )
     inside = (replicas // count, *shape[1:])
     return np.concatenate([_arrange_slice(members, inside) for members in slices.values()])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_replicas
+from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_over
 from gregale.errors import UserError
 
 Tree = Any
@@ -59,7 +59,7 @@ def accumulate(
         start = Accumulated(inner.constrain(zeros, inner.params), hax.zeros(()), hax.zeros(()))
         return hax.fold(add, Microbatch)(start, rows)
 
-    sums = vmap_replicas(one_replica, layout)(split_batch(batch, layout, microbatches))
+    sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
 
 
@@ -86,7 +86,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
         leaf = leaf.rearrange((BATCH, ...))
         parts = cut(leaf.array)
         axes = (layout.Replica, Axis(MICROBATCH, microbatches), Axis(BATCH, parts.shape[2]), *leaf.axes[1:])
-        return layout.constrain(hax.named(parts, axes), {**inner.compute, REPLICA: REPLICA})
+        return layout.constrain(hax.named(parts, axes), {**layout.compute, **inner.compute})
 
     return jax.tree.map(one, batch, is_leaf=is_named)
 

@@ -1,7 +1,8 @@
-"""The one place where `replica` is reduced, and where what was reduced is given back."""
+"""The one place where `replica` (or `island`, above it) is reduced, and where what was reduced is given back."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from gregale.axes.layout import REPLICA, Layout, is_named
 Tree = Any
 
 
-def reduce_replicas(sums: Tree, weights: NamedArray, layout: Layout) -> Tree:
+def reduce_replicas(sums: Tree, weights: NamedArray, layout: Layout, axis: str = REPLICA) -> Tree:
     """`(sum over replica of sums) / (sum over replica of weights)`, under the `opt_state` mapping.
 
     An array that `opt_state` splits over `replica` takes exactly one reduce-scatter over `replica`: a device's shard
@@ -23,30 +24,69 @@ def reduce_replicas(sums: Tree, weights: NamedArray, layout: Layout) -> Tree:
     Arguments:
     - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
     - `weights`: [replica]; what the sums are divided by, added up first
+    - `axis`: the axis to reduce, where it is not `replica`
     """
     total = jnp.sum(weights.array)
 
     def one(leaf):
-        if isinstance(leaf, NamedArray):
-            leaf = leaf.rearrange((REPLICA, ...))
-            axes = leaf.axes[1:]
-            before = layout.spec(leaf.axes, layout.params)
-            after = layout.spec(axes, layout.opt_state)
-            return NamedArray(_reduce(leaf.array, before, after, layout) / total, tuple(axis.name for axis in axes))
-        return _reduce(leaf, PartitionSpec(REPLICA), PartitionSpec(), layout) / total
+        if not isinstance(leaf, NamedArray):
+            return _sum_over(leaf, axis, (), layout) / total
+        leaf = leaf.rearrange((axis, ...))
+        names = tuple(each.name for each in leaf.axes[1:])
+        return NamedArray(_sum_over(leaf.array, axis, names, layout) / total, names)
 
     return jax.tree.map(one, sums, is_leaf=is_named)
 
 
-def _reduce(array: jax.Array, before: PartitionSpec, after: PartitionSpec, layout: Layout) -> jax.Array:
-    split = [dimension for dimension, axes in enumerate(after) if axes is not None and REPLICA in axes]
+def shares(weights: NamedArray) -> NamedArray:
+    """weights / sum of weights: each replica's share in an average; all zero if nothing was weighed."""
+    total = jnp.sum(weights.array)
+    return NamedArray(jnp.where(total > 0, weights.array / jnp.where(total > 0, total, 1), 0), weights.axis_names)
+
+
+def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layout) -> jax.Array:
+    """[axis, *names] under `params` -> its sum over the first axis, [*names] under `opt_state`."""
+    if axis not in layout.params:
+        return array[0]
+    cuts = [_added(name, layout) for name in names]
 
     def add(shard: jax.Array) -> jax.Array:
-        if split:
-            return jax.lax.psum_scatter(shard[0], REPLICA, scatter_dimension=split[0], tiled=True)
-        return jax.lax.psum(shard[0], REPLICA)
+        shard, summed = shard[0], False
+        for dimension, mesh_axes in enumerate(cuts):
+            for mesh_axis in mesh_axes:
+                if mesh_axis == axis:
+                    shard = jax.lax.psum_scatter(shard, axis, scatter_dimension=dimension, tiled=True)
+                    summed = True
+                else:
+                    size = shard.shape[dimension] // layout.mesh.shape[mesh_axis]
+                    start = jax.lax.axis_index(mesh_axis) * size
+                    shard = jax.lax.dynamic_slice_in_dim(shard, start, size, dimension)
+        return shard if summed else jax.lax.psum(shard, axis)
 
-    return jax.shard_map(add, mesh=layout.mesh, in_specs=before, out_specs=after)(array)
+    before = PartitionSpec(axis, *layout.spec(names, layout.params))
+    after = layout.spec(names, layout.opt_state)
+    return jax.shard_map(add, mesh=layout.mesh, in_specs=before, out_specs=after, check_vma=False)(array)
+
+
+def _added(name: str, layout: Layout) -> tuple[str, ...]:
+    """The mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
+    coarse = layout.mesh_axes((name,), layout.params)
+    return layout.mesh_axes((name,), layout.opt_state)[len(coarse) :]
+
+
+def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:
+    """Bytes that a device sends over `axis` to reduce a tree and to give it back: 2 (n - 1) / n of its shard.
+
+    Arguments:
+    - `tree`: named or plain arrays without the axis, or their abstract forms; float32 is sent
+    """
+    n = layout.axis(axis).size
+    total = 0
+    for leaf in jax.tree.leaves(tree, is_leaf=is_named):
+        axes = leaf.axes if isinstance(leaf, NamedArray) else ()
+        finest = set(layout.mesh_axes(axes, layout.params)) | set(layout.mesh_axes(axes, layout.opt_state))
+        total += 4 * leaf.size // prod(layout.mesh.shape[mesh_axis] for mesh_axis in finest - {axis})
+    return 2 * (n - 1) * total // n
 
 
 def give_back(reduced: Tree, layout: Layout) -> Tree:

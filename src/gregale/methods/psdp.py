@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gregale.axes.layout import Layout, is_parameter
 from gregale.communication.accumulate import accumulate
-from gregale.communication.reduce import give_back, reduce_replicas
+from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
 from gregale.optim.clipping import global_norm
 from gregale.optim.config import Optimizer
 
@@ -28,15 +28,24 @@ class PsdpState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """float32 scalars of one step."""
+    """What a step measures: scalars, or [replica] where each replica makes a step of its own."""
 
-    loss: jax.Array  # sum of losses / sum of weights, over the whole batch
-    weight: jax.Array  # sum of weights: the tokens that counted
-    grad_norm: jax.Array  # global norm of the averaged gradient, before clipping
+    loss: Any  # float32: sum of losses / sum of weights, over the whole batch
+    weight: Any  # float32: sum of weights, the tokens that counted
+    grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
+    finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
+    outer_grad_norm: Any = None  # float32 scalar: norm of the pseudo-gradient that was sent, if one was
 
 
 def same(tree: Tree) -> Tree:
     return tree
+
+
+class Actions(NamedTuple):
+    """What a step does beside its update."""
+
+    during: tuple = ()  # further arguments of the compiled step
+    after: Any = None  # argument of the compiled `synchronise` that follows it; None: nothing follows
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,13 @@ class Psdp:
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
 
+    name: ClassVar[str] = "psdp"
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The axes of the step's metrics: none, all replicas make one step together."""
+        return ()
+
     def init(self, model: Tree | None = None) -> PsdpState:
         """The state before the first step, from the arrays of `model` (default: `self.model`).
 
@@ -84,7 +100,10 @@ class Psdp:
         )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
-        """One step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch."""
+        """One step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch.
+
+        A step whose loss or gradient is not finite leaves the state as it was.
+        """
         layout, optimizer = self.layout, self.optimizer
         sums = accumulate(self._loss, state.parameters, batch, layout, self.microbatches, self.prepare)
         grads, loss = reduce_replicas((sums.gradients, sums.loss), sums.weight, layout)
@@ -97,13 +116,31 @@ class Psdp:
 
         parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
         parameters = layout.constrain(parameters, layout.params)
-        sharded = layout.constrain(sharded, layout.opt_state)
-        metrics = StepMetrics(loss.array, jnp.sum(sums.weight.array), norm)
-        return PsdpState(parameters, sharded, gathered), metrics
+        moved = PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered)
+        finite = jnp.isfinite(loss.array) & jnp.isfinite(norm)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
+        return kept, StepMetrics(loss.array, jnp.sum(sums.weight.array), norm, finite)
+
+    def actions(self, step: int) -> Actions:
+        """What step number `step` (from 1) does beside its update: nothing."""
+        del step
+        return Actions()
+
+    def bytes_sent(self, step: int) -> int:
+        """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
+        return step * bytes_sent(eqx.filter(self.model, is_parameter), self.layout)
 
     def trained(self, state: PsdpState) -> Tree:
         """The model with the state's parameters."""
-        return eqx.combine(state.parameters, self._static)
+        return self.model_with(state.parameters)
+
+    def model_with(self, parameters: Tree) -> Tree:
+        """The model with these parameters."""
+        return eqx.combine(parameters, self._static)
+
+    def parameters_only(self, state: PsdpState) -> PsdpState:
+        """The part of a state that `trained` needs; the rest is None."""
+        return PsdpState(state.parameters, None, None)
 
     @property
     def _static(self) -> Tree:

@@ -63,7 +63,7 @@ def own_text(trained: Trained, console: Console) -> Examples:
 def other_text(trained: Trained, files: list[str], console: Console) -> Examples:
     """All of the text in some files."""
     config = trained.setup.config
-    source = NamedSource("data", TextSource(files=files))
+    source = NamedSource("data", TextSource(files=tuple(files)))
     tokenizer = load_tokenizer(trained.run.path)
     store = build_store(source, tokenizer, Path(expand(config.data.cache)), config.data.workers or 1, console.progress)
     everything = DocumentStream(store, np.ones(len(store.offsets) - 1, bool))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -16,12 +15,16 @@ from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
+from gregale.methods.diloco import Diloco, sync_axis
+from gregale.methods.fragments import layers_in
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
 from gregale.model.execution import Execution, execution
 from gregale.model.registry import init_model
 from gregale.services.config import TrainConfig
-from gregale.training.state import TrainState, abstract_state, guarded_step, initial_state, state_shardings
+from gregale.training.state import TrainState, abstract_state, initial_state, state_shardings
+from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
 
@@ -33,6 +36,7 @@ class Setup:
     - `layout`: mesh and mappings
     - `Vocab`: the model's vocabulary, padded
     - `model`: the abstract model; nothing is allocated
+    - `psdp`: the method of the warm-up, and the form through which one method's state becomes another's
     - `method`: the synchronisation method
     """
 
@@ -40,40 +44,49 @@ class Setup:
     layout: Layout
     Vocab: Axis
     model: object
-    method: Psdp
+    psdp: Psdp
+    method: Psdp | Diloco
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
         batch = self.config.batch
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
 
+    def method_after(self, step: int) -> Psdp | Diloco:
+        """The method of the step that follows `step` steps."""
+        sync = self.config.sync
+        return self.psdp if isinstance(sync, DilocoConfig) and step < sync.warmup_steps else self.method
+
     def initial_state(self) -> TrainState:
         """The state before the first step, made in shards."""
-        shardings = state_shardings(self.method, self.abstract_state(), self.layout)
+        method = self.method_after(0)
+        shardings = state_shardings(method, abstract_state(method, self.model))
         key = jax.random.key(self.config.seed)
-        return jax.jit(lambda key: initial_state(self.method, self.init_model(key)), out_shardings=shardings)(key)
+        return jax.jit(lambda key: initial_state(method, self.init_model(key)), out_shardings=shardings)(key)
 
     def init_model(self, key):
         return init_model(self.config.model, self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
-        return abstract_state(self.method, self.model, self.layout)
+        """The state of a run by the configured method; nothing is allocated."""
+        return abstract_state(self.method, self.model)
 
-    def jitted_step(self) -> Callable:
-        """The compiled-on-first-use step: (state, batch) -> (state, report); the state is donated."""
-        state = self.abstract_state()
-        shardings = state_shardings(self.method, state, self.layout)
-        scalar = self.layout.sharding((), {})
-        return jax.jit(guarded_step(self.method), donate_argnums=0, out_shardings=(shardings, scalar))
+    def stepper(self, method: Psdp | Diloco | None = None) -> Stepper:
+        """Takes the steps of the configured method, or of another one."""
+        return Stepper(method or self.method, self.model)
 
     def learning_rate(self, update: int) -> float:
         """The learning rate of an update, counted from 1; skipped steps make none."""
-        return float(jnp.asarray(self.method.optimizer.learning_rate(update - 1)))
+        return float(jnp.asarray(self.psdp.optimizer.learning_rate(update - 1)))
 
-    def parameters_only(self, state: TrainState) -> TrainState:
-        """The part of a state that a trained model needs; the rest is None."""
-        method = state.method._replace(sharded=None, gathered=None)
-        return TrainState(step=None, method=method, skipped=None, skipped_in_a_row=None)
+    def traffic(self, step: int) -> dict[str, int]:
+        """Bytes that a device has sent over `replica` so far and, for DiLoCo, the steps since the last sending."""
+        sync, method = self.config.sync, self.method
+        if not isinstance(method, Diloco) or not isinstance(sync, DilocoConfig):
+            return {"replica_bytes": method.bytes_sent(step)}
+        warm = min(step, sync.warmup_steps)
+        sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
+        return {"replica_bytes": sent, "steps_since_sync": step - method.schedule.last_sent(step)}
 
     def evaluation_execution(self) -> Execution:
         """How held-out losses are computed: all replicas share the batch, nothing is differentiated."""
@@ -122,14 +135,42 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     mesh = make_mesh(config.mesh) if mesh is None else mesh
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
-    run = execution(config.compute, layout)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
-    method = Psdp(
+    psdp = psdp_on(config, model, layout)
+    return Setup(config, layout, Vocab, model, psdp, method_of(config, psdp))
+
+
+def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
+    """The PSDP step of a configuration on a layout, the whole one or one replica's."""
+    run = execution(config.compute, layout)
+    per_step = config.compute.gather == "per_step"
+    in_loop = replace(run, weights_ready=per_step)
+    return Psdp(
         model=model,
-        loss=lambda model, batch: model.loss(batch, run),
+        loss=lambda model, batch: model.loss(batch, in_loop),
         optimizer=config.optimizer.build(model, config.steps, layout),
         layout=layout,
         microbatches=config.batch.microbatches,
-        prepare=run.gathered if config.compute.gather == "per_step" else same,
+        prepare=run.gathered if per_step else same,
     )
-    return Setup(config, layout, Vocab, model, method)
+
+
+def method_of(config: TrainConfig, psdp: Psdp) -> Psdp | Diloco:
+    """The configured synchronisation method, whose PSDP form is given."""
+    sync, layout = config.sync, psdp.layout
+    if not isinstance(sync, DilocoConfig):
+        if layout.mesh.shape["island"] > 1:
+            raise UserError(
+                f"mesh.island is {layout.mesh.shape['island']}, but sync.type is 'psdp': islands are joined by DiLoCo "
+                f"only. Choose sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
+            )
+        return psdp
+    return Diloco(
+        inner=psdp_on(config, psdp.model, layout.inside(sync_axis(layout))),
+        outer=sync.outer.build(psdp.model, max(1, config.steps // sync.period)).whole(),
+        layout=layout,
+        schedule=sync.schedule(layers_in(psdp.model)),
+        mixing=sync.mixing,
+        dropout=sync.dropout,
+        seed=config.seed,
+    )

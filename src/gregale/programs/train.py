@@ -13,9 +13,10 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.tokenizers import save_tokenizer
-from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
 from gregale.programs.loop import Loop
+from gregale.programs.resume import starting_state
 from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
@@ -24,7 +25,6 @@ from gregale.services.devices import start_devices
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
 from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
-from gregale.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
     set_up(config, tokens=1, mesh=mesh)  # refuses what does not fit together before the data is touched
-    with Console(None if is_writer() else open(os.devnull, "w")) as console:
+    fields = ("replica_bytes", "steps_since_sync") if isinstance(config.sync, DilocoConfig) else ()
+    with Console(None if is_writer() else open(os.devnull, "w"), fields) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         console.message(describe(setup, corpus))
@@ -64,7 +65,8 @@ def is_writer() -> bool:
 def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console) -> int:
     """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
-    state, first_step = starting_state(setup, checkpoints, corpus)
+    before = run.read_config() if run.config.is_file() else None
+    state, first_step = starting_state(setup, before, checkpoints, corpus)
     if first_step > config.steps or (first_step == config.steps and run.has_evaluation(first_step)):
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
@@ -88,19 +90,6 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
         return 128 + signal.Signals[name]
     console.message(summary(loop.evaluation, corpus, config))
     return 0
-
-
-def starting_state(setup: Setup, checkpoints: Checkpoints, corpus: Corpus) -> tuple[TrainState, int]:
-    """The state to start from, and the steps that it has done."""
-    restored = checkpoints.latest(setup.abstract_state())
-    if restored is None:
-        return setup.initial_state(), 0
-    if restored.metadata["data"] != corpus.fingerprint:
-        raise UserError(
-            f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
-            f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
-        )
-    return restored.tree, restored.step
 
 
 def describe(setup: Setup, corpus: Corpus) -> str:

@@ -10,11 +10,13 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.programs.resume import checkpoint_template, evaluated_model
 from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
 from gregale.services.run_directory import RunDirectory
+from gregale.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,12 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     start_devices(config.cpu_devices, DistributedConfig())
     tokens = load_tokenizer(run.path).vocabulary_size
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
-    template = setup.parameters_only(setup.abstract_state())
+
+    def template(metadata: dict) -> TrainState:
+        held = checkpoint_template(setup, metadata)
+        method = setup.psdp if metadata["method"] == setup.psdp.name else setup.method
+        return TrainState(None, method.parameters_only(held.method), None, None)
+
     with Checkpoints(run.checkpoints) as checkpoints:
         if step is None:
             restored = checkpoints.latest(template, partial=True)
@@ -56,4 +63,4 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
         raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
-    return Trained(run, setup, setup.method.trained(restored.tree.method), restored.step)
+    return Trained(run, setup, evaluated_model(setup, restored.tree), restored.step)

@@ -74,6 +74,18 @@ class DistributedConfig:
     processes: int = field(default=1, metadata={"help": "number of processes"})
     process: int = field(default=0, metadata={"help": "this process's number, from 0"})
 
+    def __post_init__(self):
+        at_least(1, "distributed.processes", self.processes)
+        if not 0 <= self.process < self.processes:
+            raise UserError(
+                f"distributed.process is {self.process}; the {self.processes} processes have the numbers 0 to "
+                f"{self.processes - 1}."
+            )
+        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdecimal():
+            raise UserError(
+                f"distributed.coordinator is {self.coordinator!r}; it has to be HOST:PORT, for example 10.0.0.2:8476."
+            )
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -126,6 +138,7 @@ MAY_CHANGE = (
     "data.cache",
     "data.workers",
     "batch.microbatches",
+    "sync",
     "checkpoint",
     "evaluation",
     "samples",

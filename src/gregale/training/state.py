@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import Layout, with_shardings
-from gregale.methods.psdp import StepMetrics
+from gregale.axes.layout import with_shardings
+from gregale.methods.diloco import Diloco
+from gregale.methods.psdp import Psdp, StepMetrics
 
 Tree = Any
 Leaf = Any
@@ -21,57 +22,49 @@ class TrainState(NamedTuple):
 
     step: Leaf  # int32 scalar: steps done, skipped ones too
     method: Tree  # the method's own state
-    skipped: Leaf  # int32 scalar: steps skipped because loss or gradient was not finite
-    skipped_in_a_row: Leaf  # int32 scalar: how many of them came last without a break
-
-
-class Method(Protocol):
-    """What a synchronisation method gives the trainer."""
-
-    def init(self, model: Tree) -> Tree: ...
-
-    def shardings(self, state: Tree) -> Tree: ...
-
-    def step(self, state: Tree, batch: Tree) -> tuple[Tree, StepMetrics]: ...
-
-    def trained(self, state: Tree) -> Tree: ...
+    skipped: Leaf  # int32 [*lanes]: steps skipped because loss or gradient was not finite
+    skipped_in_a_row: Leaf  # int32 [*lanes]: how many of them came last without a break
 
 
 class Report(NamedTuple):
-    """What a step reports, as device scalars: fetch them when they are ready, not before."""
+    """What a step reports, as device arrays: fetch them when they are ready, not before."""
 
     metrics: StepMetrics
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
+    skipped: Leaf
+    skipped_in_a_row: Leaf
+
+
+Method = Psdp | Diloco
+"""A synchronisation method: `init`, `shardings`, `step`, `actions`, `lanes` are what the trainer uses of it."""
 
 
 def initial_state(method: Method, model: Tree) -> TrainState:
     """The state before the first step; to be called under `jax.jit`, so that it is made in shards."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, method=method.init(model), skipped=zero, skipped_in_a_row=zero)
+    return wrapped(method, method.init(model), 0)
 
 
-def guarded_step(method: Method) -> Callable[[TrainState, Tree], tuple[TrainState, Report]]:
-    """The method's step, but one whose loss or gradient is not finite leaves the method's state as it was."""
-
-    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Report]:
-        moved, metrics = method.step(state.method, batch)
-        finite = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state.method)
-        skipped = state.skipped + ~finite
-        in_a_row = jnp.where(finite, 0, state.skipped_in_a_row + 1)
-        return TrainState(state.step + 1, kept, skipped, in_a_row), Report(metrics, skipped, in_a_row)
-
-    return step
+def wrapped(method: Method, state: Tree, step: int) -> TrainState:
+    """A method's state as a training state after `step` steps, with nothing skipped yet."""
+    none = jnp.zeros([method.layout.axis(lane).size for lane in method.lanes], jnp.int32)
+    return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=none, skipped_in_a_row=none)
 
 
-def state_shardings(method: Method, state: TrainState, layout: Layout) -> TrainState:
+def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -> tuple[TrainState, Report]:
+    """The method's step, with the steps counted and those that were skipped as not finite."""
+    moved, metrics = method.step(state.method, batch, *during)
+    skipped = state.skipped + ~metrics.finite
+    in_a_row = jnp.where(metrics.finite, 0, state.skipped_in_a_row + 1)
+    return TrainState(state.step + 1, moved, skipped, in_a_row), Report(metrics, skipped, in_a_row)
+
+
+def state_shardings(method: Method, state: TrainState) -> TrainState:
     """Where each array of a state lives."""
-    scalar = layout.sharding((), {})
-    return TrainState(scalar, method.shardings(state.method), scalar, scalar)
+    mesh = method.layout.mesh
+    lanes = NamedSharding(mesh, PartitionSpec(*method.lanes))
+    return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), lanes, lanes)
 
 
-def abstract_state(method: Method, model: Tree, layout: Layout) -> TrainState:
+def abstract_state(method: Method, model: Tree) -> TrainState:
     """The state of a run as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
     state = jax.eval_shape(lambda: initial_state(method, model))
-    return with_shardings(state, state_shardings(method, state, layout))
+    return with_shardings(state, state_shardings(method, state))

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -166,7 +167,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise UserError(f"The checkpoint's metadata {path} cannot be read: {error}.") from error
 
-    def latest(self, template: Tree, partial: bool = False) -> Restored[Tree] | None:
+    def latest(self, template: Tree | Callable[[dict], Tree], partial: bool = False) -> Restored[Tree] | None:
         """Restores the newest sound checkpoint; None when there is no checkpoint at all.
 
         Damaged ones are reported and passed over. Arguments as for `restore`.
@@ -192,13 +193,14 @@ class Checkpoints:
             )
         return None
 
-    def restore(self, step: int, template: Tree, partial: bool = False) -> Restored[Tree]:
+    def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: bool = False) -> Restored[Tree]:
         """Restores one step into a template, whatever mesh it was saved from.
 
         Args:
             step: which checkpoint.
             template: a pytree like the one that was saved, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings
-                to restore under; static leaves are handed back as they are.
+                to restore under; static leaves are handed back as they are. Or a function that makes it from what
+                was saved beside the arrays.
             partial: the template may ask for a part of what was saved; only this is read.
 
         Raises:
@@ -233,9 +235,11 @@ class Checkpoints:
                 f"step {used} is used instead."
             )
 
-    def _read(self, step: int, template: Tree, partial: bool) -> Restored[Tree]:
+    def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: bool) -> Restored[Tree]:
         folder = self._directory / folder_name(step)
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / _LEAVES).read_bytes()).items()}
+        if isfunction(template):
+            template = template(self.metadata(step))
         wanted = specs_by_name(template)
         check_match(saved, wanted, str(folder), partial)
         structs = arrays_by_name(template)

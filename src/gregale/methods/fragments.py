@@ -1,0 +1,100 @@
+"""Fragments of a tree of parameters, cut along the named `layers` axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import NamedArray
+
+from gregale.axes.layout import LAYERS, is_named
+from gregale.methods.schedule import Schedule
+
+Tree = Any
+
+FRAGMENT = "fragment"
+
+
+class Fragment(eqx.Module):
+    """Which part of a tree: an argument of compiled programs, so that fragments of one size share a program.
+
+    - `index`: int32 scalar, the fragment's number
+    - `sent`: int32 scalar, the number of steps after which it was sent
+    - `layers`: int32 [layers of the fragment]; None for the fragment of all that is not stacked over layers
+    - `whole`: whether it is everything (P = 1)
+    """
+
+    index: Any
+    sent: Any
+    layers: Any
+    whole: bool = eqx.field(static=True)
+
+    @staticmethod
+    def at(schedule: Schedule, index: int | None, sent: int) -> Fragment | None:
+        """The fragment with this number; None for None."""
+        if index is None:
+            return None
+        layers = schedule.layers_of(index) if index else None
+        return Fragment(np.int32(index), np.int32(sent), layers, whole=schedule.fragments == 1)
+
+    def take(self, tree: Tree) -> Tree:
+        """The fragment's part of a tree, None elsewhere.
+
+        Of arrays stacked over `layers` these are the fragment's layers, of all others the whole array, if the fragment
+        has them; of arrays with an axis `fragment` it is the fragment's own entry.
+        """
+        return jax.tree.map(self._take, tree, is_leaf=is_named)
+
+    def put(self, tree: Tree, part: Tree) -> Tree:
+        """The tree with the fragment's part replaced; nothing else changes by a bit."""
+        return jax.tree.map(self._put, tree, part, is_leaf=is_named)
+
+    def _take(self, leaf):
+        if _has(leaf, FRAGMENT):
+            return leaf.rearrange((FRAGMENT, ...)).array[self.index]
+        if self.whole or (self.layers is None and not _has(leaf, LAYERS)):
+            return leaf
+        if self.layers is None or not _has(leaf, LAYERS):
+            return None
+        return NamedArray(jnp.take(leaf.array, self.layers, axis=_layers_dimension(leaf)), leaf.axis_names)
+
+    def _put(self, leaf, new):
+        if new is None:
+            return leaf
+        if _has(leaf, FRAGMENT):
+            leaf = leaf.rearrange((FRAGMENT, ...))
+            return NamedArray(leaf.array.at[self.index].set(new), leaf.axis_names)
+        if self.layers is None:
+            return new
+        place = (slice(None),) * _layers_dimension(leaf) + (self.layers,)
+        return NamedArray(leaf.array.at[place].set(new.array), leaf.axis_names)
+
+
+def _has(leaf, name: str) -> bool:
+    return isinstance(leaf, NamedArray) and name in leaf.axis_names
+
+
+def _layers_dimension(leaf: NamedArray) -> int:
+    return leaf.axis_names.index(LAYERS)
+
+
+def per_fragment(optimizer: optax.GradientTransformation, state: Tree, fragments: int) -> Tree:
+    """An optimizer's state with what is not shaped like the parameters (its counters) once for each fragment."""
+
+    def counter(leaf):
+        names = (FRAGMENT, *(f"{FRAGMENT}_{dimension}" for dimension in range(leaf.ndim)))
+        return NamedArray(jnp.broadcast_to(leaf, (fragments, *leaf.shape)), names)
+
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda leaf: leaf, state, transform_non_params=counter, is_leaf=is_named
+    )
+
+
+def layers_in(tree: Tree) -> int:
+    """The number of layers that a tree's arrays are stacked over; 0 if none is."""
+    sizes = [leaf.resolve_axis(LAYERS).size for leaf in jax.tree.leaves(tree, is_leaf=is_named) if _has(leaf, LAYERS)]
+    return sizes[0] if sizes else 0

@@ -1,0 +1,85 @@
+"""When each fragment of Streaming DiLoCo is sent and applied: pure functions of the step (arXiv 2501.18512)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gregale.errors import UserError
+
+PATTERNS = ("sequential", "strided")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The outer schedule: P fragments, each sent every H steps exactly, and applied tau steps later.
+
+    Fragment 0 is everything that is not stacked over layers, fragments 1 to P - 1 are groups of layers; with P = 1
+    fragment 0 is everything (DiLoCo). In the order of sending the groups of layers come first.
+
+    - `period`: H, steps between two sends of a fragment
+    - `fragments`: P
+    - `delay`: tau, steps from a send to its application
+    - `layers`: number of layers
+    - `pattern`: `sequential`, each fragment consecutive layers, or `strided`, every (P - 1)-th
+    """
+
+    period: int
+    fragments: int = 1
+    delay: int = 0
+    layers: int = 1
+    pattern: str = "strided"
+
+    def __post_init__(self):
+        if self.period < 1:
+            raise UserError(f"sync.period is {self.period}; replicas are synchronised every so many steps, at least 1.")
+        if not 0 <= self.delay < self.period:
+            raise UserError(
+                f"sync.delay is {self.delay} and sync.period is {self.period}: a fragment has to be applied before it "
+                f"is sent again, so the delay is at least 0 and at most {self.period - 1}."
+            )
+        if not 1 <= self.fragments <= self.layers + 1:
+            raise UserError(
+                f"sync.fragments is {self.fragments}: one fragment is all that is not in layers, and the others share "
+                f"the {self.layers} layers, so there can be 1 to {self.layers} + 1 = {self.layers + 1} of them."
+            )
+        if self.fragments > self.period:
+            raise UserError(
+                f"sync.fragments is {self.fragments} and sync.period is {self.period}: at most one fragment is sent a "
+                f"step, so there can be at most {self.period} fragments."
+            )
+        if self.pattern not in PATTERNS:
+            raise UserError(f"sync.pattern is {self.pattern!r}; valid choices: {', '.join(PATTERNS)}.")
+
+    def offset(self, fragment: int) -> int:
+        """The remainder modulo H of the steps at which a fragment is sent: floor(place * H / P)."""
+        place = self.fragments - 1 if fragment == 0 else fragment - 1
+        return place * self.period // self.fragments
+
+    def sent(self, step: int) -> int | None:
+        """The fragment that is sent after `step` steps, if any."""
+        if step <= 0:
+            return None
+        due = (fragment for fragment in range(self.fragments) if step % self.period == self.offset(fragment))
+        return next(due, None)
+
+    def applied(self, step: int) -> int | None:
+        """The fragment that is applied after `step` steps, if any: the one that was sent `delay` steps before."""
+        return self.sent(step - self.delay)
+
+    def sends(self, fragment: int, step: int) -> int:
+        """How often a fragment was sent in the first `step` steps."""
+        offset = self.offset(fragment)
+        return (step - offset) // self.period + (offset > 0) if step >= offset else 0
+
+    def last_sent(self, step: int) -> int:
+        """The last step of the first `step` after which a fragment was sent; 0 if there was none."""
+        return next((s for s in range(step, max(0, step - self.period), -1) if self.sent(s) is not None), 0)
+
+    def layers_of(self, fragment: int) -> np.ndarray:
+        """The layers of a fragment > 0, int32, ascending; sizes differ by at most one."""
+        groups = self.fragments - 1
+        if self.pattern == "strided":
+            return np.arange(fragment - 1, self.layers, groups, dtype=np.int32)
+        return np.array_split(np.arange(self.layers, dtype=np.int32), groups)[fragment - 1]

@@ -1,0 +1,106 @@
+"""Where a run starts: from nothing, from its newest checkpoint, or from what another method left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from gregale.axes.layout import Layout
+from gregale.data.config import Corpus
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
+from gregale.methods.diloco import Diloco, DilocoState, sync_axis
+from gregale.programs.setup import Setup, set_up
+from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.config import TrainConfig
+from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
+
+
+def starting_state(
+    setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus
+) -> tuple[TrainState, int]:
+    """The state to start from, in the form of the method that takes the next step, and the steps that it has done.
+
+    Arguments:
+    - `before`: the configuration that the run had until now; its `sync` says what the checkpoint holds
+
+    Raises `UserError` if the checkpoint does not fit the data or the mesh.
+    """
+    saved = setup
+    if before is not None and before.sync != setup.config.sync:
+        saved = set_up(replace(setup.config, sync=before.sync), setup.Vocab.size, setup.layout.mesh)
+    restored = checkpoints.latest(lambda metadata: checkpoint_template(saved, metadata))
+    if restored is None:
+        return setup.initial_state(), 0
+    if restored.metadata["data"] != corpus.fingerprint:
+        raise UserError(
+            f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
+            f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
+        )
+    state, step = restored.tree, restored.step
+    if saved is not setup:
+        state = parted(saved, state)
+    return converted(setup, state, step), step
+
+
+def checkpoint_metadata(setup: Setup, corpus: Corpus, state: TrainState) -> dict:
+    """What is written beside a state, and read before it is restored."""
+    method = setup.method if isinstance(state.method, DilocoState) else setup.psdp
+    return {"data": corpus.fingerprint, "method": method.name, "replicas": joined(setup.layout)}
+
+
+def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
+    """The abstract state that a checkpoint with this metadata holds."""
+    if metadata["method"] == setup.psdp.name:
+        return abstract_state(setup.psdp, setup.model)
+    axis, replicas = sync_axis(setup.layout), joined(setup.layout)
+    if metadata["replicas"] != replicas:
+        raise UserError(
+            f"mesh.{axis} is {replicas}, but the checkpoint is of DiLoCo with {metadata['replicas']} replicas, each "
+            f"with parameters and an optimizer of its own. Resume with mesh.{axis} {metadata['replicas']}; to change "
+            f"their number, first resume with sync.type psdp until the next checkpoint, which joins them."
+        )
+    return setup.abstract_state()
+
+
+def joined(layout: Layout) -> int:
+    """How many replicas DiLoCo joins on this mesh."""
+    return layout.mesh.shape[sync_axis(layout)]
+
+
+def parted(setup: Setup, state: TrainState) -> TrainState:
+    """A state of any method as one of PSDP: DiLoCo's replicas are joined."""
+    method = setup.method
+    if not isinstance(method, Diloco) or not isinstance(state.method, DilocoState):
+        return state
+    return _moved(setup.psdp, method.end, state, setup)
+
+
+def converted(setup: Setup, state: TrainState, step: int) -> TrainState:
+    """The state in the form of the method that takes the step after `step` steps."""
+    method = setup.method_after(step)
+    if isinstance(method, Diloco) and not isinstance(state.method, DilocoState):
+        return _moved(method, method.begin, state, setup)
+    if not isinstance(method, Diloco) and isinstance(state.method, DilocoState):
+        return parted(setup, state)
+    return state
+
+
+def _moved(method, change, state: TrainState, setup: Setup) -> TrainState:
+    shardings = state_shardings(method, abstract_state(method, setup.model))
+    move = jax.jit(lambda inner: wrapped(method, change(inner), 0), out_shardings=shardings)
+    return move(state.method)._replace(step=state.step)
+
+
+def evaluated_model(setup: Setup, state: TrainState):
+    """The model that evaluations and samples are made with."""
+    method, sync = setup.method, setup.config.sync
+    if not isinstance(method, Diloco) or not isinstance(state.method, DilocoState):
+        return setup.psdp.trained(state.method)
+    kind = sync.evaluate if isinstance(sync, DilocoConfig) else "outer"
+    if kind == "average":
+        return jax.jit(method.average)(state.method)
+    if kind == "first_replica":
+        return jax.jit(method.replica, static_argnums=1)(state.method, 0)
+    return jax.jit(method.trained)(state.method)

@@ -1,0 +1,89 @@
+"""The figures of steps, read from the device a few steps late so that the loop never waits for a loss."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.errors import UserError
+from gregale.programs.setup import Setup
+from gregale.services.tracking import Rate, Trackers
+from gregale.training.state import Report
+
+STEPS_AHEAD = 2  # steps handed to the device before the oldest one's loss is read
+
+
+class StepLog:
+    """Hands the figures of every logged step to the trackers."""
+
+    def __init__(self, setup: Setup, trackers: Trackers, first_step: int):
+        self._setup, self._trackers = setup, trackers
+        self._pending: deque[tuple[int, Report]] = deque()
+        self._done = first_step
+        everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
+        # A process sees its own replicas' figures only; where there are others, all are brought everywhere.
+        self._shared = jax.jit(lambda report: report, out_shardings=everywhere) if jax.process_count() > 1 else None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins to measure anew, so that time spent on other things does not count."""
+        self._rate = Rate(time.monotonic(), self._done)
+
+    def took(self, step: int, report: Report) -> None:
+        """Takes the report of a step that was handed to the device."""
+        self._pending.append((step, self._shared(report) if self._shared else report))
+        while len(self._pending) > STEPS_AHEAD:
+            self._log(*self._pending.popleft())
+
+    def catch_up(self) -> None:
+        """Waits for all steps so far."""
+        while self._pending:
+            self._log(*self._pending.popleft())
+
+    def _log(self, step: int, report: Report) -> None:
+        config = self._setup.config
+        report = jax.device_get(report)
+        self._rate.completed(step, config.batch.tokens, time.monotonic())
+        self._done = step
+        check_finite(step, report, config.max_skipped)
+        if step % config.log_every and step != config.steps:
+            return
+        skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
+        values = {
+            **measured(report),
+            "learning_rate": self._setup.learning_rate(step - skipped + bool(in_a_row)),
+            "tokens": step * config.batch.tokens,
+            "tokens_per_second": self._rate.tokens_per_second,
+            "step_seconds": self._rate.step_seconds,
+            **self._setup.traffic(step),
+        }
+        self._trackers.log(step, values | ({"skipped": skipped} if skipped else {}))
+
+
+def measured(report: Report) -> dict[str, float]:
+    """Loss and gradient norm over all replicas and, where replicas train apart, those of each and their spread."""
+    metrics = report.metrics
+    losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
+    total = weights.sum()
+    values = {"loss": float((losses * weights).sum() / total if total else np.nan), "grad_norm": float(norms.mean())}
+    if losses.size > 1:
+        values["loss_spread"] = float(losses.max() - losses.min())
+        values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}
+    if metrics.outer_grad_norm is not None:
+        values["outer_grad_norm"] = float(metrics.outer_grad_norm)
+    return values
+
+
+def check_finite(step: int, report: Report, most: int) -> None:
+    """Raises `UserError` if the last `most` steps were all skipped, of any replica."""
+    in_a_row = int(np.max(report.skipped_in_a_row))
+    if in_a_row >= most:
+        raise UserError(
+            f"max_skipped: loss or gradient was not finite in the last {in_a_row} steps (step {step}: loss "
+            f"{report.metrics.loss}, gradient norm {report.metrics.grad_norm}). Nothing of these steps entered the "
+            f"parameters. A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
+        )

@@ -1,0 +1,46 @@
+"""Taking steps: the compiled programs of a method, and which of them runs when."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.methods.diloco import Diloco
+from gregale.methods.fragments import Fragment
+from gregale.training.state import Method, Report, TrainState, abstract_state, counted_step, state_shardings
+
+Tree = Any
+
+
+class Stepper:
+    """Takes the steps of a method, each with what the method does in it; programs are compiled when first needed.
+
+    One program for each kind of step: fragments of one size share theirs.
+
+    - `method`: the method
+    - `model`: its model, abstract or not
+    """
+
+    def __init__(self, method: Method, model: Tree):
+        self._method = method
+        shardings = state_shardings(method, abstract_state(method, model))
+        scalar = NamedSharding(method.layout.mesh, PartitionSpec())
+        self.program = jax.jit(partial(counted_step, method), donate_argnums=0, out_shardings=(shardings, None))
+        self._synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, scalar))
+
+    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
+        """Takes step number `step` (from 1); the state that comes in is donated."""
+        actions = self._method.actions(step)
+        state, report = self.program(state, batch, *actions.during)
+        if actions.after is not None:
+            state, norm = self._synchronise(state, actions.after)
+            report = report._replace(metrics=report.metrics._replace(outer_grad_norm=norm))
+        return state, report
+
+    def _after(self, state: TrainState, fragment: Fragment):
+        assert isinstance(self._method, Diloco)
+        moved, norm = self._method.synchronise(state.method, fragment)
+        return state._replace(method=moved), norm
