@@ -12,7 +12,7 @@ from gregale.codecs.codec import Codec
 from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
 
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # 2^-126; what is smaller may be flushed to 0 by some devices
-LARGEST_VALUE = float(jnp.finfo(jnp.bfloat16).max)
+LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 SCALE_BYTES = SCALE_BITS // 8
 
 
@@ -24,8 +24,8 @@ class BlockCodec(Codec):
 
     The scale carries the sign that makes x_max the code for -levels: a two's complement range has that code, but none
     for +levels. It is rounded before the values are quantised, so that the sender's own decoded values are those of
-    all others. A block whose |x_max| / levels is below 2^-126 decodes to zeros; one with a value that is not finite
-    decodes to NaN throughout.
+    all others. A block whose |x_max| / levels is below 2^-126 decodes to zeros; one with a value that is not finite, or
+    beyond 3.39e38 (beyond 1.7e38 with 2 bits), decodes to NaN throughout.
 
     The message is one block after the other: its packed codes, then the two bytes of its scale. (With all scales at the
     end XLA's code for CPUs is four times slower.) The j-th values of a block's `8 / bits` equal parts share byte j, the
@@ -69,10 +69,12 @@ class BlockCodec(Codec):
         """The signed scales [...] of float32 [..., block], rounded as on the wire."""
         high, low = jnp.max(blocks, axis=-1), jnp.min(blocks, axis=-1)
         scales = jnp.where(high > -low, high, low) / -self.levels
-        limit = LARGEST_VALUE / self.levels  # so that no decoded value overflows
-        bounded = jnp.where(jnp.abs(scales) < SMALLEST_SCALE, 0, jnp.clip(scales, -limit, limit))
+        magnitude = jnp.abs(scales)
+        # Beyond this limit a decoded value, or the scale's reciprocal, would be no normal float.
+        limit = min(LARGEST_BFLOAT16 / self.levels, 1 / SMALLEST_SCALE)
+        kept = jnp.where(magnitude <= limit, scales, jnp.nan)
         # A pair of converts to bfloat16 and back would be optimised away.
-        return jax.lax.reduce_precision(jnp.where(jnp.isfinite(scales), bounded, jnp.nan), 8, 7)
+        return jax.lax.reduce_precision(jnp.where(magnitude < SMALLEST_SCALE, 0, kept), 8, 7)
 
     def encode(self, values: jax.Array) -> jax.Array:
         *rows, size = values.shape

@@ -82,11 +82,10 @@ class ReduceConfig:
     def _check_block(self, name: str):
         if name not in BLOCK_BITS:
             return
-        values_per_byte = 8 // BLOCK_BITS[name]
-        if self.block < 1 or self.block % values_per_byte:
-            above = max(1, -(-self.block // values_per_byte)) * values_per_byte
+        per_byte = 8 // BLOCK_BITS[name]
+        if self.block < 1 or self.block % per_byte:
+            above = max(1, -(-self.block // per_byte)) * per_byte
             raise UserError(
-                f"reduce.block is {self.block}: {name} packs {values_per_byte} value(s) into a byte, so a block has a "
-                f"multiple of {values_per_byte} values, at least {values_per_byte}. {above} would work; {DEFAULT_BLOCK} "
-                "is the default."
+                f"reduce.block is {self.block}: {name} packs {per_byte} value(s) into a byte, so a block is a multiple of "
+                f"{per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."
             )

@@ -13,20 +13,21 @@ from gregale.codecs.codec import Codec
 from gregale.codecs.formats import WireFormat
 
 
-def hadamard(size: int) -> np.ndarray:
-    """The orthonormal, symmetric Hadamard matrix [size, size] (Sylvester's); `size` is a power of two."""
+def random_rotation(size: int, seed: int) -> np.ndarray:
+    """Random signs on the rows of Sylvester's Hadamard matrix, orthonormal [size, size]; `size` is a power of two."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    return (matrix / np.sqrt(size)).astype(np.float32)
+    signs = np.random.default_rng(seed).choice([-1, 1], size)
+    return (signs[:, None] * matrix / np.sqrt(size)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class RotatedCodec(Codec):
-    """Every block x goes through `codec` as H D x: signs D drawn once from `seed`, then a Hadamard transform H.
+    """Every block x goes through `codec` as x R, R a random rotation that is the same for all blocks.
 
     One large value of a block is spread over all of it, so the block's scale shrinks; the error comes back rotated,
-    of the same norm. Values above 3e38 / sqrt(block) may overflow, and then decode to NaN. (As in QuIP#, 2402.04396.)
+    of the same norm. Values above 3e38 / block may overflow, and then decode to NaN. (As in QuIP#, 2402.04396.)
 
     - `codec`: its block is a power of two
     """
@@ -41,17 +42,16 @@ class RotatedCodec(Codec):
     def encode(self, values: jax.Array) -> jax.Array:
         *rows, size = values.shape
         padded = jnp.pad(values.astype(jnp.float32), [(0, 0)] * len(rows) + [(0, -size % self.codec.block)])
-        return self.codec.encode(self._turn(padded * self._signs(padded.shape[-1])))
+        return self.codec.encode(self._turn(padded, self._rotation))
 
     def decode(self, message: jax.Array, size: int) -> jax.Array:
         padded = self.codec.decode(message, size + -size % self.codec.block)
-        return (self._turn(padded) * self._signs(padded.shape[-1]))[..., :size]
+        return self._turn(padded, self._rotation.T)[..., :size]
 
-    def _signs(self, size: int) -> jax.Array:
-        signs = np.random.default_rng(self.seed).choice(np.float32([-1, 1]), self.codec.block)
-        return jnp.tile(signs, size // self.codec.block)
+    @property
+    def _rotation(self) -> np.ndarray:
+        return random_rotation(self.codec.block, self.seed)
 
-    def _turn(self, values: jax.Array) -> jax.Array:
+    def _turn(self, values: jax.Array, rotation: np.ndarray) -> jax.Array:
         blocks = values.reshape(*values.shape[:-1], -1, self.codec.block)
-        turned = jnp.matmul(blocks, hadamard(self.codec.block), precision=jax.lax.Precision.HIGHEST)
-        return turned.reshape(values.shape)
+        return jnp.matmul(blocks, rotation, precision=jax.lax.Precision.HIGHEST).reshape(values.shape)

@@ -1,0 +1,91 @@
+"""The errors that error feedback keeps: which arrays have one, and where it lives."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.axes.layout import REPLICA, Layout
+from gregale.codecs.config import ReduceConfig
+from gregale.codecs.feedback import Stored, stored_block
+from gregale.communication.pieces import Leaf, leaves_of, shards
+
+Tree = Any
+
+
+class ErrorState(NamedTuple):
+    """What was not sent yet, in 8 bits, by the path of its array; empty where a leg has no feedback.
+
+    A block of the stored numbers lies along the last axis, inside one device. The scales carry the same axis names,
+    the last axis shorter, so that both are sharded as the arrays they belong to.
+    """
+
+    first: dict[str, Stored]  # of the first leg: [replica, *axes], under `params`
+    second: dict[str, Stored]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
+    steps: jax.Array  # int32 []: reductions so far
+
+
+def init_error(buffers: Tree, layout: Layout, config: ReduceConfig) -> ErrorState:
+    """No error yet, for buffers with an axis `replica` (as `reduce_quantised` takes them; only shapes are read)."""
+    leaves = [leaf for leaf in leaves_of(buffers, layout, replicated=True) if not leaf.exact]
+    first, second = {}, {}
+    for leaf in leaves if config.feedback else []:
+        replicated = (layout.Replica, *leaf.axes)
+        if config.codec != "none":
+            first[leaf.path] = _zeros(replicated, layout, layout.params)
+        if config.second_leg != "none":
+            axes = replicated if leaf.split is None else leaf.axes
+            second[leaf.path] = _zeros(axes, layout, second_mapping(layout))
+    return ErrorState(first, second, jnp.zeros((), jnp.int32))
+
+
+def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
+    *others, last = axes
+    block = stored_block(last.size // shards(last, layout, mapping))
+    scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
+    return Stored(hax.zeros(axes, jnp.uint8), scales)
+
+
+def error_shardings(error: ErrorState, layout: Layout) -> ErrorState:
+    """Where each array of an error state lives."""
+    return ErrorState(
+        first=layout.shardings(error.first, layout.params),
+        second=layout.shardings(error.second, second_mapping(layout)),
+        steps=NamedSharding(layout.mesh, PartitionSpec()),
+    )
+
+
+def second_mapping(layout: Layout):
+    """The mapping of the second leg's errors."""
+    return {**layout.opt_state, REPLICA: REPLICA}
+
+
+def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
+    """The errors at the start of a step: all zero if `reset_every` steps have passed, and the step counted."""
+    counted = error._replace(steps=error.steps + 1)
+    if config.feedback is None or config.feedback.reset_every is None:
+        return counted
+    due = error.steps % config.feedback.reset_every == 0
+
+    def reset(stored: Stored) -> Stored:
+        return stored._replace(scales=jax.tree.map(lambda scales: jnp.where(due, 0, scales), stored.scales))
+
+    first, second = ({path: reset(one) for path, one in errors.items()} for errors in (error.first, error.second))
+    return counted._replace(first=first, second=second)
+
+
+def arrays_of(errors: dict[str, Stored], leaves: list[Leaf]) -> dict[str, Stored]:
+    """The plain arrays of the errors of some leaves."""
+    found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
+    return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}
+
+
+def updated(errors: dict[str, Stored], new: dict[str, Stored]) -> dict[str, Stored]:
+    """The errors with new arrays for some of them, under the same axis names."""
+    named = {path: jax.tree.unflatten(jax.tree.structure(errors[path]), stored) for path, stored in new.items()}
+    return {**errors, **named}

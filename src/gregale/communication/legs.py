@@ -1,0 +1,105 @@
+"""What one device does in each leg of a quantised average; to be called inside `jax.shard_map` over the whole mesh."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gregale.axes.layout import REPLICA
+from gregale.codecs.codec import Codec, FloatCodec
+from gregale.codecs.feedback import Stored, load, next_error, store
+from gregale.codecs.message import decode_all, encode_all
+from gregale.communication.pieces import Leaf
+
+Arrays = dict[str, jax.Array]  # by the path of the leaf
+Errors = dict[str, Stored]  # the same; empty without feedback
+EXACT = FloatCodec("none")
+
+
+class Leg(NamedTuple):
+    """How a leg sends.
+
+    - `codec`: what it encodes with
+    - `beta`: decay of the kept error
+    - `fast_axes`: the mesh axes other than `replica`
+    """
+
+    codec: Codec
+    beta: float
+    fast_axes: tuple[str, ...]
+
+
+def first_leg(leaves: list[Leaf], values: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
+    """Means over replicas of local shards [*shape], as this replica's pieces [piece_size], and the next errors."""
+    pieces = {leaf.path: leaf.cut(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
+    kept = {leaf.path: leaf.cut(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
+    message, kept, finite = _send(pieces, kept, leg)
+    received = jax.lax.all_to_all(message, REPLICA, split_axis=0, concat_axis=0, tiled=True)
+    decoded = decode_all(received, [leaf.piece_size for leaf in leaves], leg.codec)
+    means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
+    whole = {leaf.path: leaf.join(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
+    return means, _remember(errors, whole, finite)
+
+
+def second_leg(leaves: list[Leaf], pieces: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
+    """Every replica's pieces [piece_size] brought together to local shards [*shape], and the next errors."""
+    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
+    message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, leg)
+    gathered = jax.lax.all_gather(message, REPLICA)
+    decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], leg.codec)
+    wholes = {leaf.path: leaf.join(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
+    kept = {leaf.path: _among_pieces(leaf, own[leaf.path]) for leaf in leaves if leaf.path in own}
+    return wholes, _remember(errors, kept, finite)
+
+
+def totals(scalars: list[jax.Array]) -> list[jax.Array]:
+    """Sums over replicas of float32 scalars, exactly: their bytes are gathered, and added in one order everywhere."""
+    message = EXACT.encode(jnp.stack(scalars).astype(jnp.float32))
+    rows = EXACT.decode(jax.lax.all_gather(message, REPLICA), len(scalars))  # [replica, scalar]
+    return list(jnp.sum(rows, axis=0))
+
+
+def _send(values: Arrays, errors: Arrays, leg: Leg) -> tuple[jax.Array, Arrays, jax.Array]:
+    """The message of values + errors, all [..., n]; the next errors; and whether all replicas' values are finite."""
+    sizes = [value.shape[-1] for value in values.values()]
+    compensated = {path: value + errors[path] if path in errors else value for path, value in values.items()}
+    message = encode_all(list(compensated.values()), leg.codec)
+    if not errors:
+        return message, {}, jnp.array(True)
+    sent = dict(zip(values, decode_all(message, sizes, leg.codec), strict=True))
+    kept = {path: next_error(errors[path], compensated[path] - sent[path], leg.beta) for path in errors}
+    return message, kept, _all_finite(compensated, leg.fast_axes)
+
+
+def _all_finite(values: Arrays, fast_axes: tuple[str, ...]) -> jax.Array:
+    """Whether the values of all devices are finite; over `replica` goes one byte."""
+    here = jnp.stack([jnp.all(jnp.isfinite(value)) for value in values.values()]).all()
+    in_replica = jax.lax.pmin(here.astype(jnp.int32), fast_axes).astype(jnp.uint8)
+    return jnp.all(jax.lax.all_gather(in_replica, REPLICA) == 1)
+
+
+def _remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
+    """The new errors in 8 bits; the old ones if this step was not finite."""
+
+    def one(old: Stored, error: jax.Array) -> Stored:
+        stored = store(error.reshape(old.codes.shape))
+        return jax.tree.map(lambda x, y: jnp.where(finite, x, y), stored, old)
+
+    return {path: one(errors[path], error) for path, error in new.items()}
+
+
+def _own_piece(leaf: Leaf, error: jax.Array) -> jax.Array:
+    """A second leg's error -> [piece_size]."""
+    if leaf.split is None:
+        return leaf.cut(error)[jax.lax.axis_index(REPLICA)]
+    return error.reshape(-1)
+
+
+def _among_pieces(leaf: Leaf, error: jax.Array) -> jax.Array:
+    """[piece_size] -> a second leg's error; of an array that is not split, zero but for this replica's piece."""
+    if leaf.split is None:
+        pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
+        return leaf.join(pieces.at[jax.lax.axis_index(REPLICA)].set(error))
+    return error

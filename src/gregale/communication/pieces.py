@@ -1,0 +1,102 @@
+"""How the local shard of an array is cut into one piece for each replica, and put together again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
+
+from gregale.axes.layout import REPLICA, Layout, is_named
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of a tree, without its axis `replica`, as one device holds it.
+
+    - `path`: where it is in the tree
+    - `axes`: its axes; a plain array's are named by their place
+    - `named`: whether it is a NamedArray
+    - `params`, `opt_state`: its partition under the two mappings
+    - `shape`: of a device's shard under `params`
+    - `split`: the dimension that `opt_state` splits over `replica`, None if it splits none
+    - `replicas`: pieces to cut it into
+    """
+
+    path: str
+    axes: tuple[Axis, ...]
+    named: bool
+    params: PartitionSpec
+    opt_state: PartitionSpec
+    shape: tuple[int, ...]
+    split: int | None
+    replicas: int
+
+    @property
+    def exact(self) -> bool:
+        """Scalars are reported, not trained: they go as they are."""
+        return not self.axes
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """A device's shard under `opt_state`; of an array that is not split, its part of the padded flat shard."""
+        if self.split is None:
+            return (-(-prod(self.shape) // self.replicas),)
+        shape = list(self.shape)
+        shape[self.split] //= self.replicas
+        return tuple(shape)
+
+    @property
+    def piece_size(self) -> int:
+        return prod(self.piece_shape)
+
+    def cut(self, shard: jax.Array) -> jax.Array:
+        """[*shape] -> [replicas, piece_size]; row r is what a reduce-scatter leaves on replica r."""
+        if self.split is None:
+            flat = shard.reshape(-1)
+            return jnp.pad(flat, (0, self.replicas * self.piece_size - flat.size)).reshape(self.replicas, -1)
+        d = self.split
+        parts = shard.reshape(*self.shape[:d], self.replicas, -1, *self.shape[d + 1 :])
+        return jnp.moveaxis(parts, d, 0).reshape(self.replicas, -1)
+
+    def join(self, pieces: jax.Array) -> jax.Array:
+        """[replicas, piece_size] -> [*shape]"""
+        if self.split is None:
+            return pieces.reshape(-1)[: prod(self.shape)].reshape(self.shape)
+        parts = jnp.moveaxis(pieces.reshape(self.replicas, *self.piece_shape), 0, self.split)
+        return parts.reshape(self.shape)
+
+    def wrap(self, array: jax.Array):
+        """The array with the axis names of the leaf."""
+        return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
+
+
+def leaves_of(tree: Tree, layout: Layout, replicated: bool) -> list[Leaf]:
+    """The arrays of a tree of named or plain arrays, in its order.
+
+    - `replicated`: whether they have an axis `replica` (of a plain array, the first); it is left out
+    """
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
+    return [_leaf(jax.tree_util.keystr(path, simple=True, separator="."), x, layout, replicated) for path, x in paths]
+
+
+def _leaf(path: str, array, layout: Layout, replicated: bool) -> Leaf:
+    named = is_named(array)
+    axes = array.axes if named else tuple(Axis(f"dimension_{place}", size) for place, size in enumerate(array.shape))
+    if replicated:
+        axes = tuple(axis for axis in axes if axis.name != REPLICA) if named else axes[1:]
+    params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
+    shape = tuple(axis.size // shards(axis, layout, layout.params) for axis in axes)
+    split = [place for place, axis in enumerate(axes) if REPLICA in layout.mesh_axes((axis,), layout.opt_state)]
+    return Leaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.replicas)
+
+
+def shards(axis: Axis, layout: Layout, mapping) -> int:
+    """Devices over which a mapping splits an axis."""
+    return prod(layout.mesh.shape[name] for name in layout.mesh_axes((axis,), mapping))

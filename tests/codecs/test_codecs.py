@@ -1,0 +1,218 @@
+"""Every codec, over a round trip: error bounds, sizes, and values at the ends of float32."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from gregale.codecs.config import ReduceConfig
+from gregale.codecs.formats import BLOCK_BITS, CODECS
+from gregale.codecs.message import decode_all, encode_all
+from tests.codecs.oracle import quantised, rows_quantised, scale_of
+from tests.mesh.support import fast_jit
+
+SMALLEST = np.float32(2.0**-126)
+SIZES = st.sampled_from([1, 61, 131])  # few, as each is compiled once
+NUMBERS = st.floats(-(2.0**127), 2.0**127, width=32)
+MODERATE = st.floats(-1e6, 1e6, width=32)
+
+
+def codec_of(name, block=64, **options):
+    return ReduceConfig(codec=name, block=block, **options).first_codec()
+
+
+@partial(fast_jit, static_argnames=("codec",))
+def encode(values, codec):
+    return codec.encode(values)
+
+
+@partial(fast_jit, static_argnames=("codec",))
+def round_trip(values, codec):
+    return codec.decode(codec.encode(values), values.shape[-1])
+
+
+def vectors(numbers):
+    return SIZES.flatmap(lambda size: arrays(np.float32, size, elements=numbers))
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("size", [1, 61, 64, 131])
+def test_matches_the_slow_codec(name, size):
+    values = normal(size)
+    np.testing.assert_array_equal(round_trip(values, codec_of(name)), quantised(name, values))
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+@pytest.mark.parametrize("block", [4, 20, 128])
+def test_blocks_of_any_size(name, block):
+    values = normal(203, seed=1)
+    np.testing.assert_array_equal(round_trip(values, codec_of(name, block)), quantised(name, values, block))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_leading_dimensions_are_a_batch(name):
+    values, codec = normal(3, 2, 61), codec_of(name)
+    message = encode(values, codec)
+    assert message.dtype == jnp.uint8
+    assert message.shape == (3, 2, codec.message_bytes(61))
+    np.testing.assert_array_equal(round_trip(values, codec)[1, 1], round_trip(values[1, 1], codec))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_bfloat16_values(name):
+    values = normal(61).astype(ml_dtypes.bfloat16)
+    decoded = round_trip(values, codec_of(name))
+    assert decoded.dtype == jnp.float32
+    np.testing.assert_array_equal(decoded, round_trip(values.astype(np.float32), codec_of(name)))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@settings(max_examples=60, deadline=None)
+@given(values=vectors(NUMBERS))
+def test_a_uniform_codec_errs_by_half_a_scale(name, values):
+    decoded = np.asarray(round_trip(values, codec_of(name)))
+    for start in range(0, len(values), 64):
+        part, got = values[start : start + 64].astype(float), decoded[start : start + 64].astype(float)
+        levels = 2 ** (BLOCK_BITS[name] - 1)
+        scale = np.abs(part).max() / levels
+        # The largest value is sent as -levels of a signed scale; only values of the other sign can be clipped.
+        clipped = (part * part[np.abs(part).argmax()] < 0) & (np.abs(part) > (levels - 0.51) * scale)
+        rounded = levels * scale * 2**-8  # what rounding the scale to bfloat16 does to the largest value
+        assert (np.abs(part - got) <= np.where(clipped, scale, scale / 2) + rounded + levels * SMALLEST).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=vectors(NUMBERS))
+def test_e3m0_errs_by_a_third(values):
+    decoded = np.asarray(round_trip(values, codec_of("e3m0")))
+    for start in range(0, len(values), 64):
+        part, got = values[start : start + 64].astype(float), decoded[start : start + 64].astype(float)
+        largest = np.abs(part).max()
+        bound = np.maximum(np.abs(part) / 3, largest / 128) + largest * 2**-8 + 8 * SMALLEST
+        assert (np.abs(part - got) <= bound).all()
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+@settings(max_examples=40, deadline=None)
+@given(values=vectors(MODERATE))
+def test_no_value_changes_its_sign_and_none_grows_much(name, values):
+    decoded = np.asarray(round_trip(values, codec_of(name)))
+    assert (decoded * values >= 0).all()
+    assert np.abs(decoded).max() <= np.abs(values).max() * (1 + 2**-8)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_zeros_stay_zeros(name):
+    assert not round_trip(np.zeros(131, np.float32), codec_of(name)).any()
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+def test_a_zero_beside_a_large_value_stays_zero(name):
+    values = np.zeros(64, np.float32)
+    values[5] = -3e4
+    decoded = np.asarray(round_trip(values, codec_of(name)))
+    np.testing.assert_allclose(decoded[5], -3e4, rtol=2**-8)
+    assert np.count_nonzero(decoded) == 1
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+@pytest.mark.parametrize("largest", [1e-45, 1e-40, 2e-38])
+def test_denormals_become_small_or_zero(name, largest):
+    decoded = np.asarray(round_trip(np.full(64, largest, np.float32), codec_of(name)))
+    assert np.isfinite(decoded).all()
+    assert (np.abs(decoded) <= 1.01 * largest).all()
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_huge_values_come_back_up_to_the_limit_and_are_nan_beyond(name, sign):
+    limit = 2.0**127 if name == "int2" else float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    huge = np.full(64, sign * limit, np.float32)
+    np.testing.assert_array_equal(round_trip(huge, codec_of(name)), huge)
+    assert np.isnan(round_trip(huge * np.float32(1 + 2**-9), codec_of(name))).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows(name, bad):
+    values = normal(192)
+    values[70] = bad
+    decoded = np.asarray(round_trip(values, codec_of(name)))
+    assert not np.isfinite(decoded[70])
+    assert np.isfinite(decoded[:64]).all()
+    assert np.isfinite(decoded[128:]).all()
+
+
+@pytest.mark.parametrize("name", BLOCK_BITS)
+def test_a_block_with_a_value_that_is_not_finite_is_lost_as_a_whole(name):
+    values = normal(64)
+    values[3] = np.inf
+    assert np.isnan(round_trip(values, codec_of(name))).all()
+
+
+def test_the_largest_value_is_sent_exactly_whatever_its_sign():
+    for sign in (1, -1):
+        values = sign * np.float32([8, 1, -2, 3])
+        np.testing.assert_array_equal(round_trip(values, codec_of("int4")), values)
+
+
+def test_the_scale_on_the_wire_is_a_bfloat16():
+    values = normal(64)
+    message = np.asarray(encode(values, codec_of("int4")))
+    scale = message[32:].view(ml_dtypes.bfloat16)[0]
+    assert float(scale) == scale_of("int4", values)
+
+
+def test_two_codes_a_byte_the_first_half_below():
+    values = np.float32([-8, 1, 2, 7])  # scale 1; codes are sent with 8 added
+    message = np.asarray(encode(values, codec_of("int4", block=4)))
+    assert list(message[:2]) == [0 | 10 << 4, 9 | 15 << 4]
+
+
+@pytest.mark.parametrize("name", ["int4", "e3m0"])
+@settings(max_examples=30, deadline=None)
+@given(values=vectors(MODERATE))
+def test_encoding_what_was_decoded_changes_nothing(name, values):
+    once = round_trip(values, codec_of(name))
+    np.testing.assert_array_equal(round_trip(once, codec_of(name)), once)
+
+
+def test_rotation_keeps_the_error_of_normal_values_and_shrinks_it_for_heavy_tails():
+    def error(values, **options):
+        decoded = round_trip(values, codec_of("int4", **options))
+        return np.linalg.norm(decoded - values) / np.linalg.norm(values)
+
+    even = normal(64 * 256)
+    assert error(even, hadamard=True) == pytest.approx(error(even), rel=0.05)
+    heavy = np.random.default_rng(0).standard_t(2, 64 * 256).astype(np.float32)
+    assert error(heavy, hadamard=True) < 0.75 * error(heavy)
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=vectors(MODERATE))
+def test_rotated_blocks_come_back(values):
+    decoded = round_trip(values, codec_of("int8", hadamard=True))
+    padded = np.pad(values, (0, -len(values) % 64)).reshape(-1, 64)
+    difference = np.pad(decoded - values, (0, -len(values) % 64)).reshape(-1, 64)
+    bound = np.linalg.norm(padded, axis=1) * np.sqrt(64) / 128 + 1e-30
+    assert (np.linalg.norm(difference, axis=1) <= bound).all()
+
+
+def test_one_message_of_many_arrays():
+    codec = codec_of("int4")
+    many = [normal(2, size, seed=size) for size in (1, 61, 131)]
+    message = fast_jit(lambda arrays: encode_all(arrays, codec))(many)
+    assert message.shape == (2, codec.message_bytes(1) + codec.message_bytes(61) + codec.message_bytes(131))
+    decoded = fast_jit(lambda message: decode_all(message, [1, 61, 131], codec))(message)
+    for array, got in zip(many, decoded, strict=True):
+        np.testing.assert_array_equal(got, rows_quantised("int4", array))

@@ -1,0 +1,47 @@
+"""What a user can ask of the reduction, and what is refused."""
+
+import pytest
+
+from gregale.codecs.blocks import PowersCodec, UniformCodec
+from gregale.codecs.codec import FloatCodec
+from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.rotation import RotatedCodec
+from gregale.errors import UserError
+
+
+def test_codecs_of_the_legs():
+    config = ReduceConfig(codec="e3m0", block=32, second_leg="int8")
+    assert config.first_codec() == PowersCodec(block=32)
+    assert config.second_codec() == UniformCodec(8, 32)
+    assert ReduceConfig().first_codec() == FloatCodec("none")
+
+
+def test_only_codecs_with_blocks_are_rotated():
+    config = ReduceConfig(codec="int4", second_leg="bfloat16", hadamard=True)
+    assert config.first_codec() == RotatedCodec(UniformCodec(4))
+    assert config.second_codec() == FloatCodec("bfloat16")
+
+
+def test_quantised():
+    assert not ReduceConfig().quantised
+    assert ReduceConfig(codec="bfloat16").quantised
+    assert ReduceConfig(second_leg="int8").quantised
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ReduceConfig(codec="int5"), r"reduce.codec is 'int5'; valid choices: none, bfloat16, int8, int4"),
+        (lambda: ReduceConfig(second_leg="e3m0"), r"reduce.second_leg is 'e3m0'; valid choices: none, bfloat16"),
+        (lambda: ReduceConfig(codec="int4", block=63), r"reduce.block is 63: int4 packs 2 .* 64 would work"),
+        (lambda: ReduceConfig(codec="int2", block=0), r"reduce.block is 0: int2 packs 4 .* 4 would work"),
+        (lambda: ReduceConfig(second_leg="int8", block=0), r"reduce.block is 0: int8 packs 1 .* 1 would work"),
+        (lambda: ReduceConfig(hadamard=True), r"no blocks to rotate"),
+        (lambda: ReduceConfig("int8", block=96, hadamard=True), r"power of two; 64 or 128 would work"),
+        (lambda: FeedbackConfig(beta=1.0), r"reduce.feedback.beta is 1"),
+        (lambda: FeedbackConfig(reset_every=0), r"reduce.feedback.reset_every is 0"),
+    ],
+)
+def test_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()

@@ -1,0 +1,349 @@
+"""Quantised averages over replicas against a slow NumPy rewrite, and their bytes in the compiled program."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import haliax as hax
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.audit import audit
+from gregale.axes.layout import REPLICA, is_named
+from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.codecs.feedback import load
+from gregale.communication.feedback import ErrorState, error_shardings, init_error
+from gregale.communication.quantised import give_back_quantised, reduce_quantised, wire_bytes
+from tests.codecs.oracle import BITS, quantised, rows_quantised
+from tests.mesh.support import FAST_TO_COMPILE, layout_of
+
+EMBED = Axis("embed", 64)
+SHAPES = {
+    "embedding": (Axis("vocab_part", 10), EMBED),  # pieces of 80 values at R = 8: no multiple of a block
+    "kernel": (Axis("layers", 2), EMBED, Axis("hidden", 8)),
+    "norm": (Axis("head", 13),),  # not split by `opt_state`
+}
+PLAIN = (7, 3)
+MESHES = [(8, 1), (4, 2), (2, 4)]
+LEVELS = {"none": 2**20, "bfloat16": 256, "int8": 128, "int4": 8, "int2": 2, "e3m0": 2}
+FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+NO_FEEDBACK = ReduceConfig(codec="int4", second_leg="int4", feedback=None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step's two legs, compiled: (sums, weights, error) -> (averages, given back, error)."""
+
+    layout: object
+    config: ReduceConfig
+    compiled: object
+    start: ErrorState
+
+    def __call__(self, sums, weights=None, error=None):
+        placed, weights, error = self._place(sums, weights, error)
+        averages, given, error = self.compiled(placed, weights, error)
+        return arrays(averages), arrays(given), error, given
+
+    def _place(self, sums, weights, error):
+        layout = self.layout
+        if weights is None:
+            weights = np.ones(layout.replicas, np.float32)
+        weights = hax.named(np.asarray(weights, np.float32), (layout.Replica,))
+        sums, weights = (jax.device_put(tree, input_shardings(tree, layout)) for tree in (sums, weights))
+        return sums, weights, self.start if error is None else error
+
+
+def input_shardings(tree, layout):
+    def one(leaf, sharding):
+        return sharding if is_named(leaf) else layout.sharding((REPLICA,), layout.params)
+
+    return jax.tree.map(one, tree, layout.shardings(tree, layout.params), is_leaf=is_named)
+
+
+@cache
+def program(replica: int, data: int, config: ReduceConfig, dtype=np.float32) -> Program:
+    layout = layout_of(replica=replica, data=data)
+    tree = gradients(replica, dtype=dtype)
+    start = init_error(tree, layout, config)
+    start = jax.device_put(start, error_shardings(start, layout))
+
+    def step(sums, weights, error):
+        averages, error = reduce_quantised(sums, weights, error, layout, config)
+        given, error = give_back_quantised(averages, error, layout, config)
+        return averages, given, error
+
+    inputs = Program(layout, config, None, start)._place(tree, None, start)
+    return Program(layout, config, jax.jit(step).lower(*inputs).compile(FAST_TO_COMPILE), start)
+
+
+def gradients(replicas: int, seed: int = 0, dtype=np.float32):
+    """Buffers with different values on every replica, and a mean that is not zero."""
+    random, Replica = np.random.default_rng(seed), Axis(REPLICA, replicas)
+
+    def draw(*shape):
+        return (random.normal(size=(replicas, *shape)) + 0.3).astype(dtype)
+
+    tree = {name: hax.named(draw(*(a.size for a in axes)), (Replica, *axes)) for name, axes in SHAPES.items()}
+    return {**tree, "plain": draw(*PLAIN), "loss": hax.named(draw().astype(np.float32), (Replica,))}
+
+
+def arrays(tree) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x.array if is_named(x) else x) for name, x in tree.items()}
+
+
+def errors(stored) -> dict[str, np.ndarray]:
+    return {path: np.asarray(load(type(one)(one.codes.array, one.scales.array))) for path, one in stored.items()}
+
+
+def pieces(name: str, array: np.ndarray, replicas: int, data: int) -> np.ndarray:
+    """[...] -> [data, replicas, n]: what each replica of each data shard averages, as `opt_state` lies."""
+    axes = [axis.name for axis in SHAPES.get(name, ())]
+    if "embed" not in axes:
+        flat = np.pad(array.ravel(), (0, -array.size % replicas)).reshape(1, replicas, -1)
+        return np.repeat(flat, data, axis=0)
+    parts = np.split(array, data * replicas, axis=axes.index("embed"))
+    return np.stack([part.ravel() for part in parts]).reshape(data, replicas, -1)
+
+
+def whole(name: str, parts: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `pieces`."""
+    axes = [axis.name for axis in SHAPES.get(name, ())]
+    if "embed" not in axes:
+        return parts[0].ravel()[: int(np.prod(shape))].reshape(shape)
+    place, count = axes.index("embed"), parts.shape[0] * parts.shape[1]
+    small = [size // count if axis == place else size for axis, size in enumerate(shape)]
+    return np.concatenate([part.reshape(small) for part in parts.reshape(count, -1)], axis=place)
+
+
+def round_trip(name: str, array: np.ndarray, codec: str, replicas: int, data: int) -> np.ndarray:
+    parts = pieces(name, array, replicas, data)
+    decoded = np.stack([rows_quantised(codec, rows) for rows in parts])
+    return whole(name, decoded, array.shape)
+
+
+def slow_average(name, sums, weights, config: ReduceConfig, mesh) -> np.ndarray:
+    """The averages; of arrays that are not split, after their second leg."""
+    scaled = np.float32(len(weights) / weights.sum())
+    sent = [round_trip(name, one * scaled, config.codec, *mesh) for one in sums.astype(np.float32)]
+    average = np.mean(sent, axis=0, dtype=np.float32)
+    return average if is_split(name) else round_trip(name, average, config.second_leg, *mesh)
+
+
+def is_split(name: str) -> bool:
+    return "embed" in [axis.name for axis in SHAPES.get(name, ())]
+
+
+def assert_same_but_for_ties(actual, desired, levels: int):
+    """A value in the middle between two codes may fall either way if its last bit differs; few do."""
+    difference = np.abs(actual - desired)
+    apart = difference > 1e-6
+    assert apart.mean() <= 0.01
+    assert difference.max() <= 1.01 * np.abs(desired).max() / levels
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_averages_are_those_of_the_slow_rewrite(mesh):
+    check_against_the_slow_rewrite(program(*mesh, FOUR_BITS), mesh)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("none", "none"), ("bfloat16", "int4"), ("int2", "bfloat16"), ("e3m0", "int8")]
+)
+def test_every_codec(first, second):
+    check_against_the_slow_rewrite(program(2, 1, ReduceConfig(codec=first, second_leg=second)), (2, 1))
+
+
+def test_bfloat16_buffers():
+    mesh = (2, 1)
+    tree = gradients(2, dtype=ml_dtypes.bfloat16)
+    check_against_the_slow_rewrite(program(*mesh, FOUR_BITS, ml_dtypes.bfloat16), mesh, tree)
+
+
+def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
+    replicas = mesh[0]
+    tree = gradients(replicas) if tree is None else tree
+    weights = np.linspace(1, 3, replicas, dtype=np.float32)
+    averages, given, _, _ = run(tree, weights)
+    for name, sums in arrays(tree).items():
+        if name == "loss":
+            np.testing.assert_allclose(averages[name], sums.sum() / weights.sum(), rtol=1e-6)
+            continue
+        assert averages[name].dtype == np.float32
+        average = slow_average(name, sums, weights, run.config, mesh)
+        assert_same_but_for_ties(averages[name], average, LEVELS[run.config.codec])
+        back = round_trip(name, averages[name], run.config.second_leg, *mesh) if is_split(name) else averages[name]
+        np.testing.assert_allclose(given[name], back, rtol=1e-6, err_msg=name)
+
+
+def test_uneven_weights_give_the_weighted_average_up_to_quantisation():
+    weights = np.float32([1, 100, 3, 7, 0, 20, 5, 9])
+    tree = gradients(8)
+    averages, given, _, _ = program(8, 1, FOUR_BITS)(tree, weights)
+    for name, sums in arrays(tree).items():
+        exact = sums.sum(0) / weights.sum()
+        largest = np.abs(sums).max() * 8 / weights.sum()
+        assert np.abs(averages[name] - exact).max() <= 2 * largest / 8
+        assert np.abs(given[name] - exact).max() <= 3 * largest / 8
+
+
+def test_both_legs_average_so_that_equal_replicas_change_nothing():
+    """A sum in either leg would be 8 times as large, and clipped."""
+    tree = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x)[:1], x.shape), gradients(8))
+    averages, given, _, _ = program(8, 1, FOUR_BITS)(tree)
+    for name, sums in arrays(tree).items():
+        step = np.abs(sums[0]).max() / 8
+        np.testing.assert_allclose(averages[name], sums[0], atol=2.1 * step)
+        np.testing.assert_allclose(given[name], sums[0], atol=2.1 * step)
+
+
+def test_what_is_sent_plus_what_is_kept_is_what_went_in():
+    """sum of sent = sum of gone in - (e_K - e_0 - sum of storing errors) / (1 - beta), in the mean over replicas.
+
+    Storing error: the 8-bit error less the float32 one that it was made of; at most half a step of 8 bits.
+    """
+    steps, beta, run, mesh = 20, 0.8, program(8, 1, FOUR_BITS), (8, 1)
+    error, sent, gone_in, storing = None, 0.0, 0.0, 0.0
+    kept = np.zeros(arrays(gradients(8))["kernel"].shape, np.float32)
+    for step in range(steps):
+        tree = gradients(8, seed=step)
+        sums = arrays(tree)["kernel"]
+        averages, _, error, _ = run(tree, error=error)
+        lost = [h - round_trip("kernel", h, "int4", *mesh) for h in sums + kept]
+        wanted = beta * kept + (1 - beta) * np.stack(lost)
+        kept = errors(error.first)["kernel"]
+        assert np.abs(kept - wanted).max() <= 1.01 * np.abs(wanted).max() / 128
+        sent, gone_in = sent + averages["kernel"], gone_in + sums.mean(0)
+        storing = storing + (kept - wanted).mean(0)
+    expected = gone_in - (kept.mean(0) - storing) / (1 - beta)
+    assert np.linalg.norm(sent - expected) <= 1e-5 * np.linalg.norm(gone_in)
+    assert np.linalg.norm(sent - gone_in) > 1e-4 * np.linalg.norm(gone_in), "the check must see the error itself"
+    assert np.linalg.norm(storing) / (1 - beta) < 0.1 * np.linalg.norm(kept.mean(0)) * steps
+
+
+def test_the_second_legs_error_is_kept_too():
+    beta, run, mesh = 0.8, program(8, 1, FOUR_BITS), (8, 1)
+    _, _, error, _ = run(gradients(8))
+    before = errors(error.second)
+    averages, given, error, _ = run(gradients(8, seed=1), error=error)
+    after = errors(error.second)
+    for name in ("kernel", "embedding"):
+        compensated = averages[name] + before[name]
+        back = round_trip(name, compensated, "int4", *mesh)
+        np.testing.assert_allclose(given[name], back, atol=1e-6)
+        wanted = beta * before[name] + (1 - beta) * (compensated - back)
+        np.testing.assert_allclose(after[name], wanted, atol=1.01 * np.abs(wanted).max() / 128)
+    norm = after["norm"]  # [replica, head]: each replica keeps the error of its own piece, here 2 of 13
+    assert [set(np.flatnonzero(row) // 2) <= {replica} for replica, row in enumerate(norm)] == [True] * 8
+    assert norm.any()
+
+
+def test_feedback_takes_the_bias_away():
+    def drift(config, steps=40):
+        run, error, total = program(8, 1, config), None, 0.0
+        tree = gradients(8)
+        for _ in range(steps):
+            averages, _, error, _ = run(tree, error=error)
+            total = total + averages["kernel"] / steps
+        return np.linalg.norm(total - arrays(tree)["kernel"].mean(0))
+
+    assert drift(FOUR_BITS) < 0.35 * drift(NO_FEEDBACK)
+
+
+def test_replicas_stay_equal_to_the_last_bit():
+    run, error = program(4, 2, FOUR_BITS), None
+    for step in range(5):
+        _, _, error, given = run(gradients(4, seed=step), error=error)
+        for name, leaf in given.items():
+            array = leaf.array if is_named(leaf) else leaf
+            copies = {}
+            for shard in array.addressable_shards:
+                copies.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
+            assert all(len(same) >= 4 and len(set(same)) == 1 for same in copies.values()), name
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_shows_and_keeps_the_error(bad):
+    run = program(4, 2, FOUR_BITS)
+    _, _, error, _ = run(gradients(4))
+    tree = gradients(4, seed=1)
+    kernel = np.array(tree["kernel"].array)
+    kernel[1, 0, 3, 5] = bad
+    averages, _, after, _ = run({**tree, "kernel": hax.named(kernel, tree["kernel"].axes)}, error=error)
+    assert not np.isfinite(averages["kernel"][0, 3, 5])
+    assert np.isfinite(averages["embedding"]).all()
+    for old, new in zip(jax.tree.leaves(error.first), jax.tree.leaves(after.first), strict=True):
+        np.testing.assert_array_equal(old, new)
+    _, _, moved, _ = run(tree, error=error)
+    assert (np.asarray(moved.first["norm"].codes.array) != np.asarray(error.first["norm"].codes.array)).any()
+
+
+def test_the_reset_counts_steps():
+    every = ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(reset_every=3))
+    run, fresh = program(2, 1, every), program(2, 1, every)
+    error = None
+    for step in range(7):
+        averages, given, error, _ = run(gradients(2, seed=step), error=error)
+        first, first_given, _, _ = fresh(gradients(2, seed=step))
+        same = all((averages[name] == first[name]).all() for name in averages)
+        same_given = all((given[name] == first_given[name]).all() for name in given)
+        assert same == same_given == (step % 3 == 0), f"only at steps 0, 3 and 6 is there no error, not at {step}"
+    assert int(error.steps) == 7
+
+
+def test_the_error_lies_as_the_buffers_do_in_about_a_byte_a_value():
+    run = program(4, 2, FOUR_BITS)
+    _, _, error, _ = run(gradients(4))
+    for stored, axes in ((error.first["kernel"], (REPLICA, "layers", "embed", "hidden")),):
+        assert tuple(axis.name for axis in stored.codes.axes) == axes
+        assert tuple(axis.name for axis in stored.scales.axes) == axes
+        assert stored.codes.array.sharding.spec[2] == "data"
+    for given, stored in zip(jax.tree.leaves(error), jax.tree.leaves(error_shardings(error, run.layout)), strict=True):
+        assert given.sharding.is_equivalent_to(stored, given.ndim)
+    assert set(error.first) == set(error.second) == {*SHAPES, "plain"}
+    assert not init_error(gradients(4), run.layout, ReduceConfig()).first
+    assert not init_error(gradients(4), run.layout, NO_FEEDBACK).second
+
+
+@pytest.mark.parametrize(("mesh", "config"), [((8, 1), FOUR_BITS), ((4, 2), FOUR_BITS), ((2, 1), ReduceConfig())])
+def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, config):
+    run = program(*mesh, config)
+    over = audit(run.compiled, run.layout.mesh).over(REPLICA)
+    assert {collective.dtype for collective in over} == {"u8"}
+    expected = wire_bytes(gradients(mesh[0]), run.layout, config)
+    assert sum(c.bytes for c in over if c.kind == "all-to-all") == expected.first
+    assert sum(c.bytes for c in over) == sum(expected)
+
+
+def test_a_float_over_replicas_would_be_seen():
+    layout = layout_of(replica=8)
+    sharding = layout.sharding((REPLICA,), layout.params)
+    summed = jax.jit(lambda x: x.sum(0)).lower(jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding)).compile()
+    assert {collective.dtype for collective in audit(summed, layout.mesh).over(REPLICA)} == {"f32"}
+
+
+def test_four_bits_on_both_legs_send_a_seventh_of_float32():
+    layout = layout_of(replica=8)
+    tree = {"kernel": hax.named(np.zeros((8, 256, 512), np.float32), (layout.Replica, Axis("embed", 256), "hidden"))}
+    sent = {}
+    for config in (ReduceConfig(), FOUR_BITS):
+        start = init_error(tree, layout, config)
+
+        def step(sums, weights, error, config=config):
+            averages, error = reduce_quantised(sums, weights, error, layout, config)
+            return give_back_quantised(averages, error, layout, config)
+
+        places = (layout.shardings(tree, layout.params), None, error_shardings(start, layout))
+        weights = hax.ones(layout.Replica)
+        compiled = jax.jit(step, in_shardings=places).lower(tree, weights, start).compile(FAST_TO_COMPILE)
+        sent[config] = sum(c.bytes_sent for c in audit(compiled, layout.mesh).over(REPLICA))
+    float32 = 2 * 7 / 8 * 4 * 256 * 512
+    assert sent[ReduceConfig()] == pytest.approx(float32, rel=1e-3)
+    assert float32 / sent[FOUR_BITS] >= 7.5
+
+
+def test_the_slow_rewrite_quantises():
+    values = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    for codec in BITS:
+        assert 0 < np.abs(quantised(codec, values) - values).max() < 2
