@@ -32,8 +32,7 @@ class Device:
 
 def check(path: Path, *overrides: str) -> None:
     config = load(TrainConfig, path, overrides)
-    sizes = (config.mesh.replica, config.mesh.stage, config.mesh.data, config.mesh.model)
-    count = DEVICES.get(path.stem) or prod(abs(size) for size in sizes)
+    count = DEVICES.get(path.stem) or prod(abs(size) for size in vars(config.mesh).values())
     match config.data.tokenizer:
         case BytesConfig():
             tokens = 257
