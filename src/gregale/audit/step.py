@@ -49,6 +49,7 @@ class StepShape:
         remat: what a layer saves for its backward pass, by the name of the policy.
         per_step: weights are gathered once a step, not once a layer.
         loss_block: tokens whose logits are held at a time.
+        unrolled: no loop over layers is left.
     """
 
     layout: Layout
@@ -63,6 +64,7 @@ class StepShape:
     remat: str
     per_step: bool
     loss_block: int
+    unrolled: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -40,11 +40,7 @@ class Transfer:
 
 
 def expected_transfers(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Everything that one step sends.
-
-    It holds for a model whose layers run in a loop: a compiler that unrolls all of them can also gather their weights
-    once for all microbatches.
-    """
+    """Everything that one step sends."""
     found = [*_weights(step, backend), *_gradients(step, backend), *_tensor_parallel(step, backend)]
     found += [*_vocabulary(step, backend), *_over_replica(step), *_scalars(step)]
     sizes = step.mesh
@@ -87,13 +83,14 @@ def _weights(step: StepShape, backend: Backend) -> list[Transfer]:
     for weight in step.weights:
         if DATA not in step.split_by(weight, step.layout.params):
             continue
-        if step.per_step:
+        once = step.per_step or (step.unrolled and backend.hoists_gathers)
+        if once and is_stacked(weight):
             size, times = step.on_device(weight, step.layout.compute), 1
         elif is_stacked(weight):
             size, times = _per_execution(step, weight), passes * step.microbatches * step.layers
         else:
-            size, times = _per_execution(step, weight), 1 if backend.hoists_gathers else step.microbatches
-            times *= _uses(step, weight)
+            size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
+            times *= 1 if step.per_step else _uses(step, weight)
         found.append(Transfer("weights", "all-gather", (DATA,), size * width, times))
     return found
 

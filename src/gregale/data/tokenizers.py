@@ -250,3 +250,13 @@ def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
     )
     library.train_from_iterator(texts, trainer)
     return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")
+
+
+def vocabulary_size(config: TokenizerConfig) -> int:
+    """The number of ids that the configured tokenizer will have, without any text.
+
+    A BPE is taken to have as many as asked for; it has fewer if its texts have too few pairs.
+    """
+    if isinstance(config, FileConfig):
+        return tokenizer_from_file(config).vocabulary_size
+    return config.vocabulary if isinstance(config, BpeConfig) else BytesTokenizer.vocabulary_size

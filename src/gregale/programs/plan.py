@@ -1,0 +1,91 @@
+"""`gregale plan`: what a run will take, from the step that it would compile."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from gregale.data.tokenizers import vocabulary_size
+from gregale.errors import UserError
+from gregale.programs.plan_devices import Target, simulated_target, topology_target
+from gregale.programs.plan_report import report_of
+from gregale.programs.plan_step import plan_step
+from gregale.programs.plan_text import print_report
+from gregale.services.command import Command
+from gregale.services.config import TrainConfig
+
+DOES_NOT_FIT = 3
+WIDTH = 110  # of tables that no terminal limits
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of the command, beside the configuration.
+
+    Raises:
+        UserError: options do not go together, or a number is not possible.
+    """
+
+    topology: str | None = field(default=None, metadata={"help": "plan for a TPU topology, such as v5p:4x4x4"})
+    slices: int = field(default=1, metadata={"help": "slices of that topology"})
+    devices: int | None = field(
+        default=None, metadata={"help": "plan for this many simulated devices; null: what the mesh needs"}
+    )
+    chip: str | None = field(
+        default=None, metadata={"help": "whose memory and speed to compare with; null: the topology's, or H100"}
+    )
+    link_gbit_per_second: float | None = field(
+        default=None, metadata={"help": "a replica's link to the others; null: its chips' share of the network"}
+    )
+    json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
+    hlo: Path | None = field(default=None, metadata={"help": "write the compiled program's text to this file"})
+    require_fit: bool = field(default=False, metadata={"help": "exit with 3 if the step does not fit"})
+
+    def __post_init__(self):
+        if self.topology is not None and self.devices is not None:
+            raise UserError("topology and devices are both given: a topology has its own devices. Leave one out.")
+        if self.topology is None and self.slices != 1:
+            raise UserError(f"slices is {self.slices}, but without a topology there are none; give --topology too.")
+        for name in ("slices", "devices", "link_gbit_per_second"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} is {value:g}; it has to be above 0.")
+
+
+def main(options: PlanOptions, config: TrainConfig) -> int:
+    """Compiles the step, prints what it takes; 0, or 3 if it has to fit and does not."""
+    target = target_of(options, config)
+    tokens = vocabulary_size(config.data.tokenizer)
+    plan = plan_step(config, tokens, target)
+    if options.hlo is not None:
+        write_whole(options.hlo, plan.text)
+    report = report_of(plan, tokens, options.link_gbit_per_second)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=WIDTH))
+    return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
+
+
+def target_of(options: PlanOptions, config: TrainConfig) -> Target:
+    if options.topology is None:
+        return simulated_target(config, options.devices, options.chip)
+    return topology_target(options.topology, options.slices, options.chip)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+    except OSError as error:
+        raise UserError(f"hlo: cannot write {path}: {error.strerror}.") from error
+    os.replace(temporary, path)
+
+
+COMMAND = Command(main=main, options=PlanOptions, config=TrainConfig, positional=("config",))

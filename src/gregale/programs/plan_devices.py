@@ -1,0 +1,120 @@
+"""The devices to plan for: simulated ones, or those of a TPU topology that need not be there."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from math import prod
+
+import jax
+
+from gregale.audit.chips import Chip, chip
+from gregale.audit.step import ACCELERATOR, CPU, Backend
+from gregale.axes.mesh import AXES, Device
+from gregale.errors import UserError
+from gregale.services.config import TrainConfig
+
+DEFAULT_CHIP = "H100"
+CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
+# No metadata server to ask, and no chip that another process could hold.
+WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is planned for.
+
+    Attributes:
+        devices: to compile for.
+        chip: what they are.
+        devices_a_chip: JAX devices that a chip shows as.
+        simulated: they are simulated CPU devices, compiled for by XLA:CPU.
+    """
+
+    devices: list[Device]
+    chip: Chip
+    devices_a_chip: int
+    simulated: bool
+
+    @property
+    def backend(self) -> Backend:
+        return CPU if self.simulated else ACCELERATOR
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device."""
+        return self.chip.memory_bytes // self.devices_a_chip
+
+
+def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
+    """Simulated CPU devices; to be called before anything uses a device.
+
+    Raises:
+        UserError: the number of devices is neither given nor told by the configuration.
+    """
+    if count is None:
+        count = device_count(config)
+    jax.config.update("jax_platforms", "cpu")
+    with suppress(RuntimeError):  # the devices are there already: a caller's, as in tests
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise UserError(f"devices is {count}, but JAX was started with {len(devices)} CPU devices in this process.")
+    target = chip(chip_name or DEFAULT_CHIP)
+    return Target(devices[:count], target, target.devices, simulated=True)
+
+
+def device_count(config: TrainConfig) -> int:
+    """How many devices a configuration needs; raises `UserError` if it leaves that open."""
+    if config.cpu_devices is not None:
+        return config.cpu_devices
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if free:
+        raise UserError(
+            f"mesh.{free[0]} is -1, so the number of devices is open: give it (`--devices 8`), or a TPU topology "
+            f"(`--topology v5e:4x4 --slices 2`)."
+        )
+    return prod(sizes.values())
+
+
+def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
+    """The devices of a TPU topology, of one or more slices; to be called before anything uses a device.
+
+    Raises:
+        UserError: the TPU compiler is not installed, or it does not know the topology.
+    """
+    if find_spec("libtpu") is None:
+        raise UserError("topology: the TPU compiler is not installed; `pip install 'gregale[tpu]'` installs it.")
+    family, _, shape = name.partition(":")
+    sizes = shape.split("x")
+    known = ", ".join(family for family in CHIP_OF_TOPOLOGY if family != "v5litepod")
+    if family not in CHIP_OF_TOPOLOGY or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UserError(
+            f"topology: {name!r} is not FAMILY:SHAPE, such as v5e:4x4 or v5p:4x4x4; the families are {known}."
+        )
+    os.environ.update(WITHOUT_A_TPU)
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(name, platform="tpu", num_slices=slices)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
+    chips = prod(int(size) for size in sizes) * slices
+    found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
+    return Target(list(described.devices), found, len(described.devices) // chips, simulated=False)
+
+
+def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:
+    """The configuration to compile: on simulated devices, as an accelerator would run it if it is meant for one.
+
+    How many layers of a scan are unrolled is left to the platform; simulated in place of an accelerator, it is that of
+    accelerators.
+    """
+    if target.simulated and config.cpu_devices is None and config.compute.unroll is None:
+        return replace(config, compute=replace(config.compute, unroll=1))
+    return config

@@ -1,0 +1,101 @@
+"""What to change when a step does not fit, each change with its effect in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gregale.audit.roofline import roofline
+from gregale.axes.mesh import make_mesh
+from gregale.errors import UserError
+from gregale.model.config import REMAT
+from gregale.programs.plan_step import Plan, estimate, estimated_link_bytes, estimated_work
+from gregale.programs.setup import Setup, set_up
+from gregale.services.config import TrainConfig
+
+SHOWN = 3
+LARGEST_FACTOR = 64
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the configuration.
+
+    Attributes:
+        change: the keys to set.
+        peak_bytes: the peak on a device afterwards: the compiler's of now, changed by what the closed form changes.
+        fits: whether that is within the chip's memory.
+        step_time: of the roofline with nothing overlapped, as a multiple of now's.
+    """
+
+    change: str
+    peak_bytes: int
+    fits: bool
+    step_time: float
+
+
+def remedies(plan: Plan, tokens: int) -> list[Remedy]:
+    """The cheapest changes that take less memory: those that fit first, then by step time; one of each kind."""
+    kinds = [_microbatches, _remat, _gather, _mesh]
+    best = [min(found, key=_cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]
+    return sorted(best, key=_cost)[:SHOWN]
+
+
+def _cost(remedy: Remedy) -> tuple:
+    return (False, remedy.step_time) if remedy.fits else (True, remedy.peak_bytes)
+
+
+Changes = Iterator[tuple[str, TrainConfig]]
+
+
+def _microbatches(setup: Setup) -> Changes:
+    config, factor = setup.config, 2
+    while factor <= LARGEST_FACTOR:
+        count = config.batch.microbatches * factor
+        yield f"batch.microbatches: {count}", replace(config, batch=replace(config.batch, microbatches=count))
+        factor *= 2
+
+
+def _remat(setup: Setup) -> Changes:
+    config = setup.config
+    for policy in REMAT:
+        if policy not in (config.compute.remat, "offload"):
+            yield f"compute.remat: {policy}", replace(config, compute=replace(config.compute, remat=policy))
+
+
+def _gather(setup: Setup) -> Changes:
+    config = setup.config
+    if config.compute.gather == "per_step":
+        yield "compute.gather: per_layer", replace(config, compute=replace(config.compute, gather="per_layer"))
+
+
+def _mesh(setup: Setup) -> Changes:
+    """Devices moved from an axis to a faster one, which splits more."""
+    sizes = dict(setup.layout.mesh.shape)
+    for source, to in (("replica", "data"), ("data", "model"), ("replica", "model")):
+        factor = 2
+        while factor <= sizes[source] and sizes[source] % factor == 0:
+            moved = {**sizes, source: sizes[source] // factor, to: sizes[to] * factor}
+            text = ", ".join(f"mesh.{axis}: {moved[axis]}" for axis in (source, to))
+            yield text, replace(setup.config, mesh=replace(setup.config.mesh, **moved))
+            factor *= 2
+
+
+def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
+    """The changes that are possible and take less memory."""
+    backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
+    before, seconds = estimate(plan.setup, backend).peak, _seconds(plan, plan.setup)
+    for change, config in changes:
+        try:
+            setup = set_up(config, tokens, make_mesh(config.mesh, devices))
+        except UserError:
+            continue
+        saved = before - estimate(setup, backend).peak
+        if saved > 0:
+            peak = max(0, plan.memory.peak - saved)
+            yield Remedy(change, peak, peak <= plan.target.memory_bytes, _seconds(plan, setup) / seconds)
+
+
+def _seconds(plan: Plan, setup: Setup) -> float:
+    work = estimated_work(setup, estimated_link_bytes(setup))
+    return roofline(work, plan.target.chip, plan.target.devices_a_chip, None).one_after_another
