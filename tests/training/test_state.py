@@ -11,7 +11,7 @@ import pytest
 
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
-from gregale.training.state import abstract_state, initial_state, state_shardings
+from gregale.training.state import initial_state
 from gregale.training.stepper import Stepper
 from tests.mesh.support import layout_of
 
@@ -44,8 +44,7 @@ class Training:
     def __init__(self):
         line = Line(jnp.zeros(4))
         method = Psdp(line, loss, Optimizer.of(optax.adam(0.1)), layout_of(replica=2, data=2))
-        self.shardings = state_shardings(method, abstract_state(method, line))
-        self.state = jax.jit(lambda: initial_state(method, line), out_shardings=self.shardings)()
+        self.state = initial_state(method, lambda: line)
         self.step = Stepper(method, line)
         self.count = 0
 

@@ -23,7 +23,7 @@ from gregale.model.attention import POSITION
 from gregale.model.execution import Execution, execution
 from gregale.model.registry import init_model
 from gregale.services.config import TrainConfig
-from gregale.training.state import TrainState, abstract_state, initial_state, state_shardings
+from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
@@ -59,12 +59,10 @@ class Setup:
 
     def initial_state(self) -> TrainState:
         """The state before the first step, made in shards."""
-        method = self.method_after(0)
-        shardings = state_shardings(method, abstract_state(method, self.model))
-        key = jax.random.key(self.config.seed)
-        return jax.jit(lambda key: initial_state(method, self.init_model(key)), out_shardings=shardings)(key)
+        return initial_state(self.method_after(0), lambda: self.init_model(jax.random.key(self.config.seed)))
 
     def init_model(self, key):
+        """The model with its initial weights."""
         return init_model(self.config.model, self.Vocab, key)
 
     def abstract_state(self) -> TrainState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,14 @@ Method = Psdp | Diloco
 """A synchronisation method: `init`, `shardings`, `step`, `actions`, `lanes` are what the trainer uses of it."""
 
 
-def initial_state(method: Method, model: Tree) -> TrainState:
-    """The state before the first step; to be called under `jax.jit`, so that it is made in shards."""
-    return wrapped(method, method.init(model), 0)
+def initial_state(method: Method, make_model: Callable[[], Tree]) -> TrainState:
+    """The state before the first step, made in shards; `make_model` is traced, so no weight is made in one piece."""
+
+    def make() -> TrainState:
+        return wrapped(method, method.init(make_model()), 0)
+
+    shardings = state_shardings(method, jax.eval_shape(make))
+    return jax.jit(make, out_shardings=shardings)()
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:
@@ -66,5 +72,5 @@ def state_shardings(method: Method, state: TrainState) -> TrainState:
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
     """The state of a run as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
-    state = jax.eval_shape(lambda: initial_state(method, model))
+    state = jax.eval_shape(lambda: wrapped(method, method.init(model), 0))
     return with_shardings(state, state_shardings(method, state))

@@ -1,0 +1,267 @@
+"""DiLoCo and Streaming DiLoCo against a slow rewrite in NumPy, one replica after the other."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.methods.diloco import Diloco, sync_axis
+from gregale.methods.fragments import Fragment
+from gregale.methods.psdp import Psdp
+from gregale.methods.schedule import Schedule
+from gregale.optim import Optimizer
+from gregale.training.state import initial_state
+from gregale.training.stepper import Stepper
+
+LAYERS, WIDTH, ROWS = 5, 8, 16
+Layers, Embed, Batch = Axis("layers", LAYERS), Axis("embed", WIDTH), Axis("batch", ROWS)
+SCALES = np.arange(1, LAYERS + 1, dtype=np.float32) / LAYERS
+INNER_RATE, OUTER_RATE, MOMENTUM = 0.05, 0.7, 0.9
+
+
+class Deep(eqx.Module):
+    """x . (sum over layers of scale_l * w_l + rest): linear, with parameters that are stacked and one that is not."""
+
+    stacked: NamedArray  # [Layers, Embed]
+    rest: NamedArray  # [Embed]
+
+
+def squared_error(model: Deep, batch):
+    weights = hax.sum(model.stacked * hax.named(jnp.asarray(SCALES), Layers), Layers) + model.rest
+    error = hax.dot(batch["x"], weights, axis=Embed) - batch["y"]
+    return hax.sum(batch["mask"] * error * error).scalar(), hax.sum(batch["mask"]).scalar()
+
+
+def first_model() -> Deep:
+    random = np.random.default_rng(0)
+    stacked = random.normal(size=(LAYERS, WIDTH)).astype(np.float32)
+    rest = random.normal(size=WIDTH).astype(np.float32)
+    return Deep(hax.named(jnp.asarray(stacked), (Layers, Embed)), hax.named(jnp.asarray(rest), Embed))
+
+
+def rows(step: int, uneven: bool = False) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(100 + step)
+    x = random.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    y = (x.sum(1) + random.normal(size=ROWS)).astype(np.float32)
+    mask = np.ones(ROWS, np.float32)
+    if uneven:
+        mask[[0, 1, 2, 5, 6, 12]] = 0  # 1, 2, 4 and 3 rows that count for four replicas
+    return {"x": x, "y": y, "mask": mask}
+
+
+def named_batch(values: dict[str, np.ndarray]):
+    axes = {"x": (Batch, Embed), "y": (Batch,), "mask": (Batch,)}
+    return {name: hax.named(jnp.asarray(value), axes[name]) for name, value in values.items()}
+
+
+@dataclass
+class Slow:
+    """The algorithm as it is written down, in float64: SEND after step t, APPLY after step t + tau."""
+
+    schedule: Schedule
+    replicas: int
+    alpha: float
+    inner_rate: float = INNER_RATE
+    outer_rate: float = OUTER_RATE
+    momentum: float = MOMENTUM
+
+    def __post_init__(self):
+        model = first_model()
+        self.theta = np.concatenate([np.asarray(model.stacked.array), np.asarray(model.rest.array)[None]]).astype(float)
+        self.velocity = np.zeros_like(self.theta)
+        self.own = [self.theta.copy() for _ in range(self.replicas)]
+        self.seen = np.zeros((self.schedule.fragments, self.replicas))
+        self.in_flight = {}
+
+    def rows_of(self, fragment: int) -> list[int]:
+        if self.schedule.fragments == 1:
+            return list(range(LAYERS + 1))
+        return [LAYERS] if fragment == 0 else self.schedule.layers_of(fragment).tolist()
+
+    def step(self, t: int, values: dict[str, np.ndarray]):
+        count = ROWS // self.replicas
+        scales = np.append(SCALES, 1.0)
+        for k in range(self.replicas):
+            x, y, mask = (values[name][k * count : (k + 1) * count].astype(float) for name in ("x", "y", "mask"))
+            error = x @ (scales @ self.own[k]) - y
+            slope = 2 * (mask * error) @ x / mask.sum()
+            self.own[k] = self.own[k] - self.inner_rate * scales[:, None] * slope
+            self.seen[:, k] += mask.sum()
+        if (fragment := self.schedule.sent(t)) is not None:
+            self.send(fragment, t)
+        if (fragment := self.schedule.applied(t)) is not None:
+            where, arrived = self.in_flight.pop(t)
+            for k in range(self.replicas):
+                self.own[k][where] = self.alpha * self.own[k][where] + (1 - self.alpha) * arrived
+
+    def send(self, fragment: int, t: int):
+        where = self.rows_of(fragment)
+        share = self.seen[fragment] / self.seen[fragment].sum()
+        gradient = self.theta[where] - sum(s * own[where] for s, own in zip(share, self.own, strict=True))
+        self.velocity[where] = self.momentum * self.velocity[where] + gradient
+        self.theta[where] -= self.outer_rate * (gradient + self.momentum * self.velocity[where])
+        self.in_flight[t + self.schedule.delay] = where, self.theta[where].copy()
+        self.seen[fragment] = 0
+
+
+def make(mesh: MeshConfig, schedule: Schedule, alpha: float = 0.0, outer=None, **more) -> Diloco:
+    sizes = [mesh.island, mesh.replica, mesh.data, mesh.model]
+    layout = standard_layout(make_mesh(mesh, jax.devices()[: int(np.prod(sizes))]))
+    inside = layout.inside(sync_axis(layout))
+    inner = Psdp(first_model(), squared_error, Optimizer.of(optax.sgd(INNER_RATE)), inside)
+    outer = outer or optax.sgd(OUTER_RATE, momentum=MOMENTUM, nesterov=True)
+    return Diloco(inner, outer, layout, schedule, mixing=alpha, **more)
+
+
+def values_of(model) -> np.ndarray:
+    """[..., layers + 1, embed]: the stacked parameters with the others behind them."""
+    stacked = np.asarray(model.stacked.rearrange((..., "layers", "embed")).array)
+    return np.concatenate([stacked, np.asarray(model.rest.rearrange((..., "embed")).array)[..., None, :]], axis=-2)
+
+
+def begin(method: Diloco):
+    return initial_state(method, first_model), Stepper(method, first_model())
+
+
+CASES = {
+    "diloco": (MeshConfig(replica=4, data=2), Schedule(3), 0.0),
+    "two islands": (MeshConfig(island=2, replica=2, data=2), Schedule(3), 0.0),
+    "tau 0": (MeshConfig(replica=4, data=2), Schedule(4, 3, 0, LAYERS), 0.25),
+    "tau 1": (MeshConfig(replica=4, data=2), Schedule(4, 3, 1, LAYERS), 0.5),
+    "tau 2, sequential": (MeshConfig(replica=2, data=2), Schedule(5, 4, 2, LAYERS, "sequential"), 0.25),
+    "tau 3, every layer": (MeshConfig(replica=4, data=2), Schedule(7, 6, 3, LAYERS), 0.5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_every_step_equals_the_slow_rewrite(case, uneven):
+    """Replicas after each step, and the outer parameters with what was sent, over more than two periods."""
+    mesh, schedule, alpha = CASES[case]
+    method = make(mesh, schedule, alpha)
+    slow = Slow(schedule, method.layout.mesh.shape[method.axis], alpha)
+    state, stepper = begin(method)
+    outer = jax.jit(method.outer_parameters)
+    for t in range(1, 2 * schedule.period + schedule.delay + 2):
+        values = rows(t, uneven)
+        state, _ = stepper(state, named_batch(values), t)
+        slow.step(t, values)
+        np.testing.assert_allclose(values_of(state.method.inner.parameters), slow.own, rtol=1e-5, atol=1e-5)
+        due = Fragment.at(schedule, schedule.sent(t), t) if schedule.delay else None
+        np.testing.assert_allclose(values_of(outer(state.method, due)), slow.theta, rtol=1e-5, atol=1e-5)
+
+
+def test_the_slow_rewrite_can_fail():
+    mesh, schedule, alpha = CASES["tau 1"]
+    method = make(mesh, schedule, alpha)
+    slow = Slow(schedule, 4, alpha, momentum=0.0)
+    state, stepper = begin(method)
+    for t in range(1, 2 * schedule.period + 2):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+        slow.step(t, rows(t))
+    assert np.abs(values_of(state.method.inner.parameters) - np.asarray(slow.own)).max() > 1e-2
+
+
+def test_a_method_compiles_one_program_for_each_kind_of_step():
+    method = make(MeshConfig(replica=4, data=2), Schedule(12, 6, 2, LAYERS), 0.5)
+    state, stepper = begin(method)
+    for t in range(1, 28):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+    # nothing; layers sent; layers applied; the rest sent; the rest applied (offsets are two steps apart = the delay,
+    # so that a send meets the application of the fragment before it only one step later).
+    assert stepper.program._cache_size() <= 5
+
+
+def run_psdp(mesh: MeshConfig, steps: int, optimizer=None):
+    layout = standard_layout(make_mesh(mesh, jax.devices()[: mesh.replica * mesh.data]))
+    method = Psdp(first_model(), squared_error, Optimizer.of(optimizer or optax.sgd(INNER_RATE)), layout)
+    state = initial_state(method, first_model)
+    stepper = Stepper(method, first_model())
+    for t in range(1, steps + 1):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+    return values_of(state.method.parameters)
+
+
+def test_one_replica_with_an_outer_rate_of_one_is_the_inner_run():
+    method = make(MeshConfig(replica=1, data=2), Schedule(3), outer=optax.sgd(1.0))
+    state, stepper = begin(method)
+    for t in range(1, 8):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+    np.testing.assert_allclose(
+        values_of(state.method.inner.parameters)[0], run_psdp(MeshConfig(replica=1, data=2), 7), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_period_of_one_with_sgd_inside_is_data_parallel_sgd():
+    method = make(MeshConfig(replica=4, data=2), Schedule(1), outer=optax.sgd(1.0))
+    state, stepper = begin(method)
+    for t in range(1, 6):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+    expected = run_psdp(MeshConfig(replica=4, data=2), 5)
+    for own in values_of(state.method.inner.parameters):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_replicas_that_keep_everything_never_talk():
+    """alpha = 1: bit for bit the same as if nothing were ever applied."""
+    schedule = Schedule(3, 3, 1, LAYERS)
+    talking, silent = (make(MeshConfig(replica=4, data=2), s, 1.0) for s in (schedule, Schedule(1000, layers=LAYERS)))
+    states = []
+    for method in (talking, silent):
+        state, stepper = begin(method)
+        for t in range(1, 9):
+            state, _ = stepper(state, named_batch(rows(t)), t)
+        states.append(values_of(state.method.inner.parameters))
+    np.testing.assert_array_equal(*states)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_only_the_fragment_that_is_synchronised_changes(index):
+    schedule = Schedule(4, 3, 0, LAYERS)
+    method = make(MeshConfig(replica=4, data=2), schedule, 0.5)
+    state, _ = begin(method)
+    state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
+    before, outer = values_of(state.inner.parameters), values_of(state.outer)
+    after, _ = jax.jit(method.synchronise)(state, Fragment.at(schedule, index, 1))
+    touched = [LAYERS] if index == 0 else schedule.layers_of(index).tolist()
+    others = [row for row in range(LAYERS + 1) if row not in touched]
+    np.testing.assert_array_equal(values_of(after.inner.parameters)[:, others], before[:, others])
+    np.testing.assert_array_equal(values_of(after.outer)[others], outer[others])
+    assert np.abs(values_of(after.inner.parameters)[:, touched] - before[:, touched]).max() > 1e-4
+
+
+def test_a_replica_that_is_left_out_goes_on_from_its_own():
+    schedule = Schedule(2)
+    method = make(MeshConfig(replica=4, data=2), schedule, outer=optax.sgd(1.0), dropout=0.5, seed=3)
+    fragment = Fragment.at(schedule, 0, 2)
+    took_part = np.asarray(method._taking_part(fragment).array) > 0
+    assert 0 < took_part.sum() < 4
+    state, _ = begin(method)
+    state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
+    before = values_of(state.inner.parameters)
+    after = values_of(jax.jit(method.synchronise)(state, fragment)[0].inner.parameters)
+    np.testing.assert_array_equal(after[~took_part], before[~took_part])
+    for own in after[took_part]:
+        np.testing.assert_allclose(own, before[took_part].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_psdp_becomes_diloco_and_back():
+    method = make(MeshConfig(replica=4, data=2), Schedule(2))
+    layout = method.layout
+    psdp = Psdp(first_model(), squared_error, Optimizer.of(optax.sgd(INNER_RATE, momentum=0.9)), layout)
+    method = Diloco(
+        Psdp(psdp.model, squared_error, psdp.optimizer, layout.inside("replica")), method.outer, layout, method.schedule
+    )
+    start = jax.jit(psdp.init)()
+    start, _ = jax.jit(psdp.step)(start, named_batch(rows(1)))
+    back = jax.jit(lambda state: method.end(method.begin(state)))(start)
+    for one, other in zip(jax.tree.leaves(start), jax.tree.leaves(back), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
