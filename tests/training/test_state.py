@@ -44,6 +44,7 @@ class Training:
     def __init__(self):
         line = Line(jnp.zeros(4))
         method = Psdp(line, loss, Optimizer.of(optax.adam(0.1)), layout_of(replica=2, data=2))
+        self.shardings = state_shardings(method, abstract_state(method, line))
         self.state = initial_state(method, lambda: line)
         self.step = Stepper(method, line)
         self.count = 0
