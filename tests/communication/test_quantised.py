@@ -148,9 +148,7 @@ def test_averages_are_those_of_the_slow_rewrite(mesh):
     check_against_the_slow_rewrite(program(*mesh, FOUR_BITS), mesh)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("none", "none"), ("bfloat16", "int4"), ("int2", "bfloat16"), ("e3m0", "int8")]
-)
+@pytest.mark.parametrize(("first", "second"), [("none", "none"), ("int2", "bfloat16"), ("e3m0", "int8")])
 def test_every_codec(first, second):
     check_against_the_slow_rewrite(program(2, 1, ReduceConfig(codec=first, second_leg=second)), (2, 1))
 
@@ -174,7 +172,7 @@ def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
         average = slow_average(name, sums, weights, run.config, mesh)
         assert_same_but_for_ties(averages[name], average, LEVELS[run.config.codec])
         back = round_trip(name, averages[name], run.config.second_leg, *mesh) if is_split(name) else averages[name]
-        np.testing.assert_allclose(given[name], back, rtol=1e-6, err_msg=name)
+        assert_same_but_for_ties(given[name], back, LEVELS[run.config.second_leg])
 
 
 def test_uneven_weights_give_the_weighted_average_up_to_quantisation():
@@ -240,15 +238,15 @@ def test_the_second_legs_error_is_kept_too():
 
 
 def test_feedback_takes_the_bias_away():
-    def drift(config, steps=40):
-        run, error, total = program(8, 1, config), None, 0.0
-        tree = gradients(8)
-        for _ in range(steps):
-            averages, _, error, _ = run(tree, error=error)
-            total = total + averages["kernel"] / steps
-        return np.linalg.norm(total - arrays(tree)["kernel"].mean(0))
-
-    assert drift(FOUR_BITS) < 0.35 * drift(NO_FEEDBACK)
+    """Of equal steps, each alone errs as the first does; with feedback their mean errs far less."""
+    run, error, steps, total = program(8, 1, FOUR_BITS), None, 40, 0.0
+    tree = gradients(8)
+    exact = arrays(tree)["kernel"].mean(0)
+    without, _, _, _ = run(tree)
+    for _ in range(steps):
+        averages, _, error, _ = run(tree, error=error)
+        total = total + averages["kernel"] / steps
+    assert np.linalg.norm(total - exact) < 0.35 * np.linalg.norm(without["kernel"] - exact)
 
 
 def test_replicas_stay_equal_to_the_last_bit():

@@ -86,6 +86,6 @@ class ReduceConfig:
         if self.block < 1 or self.block % per_byte:
             above = max(1, -(-self.block // per_byte)) * per_byte
             raise UserError(
-                f"reduce.block is {self.block}: {name} packs {per_byte} value(s) into a byte, so a block is a multiple of "
-                f"{per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."
+                f"reduce.block is {self.block}: {name} packs {per_byte} value(s) into a byte, so a block is a multiple "
+                f"of {per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."
             )

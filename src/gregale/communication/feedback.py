@@ -27,7 +27,7 @@ class ErrorState(NamedTuple):
 
     first: dict[str, Stored]  # of the first leg: [replica, *axes], under `params`
     second: dict[str, Stored]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
-    steps: jax.Array  # int32 []: reductions so far
+    steps: Any  # int32 []: reductions so far
 
 
 def init_error(buffers: Tree, layout: Layout, config: ReduceConfig) -> ErrorState:
