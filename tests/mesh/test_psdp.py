@@ -56,16 +56,24 @@ def batches(uneven: bool):
     return [token_batch(seed=seed, uneven=uneven) for seed in range(STEPS)]
 
 
-def trained(method: Psdp, uneven: bool) -> tuple[list[float], oracle.Weights]:
-    """Losses and parameters of two steps of the method."""
-    state = fast_jit(method.init)()
-    step = fast_jit(method.step)
-    losses = []
-    for batch in batches(uneven):
-        state, metrics = step(state, placed(batch, method.layout, method.layout.compute))
-        losses.append(float(metrics.loss))
-        assert float(metrics.weight) == float(np.sum(batch["loss_mask"].array))
-    return losses, jax.device_get(oracle.plain_weights(method.trained(state)))
+class Trainer:
+    """Two steps of a method from its first state, compiled once."""
+
+    def __init__(self, method: Psdp):
+        shardings = method.shardings(jax.eval_shape(method.init))
+        self.method = method
+        self.init = fast_jit(method.init, out_shardings=shardings)
+        self.step = fast_jit(method.step, out_shardings=(shardings, None))
+
+    def run(self, uneven: bool) -> tuple[list[float], oracle.Weights]:
+        """The losses and the parameters after the last step."""
+        layout, state, losses = self.method.layout, self.init(), []
+        for batch in batches(uneven):
+            state, metrics = self.step(state, placed(batch, layout, layout.compute))
+            losses.append(float(metrics.loss))
+            assert float(metrics.weight) == float(np.sum(batch["loss_mask"].array))
+        assert self.step._cache_size() == 1, "what a step returns goes into the next one as it is"
+        return losses, jax.device_get(oracle.plain_weights(self.method.trained(state)))
 
 
 def plain_adamw() -> optax.GradientTransformation:
@@ -123,9 +131,9 @@ def furthest(left: oracle.Weights, right: oracle.Weights) -> float:
 
 @pytest.mark.parametrize(("sizes", "microbatches"), TABLE)
 def test_any_mesh_and_microbatches_equal_plain_optax_on_one_device(expected, sizes, microbatches):
-    method = psdp(layout_of(*sizes), microbatches)
+    trainer = Trainer(psdp(layout_of(*sizes), microbatches))
     for uneven in (False, True):
-        losses, weights = trained(method, uneven)
+        losses, weights = trainer.run(uneven)
         np.testing.assert_allclose(losses, expected[uneven][0], atol=1e-5)
         assert furthest(weights, expected[uneven][1]) < 1e-5
 
@@ -271,7 +279,8 @@ def test_a_shard_of_the_optimizer_state_is_one_of_replica_times_data(sizes):
 
 def test_muon_on_a_mesh_equals_muon_on_one_device():
     config = MuonConfig(learning_rate=LEARNING_RATE, schedule=ConstantSchedule())
-    one, eight = (trained(psdp(layout_of(*sizes), m, config), True) for sizes, m in (((1, 1, 1), 1), ((2, 2, 2), 4)))
+    one = Trainer(psdp(layout_of(1, 1, 1), 1, config)).run(True)
+    eight = Trainer(psdp(layout_of(2, 2, 2), 4, config)).run(True)
     np.testing.assert_allclose(eight[0], one[0], atol=1e-5)
     assert furthest(eight[1], one[1]) < 1e-5
 
@@ -280,5 +289,5 @@ def test_bfloat16_compute_on_a_mesh_is_close_to_float32(expected):
     layout = layout_of(2, 2, 2)
     run = Execution(layout=layout.inside_replica(), dtype=jnp.dtype(jnp.bfloat16))
     method = replace(psdp(layout, 2), loss=lambda model, batch: model.loss(batch, run))
-    losses, _ = trained(method, True)
+    losses, _ = Trainer(method).run(True)
     np.testing.assert_allclose(losses, expected[True][0], rtol=0.02)
