@@ -116,8 +116,8 @@ python3.11 python3.11-venv make; }"
 
 train() {
   check_config
-  # The hosts of all slices find one another by the TPU's metadata, so `distributed` is left at its defaults.
-  local words=(.venv/bin/gregale train "$config" "${overrides[@]}")
+  # `auto`: the hosts of all slices find one another by the TPU's metadata.
+  local words=(.venv/bin/gregale train "$config" --distributed.coordinator auto "${overrides[@]}")
   local busy="if kill -0 \$(cat train.pid) 2>/dev/null; then echo 'a training runs already; stop it first' >&2; exit 1; fi"
   on_hosts all "cd $FOLDER || exit 1; touch train.pid; $busy; \
 setsid nohup $(quoted "${words[@]}") >>train.log 2>&1 </dev/null & echo \$! >train.pid"

@@ -11,7 +11,7 @@ import pytest
 
 from gregale.methods.psdp import Psdp
 from gregale.optim import Optimizer
-from gregale.training.state import initial_state
+from gregale.training.state import abstract_state, initial_state, state_shardings
 from gregale.training.stepper import Stepper
 from tests.mesh.support import layout_of
 

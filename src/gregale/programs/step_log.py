@@ -14,7 +14,9 @@ from gregale.programs.setup import Setup
 from gregale.services.tracking import Rate, Trackers
 from gregale.training.state import Report
 
-STEPS_AHEAD = 2  # steps handed to the device before the oldest one's loss is read
+# Steps handed to the device before the oldest one's loss is read: with one there is always a step waiting, and more
+# would let simulated CPU devices of several steps wait for one another for want of threads.
+STEPS_AHEAD = 1
 
 
 class StepLog:

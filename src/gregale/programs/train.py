@@ -12,6 +12,7 @@ import jax
 from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
+from gregale.data.sources.base import expand
 from gregale.data.tokenizers import save_tokenizer
 from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
@@ -40,7 +41,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     The run directory is not touched before the configuration, the devices and the data are known to be right.
     """
     start_devices(config.cpu_devices, config.distributed)
-    run = RunDirectory(Path(config.runs) / config.name)
+    run = RunDirectory(Path(expand(config.runs)) / config.name)
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)

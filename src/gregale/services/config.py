@@ -64,12 +64,15 @@ class SamplesConfig:
             raise UserError(f"samples.temperature is {self.temperature:g}; it has to be at least 0.")
 
 
+AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How the processes of a run on several hosts find one another; TPU pods find it out by themselves."""
+    """How the processes of a run on several hosts find one another."""
 
     coordinator: str | None = field(
-        default=None, metadata={"help": "HOST:PORT of process 0; null: one process, or TPU"}
+        default=None, metadata={"help": "HOST:PORT of process 0; auto: TPU VMs and SLURM know it; null: one process"}
     )
     processes: int = field(default=1, metadata={"help": "number of processes"})
     process: int = field(default=0, metadata={"help": "this process's number, from 0"})
@@ -81,9 +84,10 @@ class DistributedConfig:
                 f"distributed.process is {self.process}; the {self.processes} processes have the numbers 0 to "
                 f"{self.processes - 1}."
             )
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdecimal():
+        if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
             raise UserError(
-                f"distributed.coordinator is {self.coordinator!r}; it has to be HOST:PORT, for example 10.0.0.2:8476."
+                f"distributed.coordinator is {self.coordinator!r}; it has to be HOST:PORT, for example 10.0.0.2:8476, "
+                f"or {AUTO} where the cluster knows it."
             )
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.config import AUTO, DistributedConfig
 
 
 def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
 
-    With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo.
+    With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
+    coordinator `auto`, JAX asks the cluster (TPU VMs, SLURM, Open MPI) for it and for the number of processes.
     """
     processes = distributed.processes
     if cpu_devices is not None:
@@ -32,5 +31,5 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
             )
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(distributed.coordinator, processes, distributed.process)
-    elif cpu_devices is None and len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
+    elif distributed.coordinator == AUTO:
         jax.distributed.initialize()

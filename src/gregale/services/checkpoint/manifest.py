@@ -49,7 +49,8 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
     Args:
         folder: the committed checkpoint.
-        part, parts: check every `parts`-th file, from number `part` on: processes share the reading.
+        part: number of the first file to check.
+        parts: check every `parts`-th file from there on; processes share the reading.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
