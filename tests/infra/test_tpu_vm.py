@@ -164,7 +164,7 @@ def test_training_outlives_the_connection_and_stops_when_asked(host, tmp_path):
     assert host("train").returncode == 0
     session, process, *words = said(tmp_path).split()
     assert session == process, "it has a session of its own, which no closing terminal hangs up"
-    assert words == ["train", CONFIG]
+    assert words == ["train", CONFIG, "--distributed.coordinator", "auto"]
     again = host("train")
     assert (again.returncode, again.stderr) == (1, "a training runs already; stop it first\n")
     assert host("stop").returncode == 0
