@@ -1,0 +1,45 @@
+"""Small PSDP steps, set up and compiled, for the tests of the closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from gregale.audit import Audit, audit
+from gregale.audit.step import StepShape
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.programs.plan_step import abstract_batch, step_shape
+from gregale.programs.setup import Setup, set_up
+from gregale.services.config import BatchConfig, TrainConfig
+
+MODEL = LlamaConfig(layers=3, hidden=32, heads=8, kv_heads=4, mlp=64, vocabulary=320)
+COMPUTE = ComputeConfig(dtype="float32", unroll=1, loss_block=24)
+# Partitioning is the same; only the code of each device is not optimised.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def small_setup(sizes: tuple[int, int, int], microbatches: int = 2, compute=None, model=None) -> Setup:
+    """A step on a mesh (replica, data, model); `compute` and `model` change fields of the small configuration."""
+    names = dict(zip(("replica", "data", "model"), sizes, strict=True))
+    config = TrainConfig(
+        name="small",
+        steps=10,
+        mesh=MeshConfig(**names),
+        model=replace(MODEL, **(model or {})),
+        compute=replace(COMPUTE, **(compute or {})),
+        batch=BatchConfig(size=32, sequence_length=16, microbatches=microbatches),
+    )
+    count = sizes[0] * sizes[1] * sizes[2]
+    return set_up(config, 257, make_mesh(config.mesh, jax.devices()[:count]))
+
+
+def small_step(*arguments, **changes) -> StepShape:
+    return step_shape(small_setup(*arguments, **changes))
+
+
+def audited(setup: Setup) -> Audit:
+    """The audit of the step that `train` runs."""
+    lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
+    return audit(lowered.compile(compiler_options=FAST), setup.layout.mesh)

@@ -1,0 +1,57 @@
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memory
+from gregale.audit.step import ACCELERATOR, CPU
+from gregale.programs.plan_step import tree_bytes
+from tests.audit.steps import small_setup, small_step
+
+
+def test_bytes_on_a_device_follow_the_sharding():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+    split = jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(mesh, P("a", "b")))
+    copied = jax.ShapeDtypeStruct((5,), "int32", sharding=NamedSharding(mesh, P()))
+    assert bytes_on_device({"x": split, "y": [copied, None]}) == 2 * 3 * 4 + 5 * 4
+
+
+def test_state_and_batch_are_the_compiled_programs_arguments():
+    setup = small_setup((2, 2, 2))
+    trees = tree_bytes(setup)
+    state = jax.jit(lambda state: state, donate_argnums=0).lower(setup.abstract_state()).compile()
+    assert compiler_memory(state).arguments == trees.parameters + trees.optimizer
+    assert compiler_memory(state).peak == pytest.approx(trees.parameters + trees.optimizer, rel=0.01)
+    assert trees.batch == 5 * 32 * 16 * 4 // 4, "five arrays, split over four devices"
+
+
+def test_closed_form_by_hand():
+    """A layer of 1 x 16 tokens on a device, hidden 32, heads 8 of 4, mlp 64, vocabulary 320, all in float32."""
+    step = small_step((8, 1, 1), microbatches=4, compute={"remat": "full"})
+    found = estimate_memory(step, arguments=1000, backend=CPU)
+    weights = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    table = 320 * 32
+    assert (found.arguments, found.buffers) == (1000, 4 * (3 * weights + 2 * table + 32))
+    assert found.saved == 3 * 16 * 32 * 4
+    assert found.tables == 4 * (2 * table + 32)
+    layer = 2 * 4 * weights + 12 * 4 * 16 * 32
+    attention = (4 * 4 + 1) * 16 * 16 * 8 + 8 * 4 * 16 * 32
+    loss = 4 * (3 * 16 * 320 + 2 * table + 2 * 16 * 32)
+    assert found.working == max(layer + max(attention, 6 * 4 * 16 * 64), loss)
+    assert found.peak == 1000 + found.buffers + found.saved + found.tables + found.working
+
+
+def test_each_policy_saves_what_it_says():
+    def saved(remat):
+        return estimate_memory(small_step((2, 2, 2), compute={"remat": remat}), 0, ACCELERATOR).saved
+
+    order = ["offload", "full", "attention", "projections", "none"]
+    sizes = [saved(remat) for remat in order]
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 0
+
+
+def test_more_microbatches_take_less():
+    sizes = [estimate_memory(small_step((2, 2, 2), count), 0, CPU).peak for count in (1, 2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True)

@@ -1,0 +1,74 @@
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from gregale.audit.step import ACCELERATOR, CPU
+from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
+from gregale.programs.plan_step import step_shape
+from tests.audit.steps import audited, small_setup, small_step
+
+SPREAD = {
+    "three axes, recomputed": ((2, 2, 2), 2, {"remat": "full"}, {}),
+    "gathered once a step, four microbatches": ((1, 2, 4), 4, {"remat": "none", "gather": "per_step"}, {}),
+    "bfloat16, biases, norms of heads, tied head": (
+        (2, 2, 2),
+        2,
+        {"dtype": "bfloat16", "remat": "attention"},
+        {"qk_norm": True, "attention_bias": True, "tied_head": True},
+    ),
+    "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "none", "unroll": 3}, {}),
+    "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}, {}),
+    "replicas only": ((8, 1, 1), 2, {"remat": "full"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_closed_form_is_what_the_compiled_step_sends(name):
+    setup = small_setup(*SPREAD[name])
+    found = audited(setup)
+    expected = expected_transfers(step_shape(setup), CPU)
+    assert {axes: size for axes, size in found.bytes_by_axes().items() if axes} == bytes_by_axes(expected)
+
+    kinds, expected_kinds = Counter(), Counter()
+    for each in found.collectives:
+        if each.axes:
+            kinds[each.kind, each.axes] += each.bytes * each.times
+    for each in expected:
+        expected_kinds[each.kind, each.axes] += each.bytes * each.times
+    assert kinds == expected_kinds
+
+
+def test_replica_carries_every_gradient_once_whatever_the_microbatches():
+    """2 * 4 bytes a parameter of the device's shard, three scalars, and a squared norm for each array."""
+    for microbatches in (1, 4):
+        step = small_step((2, 2, 2), microbatches)
+        sums = bytes_by_axes(expected_transfers(step, ACCELERATOR))
+        shards = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
+        assert sums["replica",] == 2 * 4 * shards + 12
+        assert sums["replica", "data"] == 4 * len(step.weights)
+
+
+def test_bytes_over_data_grow_with_microbatches_and_recomputing():
+    def over_data(**changes):
+        step = small_step((2, 4, 1), **changes)
+        return bytes_by_axes(expected_transfers(step, ACCELERATOR))["data",]
+
+    assert over_data(microbatches=4) > 1.9 * over_data(microbatches=2)
+    assert over_data(compute={"remat": "full"}) > over_data(compute={"remat": "none"})
+    assert over_data(compute={"gather": "per_step"}) < over_data(compute={"gather": "per_layer"})
+
+
+def test_an_accelerator_sends_bfloat16_in_two_bytes():
+    step = small_step((2, 4, 1), compute={"dtype": "bfloat16"})
+    wide = replace(ACCELERATOR, narrowest_bytes=4)
+    narrow_sums, wide_sums = (bytes_by_axes(expected_transfers(step, each)) for each in (ACCELERATOR, wide))
+    scalars = 2 * 4 * step.microbatches
+    assert wide_sums["data",] - scalars == 2 * (narrow_sums["data",] - scalars)
+    assert wide_sums["replica",] == narrow_sums["replica",], "gradient buffers are float32"
+
+
+def test_a_ring_sends_all_but_its_own_part():
+    sizes = {"replica": 4, "data": 2}
+    assert sent_bytes(Transfer("", "all-gather", ("replica",), 100, 3), sizes) == 100 * 3 * 3 / 4
+    assert sent_bytes(Transfer("", "all-reduce", ("replica", "data"), 80), sizes) == 80 * 2 * 7 / 8
