@@ -1,0 +1,104 @@
+"""The PSDP step as the real TPU compiler makes it for two slices, on a machine without a TPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import jax
+import pytest
+
+from benchmarks.conventional import conventional_step
+from gregale.audit import Audit, audit
+from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.errors import UserError
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.execution import Execution
+from gregale.programs.plan_devices import Target, topology_target
+from gregale.programs.plan_step import Plan, abstract_batch, plan_step, tree_bytes
+from gregale.programs.setup import set_up
+from gregale.services.config import BatchConfig, TrainConfig
+
+MICROBATCHES = 4
+CONFIG = TrainConfig(
+    name="scaled-quickstart",
+    steps=300,
+    mesh=MeshConfig(replica=2, data=2, model=2),
+    model=LlamaConfig(layers=4, hidden=1024, heads=4, kv_heads=2, mlp=1024, vocabulary=8192),
+    compute=ComputeConfig(dtype="bfloat16", remat="none"),
+    batch=BatchConfig(size=32, sequence_length=128, microbatches=MICROBATCHES),
+)
+TOKENS = 8192
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return topology_target("v5e:2x2", slices=2, chip_name=None)
+
+
+@pytest.fixture(scope="module")
+def plan(target) -> Plan:
+    return plan_step(CONFIG, TOKENS, target)
+
+
+@pytest.fixture(scope="module")
+def conventional(target) -> Audit:
+    """The usual accumulation of the same model in the same mesh."""
+    setup = set_up(CONFIG, TOKENS, make_mesh(CONFIG.mesh, target.devices))
+    layout = setup.layout
+    run = Execution(layout=layout, dtype=jax.numpy.dtype("bfloat16"))
+    optimizer = CONFIG.optimizer.build(setup.model, CONFIG.steps, layout).whole()
+    step = conventional_step(lambda model, batch: model.loss(batch, run), optimizer, layout, MICROBATCHES)
+    parameters = layout.abstract(setup.model, layout.params)
+    state = layout.abstract(jax.eval_shape(optimizer.init, setup.model), layout.params)
+    return audit(jax.jit(step).lower(parameters, state, abstract_batch(setup)).compile(), layout.mesh)
+
+
+def between_slices_in_loops(found: Audit) -> list:
+    return [each for each in found.inside_loops() if each.link == BETWEEN]
+
+
+def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
+    assert between_slices_in_loops(plan.audit) == []
+    inside = plan.audit.inside_loops()
+    assert len(inside) > 10
+    assert {each.link for each in inside} == {INSIDE}
+    assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * CONFIG.model.layers}
+
+
+def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventional):
+    assert len(between_slices_in_loops(conventional)) > 10
+
+
+def test_each_update_crosses_once_and_is_sent_behind_compute(plan):
+    far = [each for each in plan.audit.collectives if each.link == BETWEEN]
+    assert {each.times for each in far} == {1}
+    gathered = sum(each.bytes for each in far if each.kind == "all-gather")
+    assert gathered == pytest.approx(tree_bytes(plan.setup).parameters, rel=0.01)
+    assert all(each.is_async for each in far)
+    assert sum(plan.hidden(each) for each in far) > len(far) / 2
+
+
+def test_gradients_of_embedding_and_head_are_summed_in_the_loop(plan):
+    """Moved out of it, their buffers would not be split over `data`."""
+    inside = [each for each in plan.audit.over("data") if each.loop and each.kind != "all-gather"]
+    table = CONFIG.model.hidden * TOKENS // 2
+    assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) >= 2
+
+
+def test_what_a_user_sees_for_a_wrong_topology():
+    for name, slices, message in [
+        ("v5x:2x2", 1, "'v5x:2x2' is not FAMILY:SHAPE"),
+        ("v5e", 1, "'v5e' is not FAMILY:SHAPE"),
+        ("v5e:3x7", 1, "does not take 'v5e:3x7'"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            topology_target(name, slices, None)
+        assert "\n" not in str(error.value)
+
+
+def test_slices_that_do_not_fit(target):
+    config = replace(CONFIG, mesh=MeshConfig(replica=1, data=4, model=2))
+    with pytest.raises(UserError, match="the devices are 2 slices"):
+        plan_step(config, TOKENS, target)

@@ -1,0 +1,243 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from gregale.audit.chips import chip
+from gregale.audit.memory import compiler_memory
+from gregale.axes.mesh import make_mesh
+from gregale.cli import main
+from gregale.data.config import DataConfig, prepare
+from gregale.data.sources.text import TextSource
+from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
+from gregale.errors import UserError
+from gregale.programs.plan_devices import Target, device_count, simulated_target, topology_target
+from gregale.programs.plan_remedies import remedies
+from gregale.programs.plan_report import report_of
+from gregale.programs.plan_step import compile_step, plan_step
+from gregale.programs.setup import set_up
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+
+CONFIGS = Path(__file__).parent.parent.parent / "config"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+SMALL = [
+    "--model.layers=2",
+    "--model.hidden=64",
+    "--model.mlp=128",
+    "--batch.sequence_length=32",
+    "--batch.microbatches=2",
+    "--compute.unroll=1",
+    "--compute.remat=full",
+]
+JSON_KEYS = {"collectives", "bytes_per_step", "memory", "flops_per_step", "devices"}
+COLLECTIVE_KEYS = {"kind", "dtype", "bytes", "axes", "loop", "times", "link"}
+
+
+@pytest.fixture(scope="module")
+def planned():
+    config = load(TrainConfig, QUICKSTART, SMALL)
+    target = simulated_target(config, None, None)
+    return plan_step(config, 257, target)
+
+
+@pytest.fixture(scope="module")
+def report(planned):
+    return report_of(planned, 257, None)
+
+
+def test_json_has_what_other_tools_rely_on(report):
+    assert json.loads(json.dumps(report)) == report
+    assert report.keys() >= JSON_KEYS
+    assert report["devices"] == 8
+    assert all(each.keys() == COLLECTIVE_KEYS for each in report["collectives"])
+    assert report["bytes_per_step"].keys() == {"axes", "link"}
+    assert {each["link"] for each in report["collectives"]} == {"inside slice", "between slices"}
+    assert report["flops_per_step"] == report["flops_per_token"] * 32 * 32
+
+
+def test_closed_form_stands_beside_what_was_compiled(report):
+    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
+    assert compiled == report["closed_form_bytes_per_step"]
+    assert report["bytes_per_step"]["link"]["between slices"] == sum(
+        size for axes, size in compiled.items() if "replica" in axes
+    )
+
+
+def test_memory_by_tree(planned, report):
+    memory, compiler = report["memory"], compiler_memory(compile_step(planned.setup))
+    assert compiler.arguments == memory["parameters"] + memory["optimizer"] + memory["batch"]
+    assert memory["peak"] == compiler.peak
+    assert memory["gradients"] == memory["parameters"]
+    assert memory["activations"] + memory["gradients"] == memory["temporaries"]
+    assert report["fits"]
+    assert report["remedies"] == []
+
+
+def test_it_is_the_step_that_train_compiles(planned):
+    setup = planned.setup
+    state = setup.initial_state()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), setup.abstract_state()
+    )
+
+
+@pytest.fixture(scope="module")
+def found(planned):
+    """The remedies of the same step on a chip with a byte too little."""
+    tight = replace(chip("H100"), memory_bytes=planned.memory.peak - 1)
+    return remedies(replace(planned, target=replace(planned.target, chip=tight)), 257)
+
+
+def test_every_remedy_takes_less(planned, found):
+    assert 1 <= len(found) <= 3
+    assert {each.change.split(":")[0] for each in found} <= {
+        "batch.microbatches",
+        "compute.remat",
+        "mesh.replica",
+        "mesh.data",
+    }
+    for each in found:
+        assert each.peak_bytes < planned.memory.peak
+        assert each.fits
+        assert each.step_time > 0
+    assert [each.step_time for each in found] == sorted(each.step_time for each in found)
+
+
+def test_a_remedy_does_what_it_says(planned, found):
+    """More microbatches, compiled, take less memory."""
+    change = next(each for each in found if each.change.startswith("batch.microbatches"))
+    config = load(TrainConfig, QUICKSTART, [*SMALL, f"--{change.change.replace(': ', '=')}"])
+    assert plan_step(config, 257, planned.target).memory.peak < planned.memory.peak
+
+
+def test_methods_need_less_of_the_link_the_less_they_send(report):
+    needed = {name: each["needed_gbit_per_second"] or float("inf") for name, each in report["methods"].items()}
+    assert needed["psdp"] > needed["diloco"] >= needed["streaming"] >= needed["streaming_overlap"]
+
+
+def test_the_link_can_be_given(planned):
+    slow, fast = (report_of(planned, 257, gbit) for gbit in (1.0, 100.0))
+    assert slow["roofline"]["link_seconds"]["between slices"] == pytest.approx(
+        100 * fast["roofline"]["link_seconds"]["between slices"]
+    )
+    assert slow["methods"]["psdp"]["utilisation"] < fast["methods"]["psdp"]["utilisation"]
+
+
+def test_command_prints_tables_and_writes_the_program(tmp_path, capsys):
+    path = tmp_path / "step.hlo"
+    assert main(["plan", QUICKSTART, *SMALL, "--hlo", str(path)]) == 0
+    text = capsys.readouterr().out
+    for part in ("It fits:", "Collectives", "reduce-scatter", "Roofline", "streaming_overlap", "closed form"):
+        assert part in text
+    assert path.read_text().startswith("HloModule")
+    assert [each.name for each in tmp_path.iterdir()] == ["step.hlo"]
+
+
+def test_what_does_not_fit_is_told_with_remedies(capsys):
+    """Attention over 32,768 positions; nothing is allocated. Exit code 3 only if it has to fit."""
+    long = [*SMALL, "--batch.sequence_length=32768", "--chip", "v5e", "--require_fit"]
+    assert main(["plan", QUICKSTART, *long]) == 3
+    text = capsys.readouterr().out
+    assert "It does not fit:" in text
+    assert "batch.microbatches:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "4"], "= 8 devices, but there are 4"),
+        (["--slices", "2"], "slices is 2, but without a topology"),
+        (["--topology", "v5e:2x2", "--devices", "8"], "topology and devices are both given"),
+        (["--devices", "0"], "devices is 0"),
+        (["--chip", "abacus"], "'abacus' is not in the table"),
+        (["--batch.size", "30"], "30 / 4 = 7.5 is not a whole number"),
+        (["--mesh.data", "-1", "--cpu_devices", "null"], "mesh.data is -1, so the number of devices is open"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments, message, capsys):
+    assert main(["plan", QUICKSTART, *SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_compiler_is_told(monkeypatch):
+    monkeypatch.setattr("gregale.programs.plan_devices.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install 'gregale\\[tpu\\]'"):
+        topology_target("v5e:2x2", 1, None)
+
+
+def test_vocabulary_is_that_of_the_prepared_corpus(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"the north-east wind of the Mediterranean, number {number}; " * 20)
+    sources = {"text": TextSource(files=[str(tmp_path / "*.txt")])}
+    cache = tmp_path / "cache"
+    bpe = BpeConfig(vocabulary=280)
+    for tokenizer in (BytesConfig(), bpe):
+        corpus = prepare(DataConfig(sources=sources, tokenizer=tokenizer, cache=str(cache), workers=1), 8, 0)
+        assert vocabulary_size(tokenizer) == corpus.tokenizer.vocabulary_size
+    saved = json.loads(next(cache.glob(f"*/{SAVED_NAME}")).read_text())
+    path = tmp_path / "library.json"
+    path.write_text(json.dumps(saved["library"]))
+    assert vocabulary_size(FileConfig(path=str(path), end_of_document=saved["end_of_document"])) == 280
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a device as a mesh and a plan look at."""
+
+    id: int
+    platform: str = "gpu"
+    device_kind: str = "described"
+    process_index: int = 0
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_fits_its_mesh(path):
+    config = load(TrainConfig, str(path), [])
+    try:
+        count = device_count(config)
+    except UserError:
+        count = 128
+    tokenizer = config.data.tokenizer
+    tokens = 32000 if isinstance(tokenizer, FileConfig) else vocabulary_size(tokenizer)
+    devices = [Device(number) for number in range(count)]
+    setup = set_up(config, tokens, make_mesh(config.mesh, devices))
+    target = Target(devices, chip("H100"), 1, simulated=False)
+    assert setup.layout.mesh.size == len(target.devices)
+
+
+def test_512_devices_in_time_and_memory():
+    """A 7B model: under 8 GiB and 3 minutes of two cores; the closed forms hold."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [
+        sys.executable,
+        "-m",
+        "gregale",
+        "plan",
+        str(CONFIGS / "llama_7b_512.yaml"),
+        "--devices",
+        "512",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=clean_environment())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_maxrss * 1024 < 8 * 2**30
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 180
+    report = json.loads(done.stdout)
+    assert report["devices"] == 512
+    assert report["memory"]["closed_form"] == pytest.approx(report["memory"]["peak"], rel=0.1)
+    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
+    assert compiled == report["closed_form_bytes_per_step"]
+
+
+def clean_environment() -> dict[str, str]:
+    """Without the eight devices that this process was started with."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
