@@ -25,7 +25,7 @@ def rows_quantised(codec: str, rows, block: int = 64) -> np.ndarray:
 def scale_of(codec: str, values) -> np.float32:
     """The scale of one block, as on the wire."""
     levels = 8 if codec == "e3m0" else 2 ** (BITS[codec] - 1)
-    largest = max(values, key=abs)
+    largest = max(values, key=lambda value: (abs(value), value < 0))
     return np.float32(ml_dtypes.bfloat16(np.float32(-largest / levels)))
 
 

@@ -23,9 +23,10 @@ class BlockCodec(Codec):
         scale = bfloat16(-x_max / levels)    code = nearest(x / scale)    decoded = scale * value(code)
 
     The scale carries the sign that makes x_max the code for -levels: a two's complement range has that code, but none
-    for +levels. It is rounded before the values are quantised, so that the sender's own decoded values are those of
-    all others. A block whose |x_max| / levels is below 2^-126 decodes to zeros; one with a value that is not finite, or
-    beyond 3.39e38 (beyond 1.7e38 with 2 bits), decodes to NaN throughout.
+    for +levels. (Of two values x and -x of the largest magnitude x_max is the negative one.) It is rounded before the
+    values are quantised, so that what the sender decodes is what all others do. A block whose |x_max| / levels
+    is below 2^-126 decodes to zeros; one with a value that is not finite, or beyond 3.39e38 (beyond 1.7e38 with 2
+    bits), decodes to NaN throughout.
 
     The message is one block after the other: its packed codes, then the two bytes of its scale. (With all scales at the
     end XLA's code for CPUs is four times slower.) The j-th values of a block's `8 / bits` equal parts share byte j, the
