@@ -20,7 +20,7 @@ from gregale.errors import UserError
 from gregale.programs.plan_devices import Target, device_count, simulated_target, topology_target
 from gregale.programs.plan_remedies import remedies
 from gregale.programs.plan_report import report_of
-from gregale.programs.plan_step import compile_step, plan_step
+from gregale.programs.plan_step import compile_step, estimated_link_bytes, plan_step
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
@@ -181,7 +181,9 @@ def test_vocabulary_is_that_of_the_prepared_corpus(tmp_path):
     cache = tmp_path / "cache"
     bpe = BpeConfig(vocabulary=280)
     for tokenizer in (BytesConfig(), bpe):
-        corpus = prepare(DataConfig(sources=sources, tokenizer=tokenizer, cache=str(cache), workers=1), 8, 0)
+        corpus = prepare(
+            DataConfig(sources=sources, tokenizer=tokenizer, held_out=0.2, cache=str(cache), workers=1), 8, 0
+        )
         assert vocabulary_size(tokenizer) == corpus.tokenizer.vocabulary_size
     saved = json.loads(next(cache.glob(f"*/{SAVED_NAME}")).read_text())
     path = tmp_path / "library.json"
@@ -205,7 +207,7 @@ def test_every_configuration_fits_its_mesh(path):
     try:
         count = device_count(config)
     except UserError:
-        count = 128
+        count = 8
     tokenizer = config.data.tokenizer
     tokens = 32000 if isinstance(tokenizer, FileConfig) else vocabulary_size(tokenizer)
     devices = [Device(number) for number in range(count)]
@@ -241,3 +243,11 @@ def test_512_devices_in_time_and_memory():
 def clean_environment() -> dict[str, str]:
     """Without the eight devices that this process was started with."""
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
+def test_diloco_sends_little_between_replicas(planned):
+    """Nothing crosses replicas in its inner step; what a period sends is spread over its steps."""
+    config = load(TrainConfig, QUICKSTART, [*SMALL, "--sync.type=diloco", "--sync.period=50"])
+    setup = set_up(config, 257, make_mesh(config.mesh, planned.target.devices))
+    psdp = estimated_link_bytes(planned.setup)
+    assert estimated_link_bytes(setup) == {**psdp, "between slices": psdp["between slices"] / 50}

@@ -152,6 +152,12 @@ def notes_of(plan: Plan, audit: Audit) -> list[str]:
         )
         if step_shape(plan.setup).compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
+    sync = plan.setup.config.sync
+    if isinstance(sync, DilocoConfig):
+        notes.append(
+            f"the program is that of step 1; replicas synchronise over {sync.period} steps, in programs that are not "
+            "listed. The roofline spreads what they send over those steps."
+        )
     unknown = len(audit.unknown())
     if unknown:
         notes.append(f"{unknown} collectives are among groups of devices that are no grid in the mesh.")

@@ -20,6 +20,7 @@ from gregale.audit.step import ACCELERATOR, Backend, StepShape
 from gregale.audit.traffic import expected_transfers, sent_bytes
 from gregale.axes.layout import REPLICA, is_named
 from gregale.axes.mesh import make_mesh
+from gregale.methods.config import DilocoConfig
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
 from gregale.programs.plan_devices import Target, for_accelerators
@@ -103,11 +104,16 @@ def estimate(setup: Setup, backend: Backend) -> Estimate:
 
 
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:
-    """What a device of an accelerator sends over each link in a step, in closed form: `replica` is the slow link."""
-    step = step_shape(setup)
+    """What a device of an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
+
+    DiLoCo sends over it once in a period what PSDP sends in every step; that is spread over the period's steps.
+    """
+    step, sync = step_shape(setup), setup.config.sync
     sent = {INSIDE: 0.0, BETWEEN: 0.0}
     for transfer in expected_transfers(step, ACCELERATOR):
         sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)
+    if isinstance(sync, DilocoConfig):
+        sent[BETWEEN] /= sync.period
     return sent
 
 
@@ -131,9 +137,10 @@ class Plan:
     def link_bytes(self) -> dict[str, float]:
         """What a device sends over each link in a step.
 
-        From the compiled program; but XLA:CPU sends bfloat16 as float32, so for simulated devices by the closed form.
+        From the compiled program; but XLA:CPU sends bfloat16 as float32, so for simulated devices by the closed form,
+        and so for DiLoCo, which does not synchronise in the step that is compiled.
         """
-        if self.target.simulated:
+        if self.target.simulated or isinstance(self.setup.config.sync, DilocoConfig):
             return estimated_link_bytes(self.setup)
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for collective in self.audit.collectives:
