@@ -38,12 +38,6 @@ def reduce_replicas(sums: Tree, weights: NamedArray, layout: Layout, axis: str =
     return jax.tree.map(one, sums, is_leaf=is_named)
 
 
-def shares(weights: NamedArray) -> NamedArray:
-    """weights / sum of weights: each replica's share in an average; all zero if nothing was weighed."""
-    total = jnp.sum(weights.array)
-    return NamedArray(jnp.where(total > 0, weights.array / jnp.where(total > 0, total, 1), 0), weights.axis_names)
-
-
 def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layout) -> jax.Array:
     """[axis, *names] under `params` -> its sum over the first axis, [*names] under `opt_state`."""
     if axis not in layout.params:

@@ -14,7 +14,7 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
-from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas, shares
+from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
 from gregale.methods.fragments import FRAGMENT, Fragment, per_fragment
 from gregale.methods.psdp import Actions, Psdp, PsdpState
 from gregale.methods.schedule import Schedule
@@ -210,13 +210,12 @@ class Diloco:
         """theta and the outer optimizer's state after the fragment's outer step, and the pseudo-gradient's norm."""
         layout = self.outer_layout
         weights = state.seen[FRAGMENT, fragment.index] * self._taking_part(fragment)
-        share = shares(weights)
 
-        def weighed(own: Tree, share: NamedArray) -> Tree:
-            return jax.tree.map(lambda leaf: leaf * share.array, own)
+        def weighed(own: Tree, weight: NamedArray) -> Tree:
+            return jax.tree.map(lambda leaf: leaf * weight.array, own)
 
-        shared = vmap_over(weighed, self.axis, self.layout)(fragment.take(state.inner.parameters), share)
-        mean = reduce_replicas(shared, share, layout, self.axis)
+        sums = vmap_over(weighed, self.axis, self.layout)(fragment.take(state.inner.parameters), weights)
+        mean = reduce_replicas(sums, weights, layout, self.axis)
         theta, outer_state = fragment.take(state.outer), fragment.take(state.outer_state)
         gradient = jax.tree.map(jnp.subtract, theta, mean)
         updates, moved_state = self.outer.update(gradient, outer_state, theta)

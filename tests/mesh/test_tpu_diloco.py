@@ -1,0 +1,83 @@
+"""Streaming DiLoCo in the TPU compiler's schedule for two slices: transfers are hidden behind the microbatch loop."""
+
+import re
+from math import prod
+
+import jax
+import pytest
+from haliax import Axis
+from jax.experimental import topologies
+
+from gregale.axes.layout import standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.methods.diloco import Diloco
+from gregale.methods.fragments import Fragment
+from gregale.methods.psdp import Psdp
+from gregale.methods.schedule import Schedule
+from gregale.model.config import LlamaConfig
+from gregale.model.execution import Execution
+from gregale.model.llama import Llama
+from gregale.optim import SgdConfig
+from gregale.training.state import abstract_state
+from gregale.training.stepper import Stepper
+from tests.mesh.support import token_batch
+
+LAYERS, VOCABULARY = 4, 512
+CONFIG = LlamaConfig(layers=LAYERS, hidden=256, heads=4, mlp=512)
+FRAGMENT_BYTES = 1 << 15  # transfers at least as large are a fragment's weights, not its norms or the scalars
+
+
+@pytest.fixture(scope="module")
+def layout():
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
+    return standard_layout(make_mesh(MeshConfig(replica=2, data=2, model=2), devices))
+
+
+def schedule_of(layout, delay: int) -> list[str]:
+    """The entry computation's instructions in the order of the schedule, of a step that sends and applies."""
+    schedule = Schedule(8, 5, delay, LAYERS)
+    inside = layout.inside("replica")
+    execution = Execution(layout=inside)
+    model = jax.eval_shape(lambda key: Llama.init(CONFIG, Axis("vocab", VOCABULARY), key), jax.random.key(0))
+    optimizer = SgdConfig().build(model, 100, inside)
+    inner = Psdp(model, lambda model, batch: model.loss(batch, execution), optimizer, inside, microbatches=4)
+    outer = SgdConfig(learning_rate=0.7, nesterov=True, clip_norm=None).build(model, 100).whole()
+    method = Diloco(inner, outer, layout, schedule, mixing=0.5)
+    batch = layout.abstract(token_batch(positions=128, vocabulary=VOCABULARY), layout.compute)
+    send = Fragment.at(schedule, 1, 8)
+    apply = send if delay == 1 else Fragment.at(schedule, 4, 8)
+    text = Stepper(method, model).program.lower(abstract_state(method, model), batch, send, apply).compile().as_text()
+    return text[text.index("\nENTRY") :].splitlines()
+
+
+def exposed(lines: list[str]) -> list[str]:
+    """The fragment's transfers between slices that do not span the microbatch loop.
+
+    A transfer starts with its `send` and is done with the `recv-done` of the same rendezvous.
+    """
+    loops = [place for place, line in enumerate(lines) if re.search(r" while\(", line)]
+    assert len(loops) == 1, "the microbatch loop is the entry's only one"
+    sent, received, done, sizes = {}, {}, {}, {}
+    for place, line in enumerate(lines):
+        name = re.match(r"\s*%?([\w.-]+) = ", line)
+        rendezvous = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line)
+        if name and rendezvous and " send(" in line:
+            sent[rendezvous[1]] = place
+        elif name and rendezvous and " recv(" in line:
+            received[name[1]] = rendezvous[1]
+            shape = re.search(r"f32\[([\d,]*)\]", line)
+            sizes[rendezvous[1]] = 4 * prod(map(int, shape[1].split(","))) if shape else 0
+        elif name and " recv-done(" in line:
+            done[received[re.search(r"recv-done\(%?([\w.-]+)", line)[1]]] = place
+    large = [each for each in done if sizes[each] >= FRAGMENT_BYTES]
+    assert len(large) >= 14, "seven weights each way"
+    return [each for each in large if not sent[each] < loops[0] < done[each]]
+
+
+def test_one_leg_a_step_is_hidden(layout):
+    assert exposed(schedule_of(layout, delay=2)) == []
+
+
+def test_both_legs_in_one_step_are_not(layout):
+    """The negative: with tau = 1 the all-gather waits for the reduce-scatter, and one of them is not hidden."""
+    assert len(exposed(schedule_of(layout, delay=1))) >= 7
