@@ -142,7 +142,7 @@ def test_command_prints_tables_and_writes_the_program(tmp_path, capsys):
 
 def test_what_does_not_fit_is_told_with_remedies(capsys):
     """Attention over 32,768 positions; nothing is allocated. Exit code 3 only if it has to fit."""
-    long = [*SMALL, "--batch.sequence_length=32768", "--chip", "v5e", "--require_fit"]
+    long = [*SMALL, "--batch.sequence_length=32768", "--chip", "v5e", "--require-fit"]
     assert main(["plan", QUICKSTART, *long]) == 3
     text = capsys.readouterr().out
     assert "It does not fit:" in text

@@ -56,10 +56,17 @@ def split_arguments(arguments: Sequence[str], flags: Collection[str] = ()) -> tu
         if not argument.startswith("--"):
             words.append(argument)
             continue
+        argument = _with_underscores(argument)
         is_flag = argument.removeprefix("--") in flags
         has_value = rest and not rest[0].startswith("--") and (not is_flag or rest[0] in ("true", "false"))
         pairs.append(f"{argument}={rest.pop(0)}" if has_value and "=" not in argument else argument)
     return words, pairs
+
+
+def _with_underscores(argument: str) -> str:
+    """`--require-fit` is `--require_fit`; names in dotted keys may be the user's own and stay as they are."""
+    key, equals, value = argument.partition("=")
+    return argument if "." in key else "--" + key.removeprefix("--").replace("-", "_") + equals + value
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
