@@ -1,8 +1,17 @@
-"""Every test sees eight simulated CPU devices; the flag has to be set before JAX is imported."""
+"""Every test sees eight simulated CPU devices; the flags have to be set before JAX starts."""
 
 import os
 
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Compiling takes most of the suite's time; these two leave partitioning and results alone and halve it.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    # On a busy machine the threads of eight simulated devices can be minutes apart.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
+
+
+# On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 seconds.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
@@ -21,6 +27,7 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"cpu_devices is {cpu_devices}, but {processes} processes share them: {cpu_devices} / {processes} = "
                 f"{cpu_devices / processes:.4g} is not a whole number. Use a multiple of {processes}."
             )
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENCE}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
     if processes > 1:
