@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import draccus
+import pytest
 
+from gregale.errors import UserError
 from gregale.optim import AdamWConfig, OptimizerConfig
-from gregale.services.help import WIDTH, render
+from gregale.services.config import TrainConfig
+from gregale.services.fields import entries
+from gregale.services.help import WIDTH, render, topics
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,20 @@ def test_every_key_has_its_type_default_and_meaning():
         "      name  str = Tom              what it is called\n"
         "  --pet.* with type cat\n"
         "      lives  int = 9  how many are left\n"
+        "  --guests.<name>.*\n"
+        "      size  float = 0.001  how large\n"
+        "      open  bool = true    whether the gate is open\n"
+    )
+    assert render(House, "pet") == (
+        "  --pet.*\n"
+        "      type  cat | dog | cow = cat  who lives there\n"
+        "      name  str = Tom              what it is called\n"
+        "  --pet.* with type cat\n"
+        "      lives  int = 9  how many are left\n"
         "  --pet.* with type dog, cow\n"
         "      name  str (required)  what it is called\n"
         "  --pet.* with type dog\n"
         "      toys  list of str = [ball, bone]  what it plays with\n"
-        "  --guests.<name>.*\n"
-        "      size  float = 0.001  how large\n"
-        "      open  bool = true    whether the gate is open\n"
     )
 
 
@@ -89,8 +100,24 @@ def test_a_long_default_pushes_the_meaning_to_its_own_line():
 
 
 def test_a_real_configuration_fits_the_screen():
-    text = render(Training)
+    text = render(Training, "optimizer")
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "  --optimizer.* with type muon\n" in text
     assert "      momentum             float = 0.95" in text
     assert len(text.splitlines()) < 60
+
+
+def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
+    short = render(TrainConfig)
+    assert len(short.splitlines()) <= 110, "two screens"
+    for entry in entries(TrainConfig):
+        full = render(TrainConfig, entry.key.split(".")[0])
+        assert entry.key.rpartition(".")[2] in full
+    assert "betas" in short
+    assert "iterations" not in short, "Muon's own"
+    assert topics(TrainConfig) == ["data.sources", "data.tokenizer", "optimizer", "sync", "trackers"]
+
+
+def test_an_unknown_topic_is_told():
+    with pytest.raises(UserError, match="optimizer"):
+        render(TrainConfig, "optimiser")

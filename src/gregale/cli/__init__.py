@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,9 @@ PROGRAMS = {
     "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
     "plan": Program("gregale.programs.plan", "show memory, collectives and bytes of a YAML file without training"),
-    "simulate": Program("gregale.programs.simulate", "predict step times and link loads on a described network"),
+    "simulate": Program(
+        "gregale.programs.simulate", "tell which bandwidth each method needs, from a model of the timeline"
+    ),
 }
 
 
@@ -39,6 +42,10 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
     except UserError as error:
         print(f"gregale: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough (`| head`). Nothing is left to be flushed when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("gregale: interrupted", file=sys.stderr)
         return 130
@@ -61,9 +68,10 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
 
     program = programs[name]
     command = import_module(program.module).COMMAND
-    if "-h" in rest or "--help" in rest:
-        print(command_help(name, program.summary, command), end="")
-        return 0
+    for place, word in enumerate(rest):
+        if word in ("-h", "--help"):
+            print(command_help(name, program.summary, command, next(iter(rest[place + 1 :]), None)), end="")
+            return 0
     return invoke(name, command, rest)
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from gregale.errors import UserError
 from gregale.services.command import Command
 from gregale.services.fields import REQUIRED, default_of, entries
-from gregale.services.help import render
+from gregale.services.help import render, topics
 from gregale.services.parsing import load, split_arguments
 
 CONFIG = "config"
@@ -37,13 +37,17 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     return command.main(options, load(command.config, path, [pair for pair in pairs if pair not in mine]))
 
 
-def command_help(name: str, summary: str, command: Command) -> str:
-    """The help text of a command: usage, options, and every key of its configuration."""
+def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:
+    """The help text of a command: usage, options and the keys of its configuration, or all keys below `topic`."""
+    if topic is not None and command.config:
+        return render(command.config, topic)
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
     if command.config:
         text += f"\nkeys of the YAML file, each also an argument:\n{render(command.config)}"
+        if others := topics(command.config):
+            text += f"\n`gregale {name} --help KEY` lists all choices of a type; KEY is {', '.join(others)}.\n"
     return text
 
 

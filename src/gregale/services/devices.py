@@ -9,7 +9,6 @@ import jax
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
 
-
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 seconds.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 

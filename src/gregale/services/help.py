@@ -7,6 +7,7 @@ import textwrap
 import draccus
 import yaml
 
+from gregale.errors import UserError
 from gregale.services.fields import REQUIRED, Entry, entries
 
 WIDTH = 100
@@ -14,13 +15,16 @@ LONGEST_COLUMN = 26
 SHORTEST_MEANING = 20
 
 
-def render(config_class: type) -> str:
-    """Every key with its type, default and meaning, under a heading with the first part of the dotted key.
+def render(config_class: type, topic: str | None = None) -> str:
+    """The keys with type, default and meaning, under a heading with the first part of the dotted key.
 
-    What only some choices of a `type` have is listed under these choices.
+    What only some choices of a `type` have is listed under these choices: with `topic`, a dotted key, all choices of
+    what is below that key; without, all keys of the default choices.
+
+    Raises `UserError` if no key is below the topic.
     """
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries(config_class):
+    for entry in _of_default_choices(config_class) if topic is None else _below(config_class, topic):
         groups.setdefault((entry.key.rpartition(".")[0], entry.choice), []).append(entry)
     lines = []
     for (prefix, choice), group in groups.items():
@@ -28,6 +32,36 @@ def render(config_class: type) -> str:
             lines.append(f"  --{prefix}.*" + (f" with {choice.removeprefix(f'{prefix}.')}" if choice else ""))
         lines += _lines(group, prefix)
     return "\n".join(lines) + "\n"
+
+
+def topics(config_class: type) -> list[str]:
+    """The keys below which some choice has keys that the default choice has not."""
+    shown = _of_default_choices(config_class)
+    hidden = {
+        entry.choice.partition(" ")[0].removesuffix(".type") for entry in entries(config_class) if entry not in shown
+    }
+    hidden = {key.partition(".<")[0].removesuffix(".0") for key in hidden}  # elements of a mapping or a list
+    return sorted(key for key in hidden if not any(key.startswith(f"{other}.") for other in hidden))
+
+
+def _of_default_choices(config_class: type) -> list[Entry]:
+    """The keys that a configuration has in which every `type` is left at its default."""
+    listed = list(entries(config_class))
+    defaults = {entry.key: entry.default for entry in listed}
+
+    def is_default(entry: Entry) -> bool:
+        key, _, names = entry.choice.partition(" ")
+        return not key or defaults.get(key) in names.split(", ")
+
+    return [entry for entry in listed if is_default(entry)]
+
+
+def _below(config_class: type, topic: str) -> list[Entry]:
+    found = [entry for entry in entries(config_class) if f"{entry.key}.".startswith(f"{topic}.")]
+    if not found:
+        known = sorted({entry.key.partition(".")[0] for entry in entries(config_class)})
+        raise UserError(f"--help {topic}: there is no such key. The first parts of the keys are: {', '.join(known)}.")
+    return found
 
 
 def _lines(group: list[Entry], prefix: str) -> list[str]:
