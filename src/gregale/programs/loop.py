@@ -46,13 +46,14 @@ class Loop:
                 state, report = take_step(state, next(batches), step + 1)
                 step += 1
                 log.took(step, report)
-                if step < config.steps and _is_due(step, config.evaluation.every):
+                evaluates, saves = (_is_due(step, each.every) for each in (config.evaluation, config.checkpoint))
+                if step < config.steps and (evaluates or saves):
                     log.catch_up()
-                    self._evaluate_and_sample(state, step)
+                    if evaluates:
+                        self._evaluate_and_sample(state, step)
+                    if saves:
+                        self.save(state, step)
                     log.restart()
-                if _is_due(step, config.checkpoint.every):
-                    log.catch_up()
-                    self.save(state, step)
         log.catch_up()
         self.save(state, step)
         if step == config.steps:
