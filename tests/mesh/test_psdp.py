@@ -69,7 +69,7 @@ class Trainer:
         """The losses and the parameters after the last step."""
         layout, state, losses = self.method.layout, self.init(), []
         for batch in batches(uneven):
-            state, metrics = self.step(state, placed(batch, layout, layout.compute))
+            state, metrics = jax.block_until_ready(self.step(state, placed(batch, layout, layout.compute)))
             losses.append(float(metrics.loss))
             assert float(metrics.weight) == float(np.sum(batch["loss_mask"].array))
         assert self.step._cache_size() == 1, "what a step returns goes into the next one as it is"

@@ -9,8 +9,12 @@ import jax
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
 
-# On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 seconds.
+# On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+
+# With one thread a device, those that wait in a collective of the next step can leave none for a device that is still
+# in the last one, and all wait for ever.
+THREADS_A_DEVICE = 4
 
 
 def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
@@ -26,6 +30,7 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"cpu_devices is {cpu_devices}, but {processes} processes share them: {cpu_devices} / {processes} = "
                 f"{cpu_devices / processes:.4g} is not a whole number. Use a multiple of {processes}."
             )
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_A_DEVICE * cpu_devices))
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENCE}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
