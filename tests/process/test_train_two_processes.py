@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,11 @@ SETTINGS = [
     *["--evaluation.every", "4", "--evaluation.batches", "2", "--samples.prompts", "[the wind, '']"],
     *["--samples.tokens", "8", "--samples.temperature", "0"],
 ]
+
+# Gloo tells of its connections on standard output; its threads write in pieces that fall between one another.
+GLOO = re.compile(
+    r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : |\d|\s"
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def test_the_states_agree(one, two):
 def test_only_the_first_process_writes(outputs, two):
     (_, first, _), (_, second, _) = outputs
     assert "Done. Held-out loss" in first
-    assert [line for line in second.splitlines() if not line.startswith("[Gloo]")] == []
+    assert GLOO.sub("", second) == ""
     assert (two / "samples.txt").read_text().count("--- step") == 4, "two prompts at two evaluations"
     assert {path.name for path in two.iterdir()} == {
         "config.yaml",
