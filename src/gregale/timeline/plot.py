@@ -45,7 +45,7 @@ def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[st
     Raises:
         UserError: matplotlib is not installed, or the suffix is another.
     """
-    figure = _new_figure(path, (7.5, 4.5))
+    figure = new_figure(path, (7.5, 4.5))
     axes = figure.subplots()
     for (label, utilisation), colour in zip(curves.items(), LINE_COLOURS, strict=False):
         axes.plot(gbit_per_second, utilisation, label=label, color=colour, linewidth=1.8)
@@ -56,7 +56,7 @@ def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[st
     axes.set_title(title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps: int, title: str) -> None:
@@ -74,7 +74,7 @@ def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps
     Raises:
         UserError: matplotlib is not installed, or the suffix is another.
     """
-    figure = _new_figure(path, (9.0, 1.2 + 1.1 * len(intervals)))
+    figure = new_figure(path, (9.0, 1.2 + 1.1 * len(intervals)))
     panels = figure.subplots(len(intervals), 1, sharex=True, squeeze=False)[:, 0]
     longest = 0.0
     for axes, (label, found) in zip(panels, intervals.items(), strict=True):
@@ -87,7 +87,7 @@ def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps
     panels[-1].set_xlabel("seconds")
     figure.suptitle(title, x=0.02, ha="left")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="upper right", ncols=3, fontsize="small", frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def window(intervals: Sequence[Interval], steps: int) -> list[Interval]:
@@ -109,7 +109,7 @@ def _draw_panel(axes: "Axes", shown: Sequence[Interval]) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _new_figure(path: Path, size_inches: tuple[float, float]) -> "Figure":
+def new_figure(path: Path, size_inches: tuple[float, float]) -> "Figure":
     check_picture_path(path, "picture")
     try:
         from matplotlib.figure import Figure
@@ -120,7 +120,7 @@ def _new_figure(path: Path, size_inches: tuple[float, float]) -> "Figure":
     return Figure(figsize=size_inches, layout="constrained")
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write the picture whole or not at all, the same bytes for the same content."""
     import matplotlib
 
