@@ -108,7 +108,7 @@ class Diloco:
             array = leaf.array if is_named(leaf) else leaf
             if not jnp.issubdtype(array.dtype, jnp.floating):
                 return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
-            return reduce_replicas(leaf, hax.ones(layout.axis(self.axis)), self.outer_layout, self.axis)
+            return reduce_replicas(leaf, layout.axis(self.axis).size, self.outer_layout, self.axis)
 
         sharded, gathered = jax.tree.map(average, (state.inner.sharded, state.inner.gathered), is_leaf=is_named)
         sharded = layout.constrain(sharded, layout.opt_state)
@@ -202,8 +202,8 @@ class Diloco:
 
     def average(self, state: DilocoState) -> Tree:
         """The model with the plain average of the replicas' parameters."""
-        ones = hax.ones(self.layout.axis(self.axis))
-        mean = reduce_replicas(state.inner.parameters, ones, self.outer_layout, self.axis)
+        lanes = self.layout.axis(self.axis).size
+        mean = reduce_replicas(state.inner.parameters, lanes, self.outer_layout, self.axis)
         return self.inner.model_with(give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout))
 
     def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Tree, Tree, jax.Array]:
@@ -215,7 +215,7 @@ class Diloco:
             return jax.tree.map(lambda leaf: leaf * weight.array, own)
 
         sums = vmap_over(weighed, self.axis, self.layout)(fragment.take(state.inner.parameters), weights)
-        mean = reduce_replicas(sums, weights, layout, self.axis)
+        mean = reduce_replicas(sums, jnp.sum(weights.array), layout, self.axis)
         theta, outer_state = fragment.take(state.outer), fragment.take(state.outer_state)
         gradient = jax.tree.map(jnp.subtract, theta, mean)
         updates, moved_state = self.outer.update(gradient, outer_state, theta)
