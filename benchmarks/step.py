@@ -196,7 +196,7 @@ def check_agreement(layout: Layout) -> None:
     parameters, _ = jax.jit(yardstick.init)(plain(model))
     tokens = batch["tokens"].array, batch["targets"].array
     loss, gradients = jax.jit(jax.value_and_grad(yardstick.loss))(parameters, *tokens)
-    np.testing.assert_allclose(our_loss.array, loss, rtol=TOLERANCE)
+    np.testing.assert_allclose(our_loss, loss, rtol=TOLERANCE)
     for name, gradient in plain(ours).items():
         scale = np.abs(gradients[name]).max()
         np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)

@@ -92,9 +92,11 @@ def gradients(replicas: int, seed: int = 0, dtype=np.float32):
 
 def averaged(tree):
     """The shapes of buffers without their axis `replica`."""
-    return jax.eval_shape(
-        lambda: jax.tree.map(lambda x: x[REPLICA, 0] if is_named(x) else x[0], tree, is_leaf=is_named)
-    )
+
+    def first():
+        return jax.tree.map(lambda x: x[REPLICA, 0] if is_named(x) else x[0], tree, is_leaf=is_named)
+
+    return jax.eval_shape(first)
 
 
 def arrays(tree) -> dict[str, np.ndarray]:

@@ -84,26 +84,17 @@ def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[L
     - `replicated`: whether the arrays have that axis (of a plain array, the first); it is left out
     """
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    return [
-        _leaf(path_name(path), _without(array, axis if replicated else None), layout, axis) for path, array in paths
-    ]
+    leaves = []
+    for path, array in paths:
+        axes = array.axes if is_named(array) else tuple(Axis(f"dimension_{n}", s) for n, s in enumerate(array.shape))
+        if replicated:
+            axes = tuple(each for each in axes if each.name != axis) if is_named(array) else axes[1:]
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves.append(_leaf(name, axes, is_named(array), layout, axis))
+    return leaves
 
 
-def path_name(path) -> str:
-    """The path of a leaf, as the key of its error."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _without(array, axis: str | None) -> tuple[tuple[Axis, ...], bool]:
-    """The axes of an array but the one that is reduced, and whether they are named."""
-    if is_named(array):
-        return tuple(each for each in array.axes if each.name != axis), True
-    shape = array.shape if axis is None else array.shape[1:]
-    return tuple(Axis(f"dimension_{place}", size) for place, size in enumerate(shape)), False
-
-
-def _leaf(path: str, axes_and_named: tuple[tuple[Axis, ...], bool], layout: Layout, axis: str) -> Leaf:
-    axes, named = axes_and_named
+def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> Leaf:
     params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
     shape = tuple(each.size // shards(each, layout, layout.params) for each in axes)
     split = [place for place, each in enumerate(axes) if axis in layout.mesh_axes((each,), layout.opt_state)]

@@ -64,14 +64,9 @@ class QuantisedReducer:
         def on_device(scalars):
             return totals([shard[0] for shard in scalars], self.axis)
 
-        lanes = [PartitionSpec(self.axis)] * len(scalars)
-        run = jax.shard_map(
-            on_device,
-            mesh=self.layout.mesh,
-            in_specs=(lanes,),
-            out_specs=[PartitionSpec()] * len(scalars),
-            check_vma=False,
-        )
+        lanes, everywhere = [PartitionSpec(self.axis)] * len(scalars), [PartitionSpec()] * len(scalars)
+        mesh = self.layout.mesh
+        run = jax.shard_map(on_device, mesh=mesh, in_specs=(lanes,), out_specs=everywhere, check_vma=False)
         return run([scalar.array for scalar in scalars])
 
     def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
