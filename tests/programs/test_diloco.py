@@ -23,7 +23,7 @@ SETTINGS = {
     "diloco": [*COMMON, *DILOCO],
     "streaming": [
         *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
-        *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3"],
+        *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
     ],
 }
 
@@ -79,6 +79,21 @@ def test_the_stop_was_where_it_is_hard(never_stopped):
     assert (seen[:, 0] != seen[:, 1]).all()
     assert [STREAMING.sent(step) for step in range(4, 8)] == [1, None, 0, None]
     assert [STREAMING.applied(step) for step in range(6, 10)] == [None, 1, None, 0]
+
+
+def test_figures_of_every_replica_and_of_what_was_sent(kind, never_stopped):
+    """A line has what was sent since the one before; streaming sends in odd steps here, its lines are of even ones."""
+    logged = {line["step"]: line for line in lines(never_stopped) if "loss" in line}
+    for line in logged.values():
+        own = [line["loss_0"], line["loss_1"]]
+        assert line["loss_spread"] == pytest.approx(max(own) - min(own))
+        assert min(own) <= line["loss"] <= max(own)
+    sent = [step for step, line in logged.items() if "outer_grad_norm" in line]
+    assert sent == ([4, 8, 12] if kind == "diloco" else [4, 6, 8, 10, 12])
+    found = [line["outer_grad_cosine"] for line in logged.values() if "outer_grad_cosine" in line]
+    assert (len(found) == 3) if kind == "diloco" else (1 <= len(found) < 5), "dropout leaves one alone"
+    assert all((0.1 if kind == "diloco" else -1.05) < cosine < 1.05 for cosine in found)
+    assert all(logged[step]["outer_grad_norm"] > 0 for step in sent[:2])
 
 
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True)
