@@ -229,12 +229,12 @@ def test_only_the_fragment_that_is_synchronised_changes(index):
     method = make(MeshConfig(replica=4, data=2), schedule, 0.5)
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
-    before, outer = values_of(state.inner.parameters), values_of(state.outer)
+    before, outer = values_of(state.inner.parameters), values_of(state.outer.parameters)
     after, _ = jax.jit(method.synchronise)(state, Fragment.at(schedule, index, 1))
     touched = [LAYERS] if index == 0 else schedule.layers_of(index).tolist()
     others = [row for row in range(LAYERS + 1) if row not in touched]
     np.testing.assert_array_equal(values_of(after.inner.parameters)[:, others], before[:, others])
-    np.testing.assert_array_equal(values_of(after.outer)[others], outer[others])
+    np.testing.assert_array_equal(values_of(after.outer.parameters)[others], outer[others])
     assert np.abs(values_of(after.inner.parameters)[:, touched] - before[:, touched]).max() > 1e-4
 
 

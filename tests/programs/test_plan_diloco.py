@@ -123,8 +123,8 @@ def test_memory_by_tree_is_that_of_the_arrays(plans, case):
     trees, method = tree_bytes(setup), state.method
     assert trees.parameters == on_first(method.inner.parameters)
     assert trees.optimizer == on_first((method.inner.sharded, method.inner.gathered))
-    assert trees.outer_parameters == on_first(method.outer)
-    assert trees.outer_optimizer == on_first(method.outer_state)
+    assert trees.outer_parameters == on_first(method.outer.parameters)
+    assert trees.outer_optimizer == on_first(method.outer.optimizer)
     assert trees.counters == on_first((state.step, state.skipped, state.skipped_in_a_row, method.seen))
     assert trees.state == on_first(state)
     sizes = setup.layout.mesh.shape

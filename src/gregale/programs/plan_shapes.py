@@ -97,7 +97,9 @@ class Bytes:
 def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     method, joined = state.method, isinstance(setup.method, Diloco)
-    inner, outer = (method.inner, (method.outer, method.outer_state)) if joined else (method, (None, None))
+    inner, outer = (
+        (method.inner, (method.outer.parameters, method.outer.optimizer)) if joined else (method, (None, None))
+    )
     parameters = bytes_on_device(inner.parameters)
     optimizer = bytes_on_device((inner.sharded, inner.gathered))
     theta, momentum = (bytes_on_device(tree) for tree in outer)
