@@ -10,7 +10,7 @@ from gregale.audit import Audit, audit
 from gregale.audit.step import StepShape
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.config import ComputeConfig, LlamaConfig
-from gregale.programs.plan_step import abstract_batch, step_shape
+from gregale.programs.plan_shapes import abstract_batch, step_shape
 from gregale.programs.setup import Setup, set_up
 from gregale.services.config import BatchConfig, TrainConfig
 

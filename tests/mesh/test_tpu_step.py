@@ -16,7 +16,8 @@ from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution
 from gregale.programs.plan_devices import Target, topology_target
-from gregale.programs.plan_step import Plan, abstract_batch, plan_step, tree_bytes
+from gregale.programs.plan_shapes import abstract_batch, tree_bytes
+from gregale.programs.plan_step import Plan, plan_step
 from gregale.programs.setup import set_up
 from gregale.services.config import BatchConfig, TrainConfig
 
@@ -60,8 +61,8 @@ def between_slices_in_loops(found: Audit) -> list:
 
 
 def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
-    assert between_slices_in_loops(plan.audit) == []
-    inside = plan.audit.inside_loops()
+    assert between_slices_in_loops(plan.step.audit) == []
+    inside = plan.step.audit.inside_loops()
     assert len(inside) > 10
     assert {each.link for each in inside} == {INSIDE}
     assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * CONFIG.model.layers}
@@ -72,17 +73,17 @@ def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventi
 
 
 def test_each_update_crosses_once_and_is_sent_behind_compute(plan):
-    far = [each for each in plan.audit.collectives if each.link == BETWEEN]
+    far = [each for each in plan.step.audit.collectives if each.link == BETWEEN]
     assert {each.times for each in far} == {1}
     gathered = sum(each.bytes for each in far if each.kind == "all-gather")
     assert gathered == pytest.approx(tree_bytes(plan.setup).parameters, rel=0.01)
     assert all(each.is_async for each in far)
-    assert sum(plan.hidden(each) for each in far) > len(far) / 2
+    assert sum(plan.step.hidden(each) for each in far) > len(far) / 2
 
 
 def test_gradients_of_embedding_and_head_are_summed_in_the_loop(plan):
     """Moved out of it, their buffers would not be split over `data`."""
-    inside = [each for each in plan.audit.over("data") if each.loop and each.kind != "all-gather"]
+    inside = [each for each in plan.step.audit.over("data") if each.loop and each.kind != "all-gather"]
     table = CONFIG.model.hidden * TOKENS // 2
     assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) >= 2
 

@@ -10,7 +10,6 @@ import jax
 import pytest
 
 from gregale.audit.chips import chip
-from gregale.audit.memory import compiler_memory
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.data.config import DataConfig, prepare
@@ -20,7 +19,7 @@ from gregale.errors import UserError
 from gregale.programs.plan_devices import Target, device_count, simulated_target, topology_target
 from gregale.programs.plan_remedies import remedies
 from gregale.programs.plan_report import report_of
-from gregale.programs.plan_step import compile_step, estimated_link_bytes, plan_step
+from gregale.programs.plan_step import plan_step
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
@@ -71,9 +70,12 @@ def test_closed_form_stands_beside_what_was_compiled(report):
 
 
 def test_memory_by_tree(planned, report):
-    memory, compiler = report["memory"], compiler_memory(compile_step(planned.setup))
-    assert compiler.arguments == memory["parameters"] + memory["optimizer"] + memory["batch"]
+    memory, compiler = report["memory"], planned.step.memory
+    trees = ("parameters", "optimizer", "counters", "batch")
+    assert compiler.arguments == sum(memory[tree] for tree in trees)
+    assert memory["outer_parameters"] == memory["outer_optimizer"] == 0
     assert memory["peak"] == compiler.peak
+    assert memory["peak_program"] == "step"
     assert memory["gradients"] == memory["parameters"]
     assert memory["activations"] + memory["gradients"] == memory["temporaries"]
     assert report["fits"]
@@ -243,11 +245,3 @@ def test_512_devices_in_time_and_memory():
 def clean_environment() -> dict[str, str]:
     """Without the eight devices that this process was started with."""
     return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-
-
-def test_diloco_sends_little_between_replicas(planned):
-    """Nothing crosses replicas in its inner step; what a period sends is spread over its steps."""
-    config = load(TrainConfig, QUICKSTART, [*SMALL, "--sync.type=diloco", "--sync.period=50"])
-    setup = set_up(config, 257, make_mesh(config.mesh, planned.target.devices))
-    psdp = estimated_link_bytes(planned.setup)
-    assert estimated_link_bytes(setup) == {**psdp, "between slices": psdp["between slices"] / 50}

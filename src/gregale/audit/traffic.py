@@ -1,17 +1,19 @@
-"""The bytes that a PSDP step has to send over each mesh axis, in closed form: from shapes and mappings alone.
+"""The bytes that training has to send over each mesh axis, in closed form: from shapes and mappings alone.
 
-Bytes are counted as the audit counts them: on one device, the full array of each collective once, times its executions
-in a step. A mesh axis of size 1 carries nothing.
+A PSDP step, a step of DiLoCo's replicas, and the SEND and APPLY that join them. Bytes are counted as the audit counts
+them: on one device, the full array of each collective once, times its executions in a step. A mesh axis of size 1
+carries nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, StepShape, is_stacked
+from gregale.audit.step import Backend, StepShape, is_stacked, values
 from gregale.axes.layout import REPLICA
 
 DATA, MODEL = "data", "model"
@@ -40,12 +42,33 @@ class Transfer:
 
 
 def expected_transfers(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Everything that one step sends."""
+    """Everything that one step sends; of DiLoCo, if the layout is that of one replica."""
     found = [*_weights(step, backend), *_gradients(step, backend), *_tensor_parallel(step, backend)]
-    found += [*_vocabulary(step, backend), *_over_replica(step), *_scalars(step)]
+    found += [*_vocabulary(step, backend), *reduced(step), *given_back(step), *_scalars(step)]
+    return _kept(step, found)
+
+
+def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
+    """What DiLoCo's SEND of some weights sends: they are averaged over `axis`, and the pseudo-gradient is measured.
+
+    Arguments:
+    - `step`: with the weights of the fragment, and the layout of the outer parameters
+    """
+    weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)
+    anyone = Transfer("whether any were seen", "all-reduce", (axis,), 1)
+    return _kept(step, [*reduced(step, axis), weight, anyone, *_squared_norms(step)])
+
+
+def apply_transfers(step: StepShape) -> list[Transfer]:
+    """What DiLoCo's APPLY of some weights sends: the outer parameters, gathered. `step` as of `send_transfers`."""
+    return _kept(step, given_back(step))
+
+
+def _kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
+    """Without those that send nothing, and without mesh axes of size 1."""
     sizes = step.mesh
     kept = []
-    for transfer in found:
+    for transfer in transfers:
         axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
         if axes and transfer.bytes and transfer.times:
             kept.append(Transfer(transfer.purpose, transfer.kind, axes, transfer.bytes, transfer.times))
@@ -139,28 +162,49 @@ def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
     return [Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)]
 
 
-def _over_replica(step: StepShape) -> list[Transfer]:
-    """Once a step: each gradient's shard reduced over `replica`, and the update's gathered."""
+def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
+    """Each weight's sums, one of each index of a slow axis, added up over it under `opt_state`."""
+    if axis not in step.layout.params:
+        return []
     found = []
     for weight in step.weights:
-        size = FLOAT32 * step.on_device(weight, step.layout.params)
-        if REPLICA in step.layout.mesh_axes(weight.axes, step.layout.opt_state):
-            found.append(Transfer("replica gradients", "reduce-scatter", (REPLICA,), size))
-            found.append(Transfer("replica updates", "all-gather", (REPLICA,), size))
-        else:
-            found.append(Transfer("replica gradients", "all-reduce", (REPLICA,), size))
+        after = step.layout.mesh_axes(weight.axes, step.layout.opt_state)
+        kind = "reduce-scatter" if axis in after else "all-reduce"
+        split = {*step.layout.mesh_axes(weight.axes, step.layout.params), *after} - {axis}
+        found.append(Transfer("sums", kind, (axis,), _shard_bytes(step, weight, split)))
     return found
+
+
+def given_back(step: StepShape) -> list[Transfer]:
+    """Each weight's new values, gathered from `opt_state` to `params`: a mesh axis after the other, slowest first."""
+    found = []
+    for weight in step.weights:
+        before = step.layout.mesh_axes(weight.axes, step.layout.params)
+        split = list(step.layout.mesh_axes(weight.axes, step.layout.opt_state))
+        for mesh_axis in [axis for axis in reversed(split) if axis not in before]:
+            split.remove(mesh_axis)
+            found.append(Transfer("new values", "all-gather", (mesh_axis,), _shard_bytes(step, weight, split)))
+    return found
+
+
+def _shard_bytes(step: StepShape, weight: NamedArray, split: Iterable[str]) -> int:
+    """Bytes of a float32 array on a device if these mesh axes split it."""
+    return FLOAT32 * values(weight.axes) // prod(step.mesh[axis] for axis in split)
 
 
 def _scalars(step: StepShape) -> list[Transfer]:
     """Loss and weight of every microbatch; loss and weight twice over replicas; each gradient's squared norm."""
+    found = [Transfer("loss and weight", "all-reduce", (DATA,), 2 * FLOAT32, step.microbatches)]
+    if REPLICA in step.layout.params:
+        found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 3 * FLOAT32))
+    return [*found, *_squared_norms(step)]
+
+
+def _squared_norms(step: StepShape) -> list[Transfer]:
+    """The squared norm of what is like each weight, added up over the devices that share it under `opt_state`."""
     over_shards = {}
     for weight in step.weights:
         axes = step.split_by(weight, step.layout.opt_state)
         for part in (tuple(axis for axis in axes if axis == MODEL), tuple(axis for axis in axes if axis != MODEL)):
             over_shards[part] = over_shards.get(part, 0) + FLOAT32
-    return [
-        Transfer("loss and weight", "all-reduce", (DATA,), 2 * FLOAT32, step.microbatches),
-        Transfer("loss and weight", "all-reduce", (REPLICA,), 3 * FLOAT32),
-        *(Transfer("gradient norm", "all-reduce", axes, size) for axes, size in over_shards.items()),
-    ]
+    return [Transfer("norm", "all-reduce", axes, size) for axes, size in over_shards.items()]

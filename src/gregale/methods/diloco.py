@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,10 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
 from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
-from gregale.methods.fragments import FRAGMENT, Fragment, per_fragment
+from gregale.errors import UserError
+from gregale.methods.fragments import FRAGMENT, Fragment, layers_in, per_fragment
 from gregale.methods.psdp import Actions, Psdp, PsdpState
 from gregale.methods.schedule import Schedule
 from gregale.optim.clipping import global_norm
+from gregale.optim.config import Optimizer
 
 Tree = Any
 
@@ -71,6 +74,34 @@ class Diloco:
     seed: int = 0
 
     name: ClassVar[str] = "diloco"
+
+    @staticmethod
+    def of(
+        model: Tree,
+        loss: Callable[[Any, Tree], tuple[jax.Array, jax.Array]],
+        inner: optax.GradientTransformation,
+        outer: optax.GradientTransformation,
+        layout: Layout,
+        schedule: Schedule,
+        mixing: float = 0.0,
+    ) -> Diloco:
+        """DiLoCo of any model and loss, with optax transformations that may work on shards.
+
+        Arguments:
+        - `model`, `loss`: as of `Psdp`
+        - `inner`: each replica's optimizer
+        - `outer`, `layout`, `schedule`, `mixing`: as of the class
+
+        Raises `UserError` if the schedule's fragments are of another number of layers than the model has.
+        """
+        layers = layers_in(model)
+        if schedule.fragments > 1 and schedule.layers != layers:
+            raise UserError(
+                f"the schedule is for {schedule.layers} layers, but the model's arrays are stacked over {layers} on "
+                f"the axis `layers`: Schedule(..., layers={layers}) would fit it."
+            )
+        step = Psdp(model, loss, Optimizer.of(inner), layout.inside(sync_axis(layout)))
+        return Diloco(step, outer, layout, schedule, mixing)
 
     @property
     def axis(self) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.plan_devices import Target, simulated_target, topology_target
+from gregale.programs.plan_programs import STEP
 from gregale.programs.plan_report import report_of
 from gregale.programs.plan_step import plan_step
 from gregale.programs.plan_text import print_report
@@ -42,7 +43,9 @@ class PlanOptions:
         default=None, metadata={"help": "a replica's link to the others; null: its chips' share of the network"}
     )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
-    hlo: Path | None = field(default=None, metadata={"help": "write the compiled program's text to this file"})
+    hlo: Path | None = field(
+        default=None, metadata={"help": "write the compiled step's text to this file, other programs' beside it"}
+    )
     require_fit: bool = field(default=False, metadata={"help": "exit with 3 if the step does not fit"})
 
     def __post_init__(self):
@@ -57,12 +60,14 @@ class PlanOptions:
 
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
-    """Compiles the step, prints what it takes; 0, or 3 if it has to fit and does not."""
+    """Compiles the programs of a run, prints what they take; 0, or 3 if it has to fit and does not."""
     target = target_of(options, config)
     tokens = vocabulary_size(config.data.tokenizer)
     plan = plan_step(config, tokens, target)
     if options.hlo is not None:
-        write_whole(options.hlo, plan.text)
+        for name, program in plan.programs.items():
+            path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
+            write_whole(path, program.text)
     report = report_of(plan, tokens, options.link_gbit_per_second)
     if options.json:
         print(json.dumps(report, indent=2))

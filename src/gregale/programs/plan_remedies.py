@@ -9,7 +9,9 @@ from gregale.audit.roofline import roofline
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.model.config import REMAT
-from gregale.programs.plan_step import Plan, estimate, estimated_link_bytes, estimated_work
+from gregale.programs.plan_programs import SYNCHRONISE
+from gregale.programs.plan_shapes import estimate, estimated_link_bytes, estimated_work
+from gregale.programs.plan_step import Plan
 from gregale.programs.setup import Setup, set_up
 from gregale.services.config import TrainConfig
 
@@ -23,7 +25,8 @@ class Remedy:
 
     Attributes:
         change: the keys to set.
-        peak_bytes: the peak on a device afterwards: the compiler's of now, changed by what the closed form changes.
+        peak_bytes: the peak on a device afterwards: the compiler's of now, changed by what the closed form changes, of
+            the program that then takes the most.
         fits: whether that is within the chip's memory.
         step_time: of the roofline with nothing overlapped, as a multiple of now's.
     """
@@ -84,16 +87,24 @@ def _mesh(setup: Setup) -> Changes:
 def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
     """The changes that are possible and take less memory."""
     backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
-    before, seconds = estimate(plan.setup, backend).peak, _seconds(plan, plan.setup)
+    before, seconds = estimate(plan.setup, backend), _seconds(plan, plan.setup)
     for change, config in changes:
         try:
             setup = set_up(config, tokens, make_mesh(config.mesh, devices))
         except UserError:
             continue
-        saved = before - estimate(setup, backend).peak
-        if saved > 0:
-            peak = max(0, plan.memory.peak - saved)
+        after = estimate(setup, backend)
+        peak = _peak(plan, saved=before.peak - after.peak, saved_between_steps=before.arguments - after.arguments)
+        if peak < plan.memory.peak:
             yield Remedy(change, peak, peak <= plan.target.memory_bytes, _seconds(plan, setup) / seconds)
+
+
+def _peak(plan: Plan, saved: int, saved_between_steps: int) -> int:
+    """The peak if a step takes `saved` bytes less, and `synchronise`, which computes no gradients, only its state's."""
+    return max(
+        max(0, program.memory.peak - (saved_between_steps if name == SYNCHRONISE else saved))
+        for name, program in plan.programs.items()
+    )
 
 
 def _seconds(plan: Plan, setup: Setup) -> float:

@@ -8,10 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gregale.audit.placement import BETWEEN
+from gregale.programs.plan_programs import STEP
+
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
+    "outer_parameters": "outer parameters",
+    "outer_optimizer": "outer optimizer state",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
     "peak": "compiler's peak",
@@ -35,11 +40,15 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     """The report as tables, and the verdict."""
     _head(report, console)
     memory = report["memory"]
-    rows = [(label, size(memory[key])) for key, label in MEMORY_ROWS.items()]
+    rows = [(label, size(memory[key])) for key, label in MEMORY_ROWS.items() if memory[key]]
+    if len(report["programs"]) > 1:
+        rows[-3:-3] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
     _table(console, f"Memory of one device ({report['chip']})", ("", "bytes"), rows)
     _verdict(report, console)
-    _collectives(report, console)
-    _traffic(report, console)
+    for name, each in report["programs"].items():
+        _collectives(name, each["collectives"], console)
+    _payload(report["programs"], console)
+    _overlap(report["programs"], console)
     _speed(report, console)
     _methods(report, console)
     for note in report["notes"]:
@@ -80,32 +89,42 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
         console.print(f"  {remedy['change']}: {effect}", highlight=False)
 
 
-def _collectives(report: dict[str, Any], console: Console) -> None:
-    """Collectives that differ only in their size, in one row."""
+def _collectives(name: str, collectives: list[dict[str, Any]], console: Console) -> None:
+    """Collectives that differ only in their size, in one row; of programs beside the step those between slices."""
     counts: Counter = Counter()
     payloads: Counter = Counter()
-    for each in report["collectives"]:
+    for each in collectives:
+        if name != STEP and each["link"] != BETWEEN:
+            continue
         inside = "/".join(each["loop"]) or "-"
         axes = ", ".join(each["axes"]) or "-"
         key = (each["kind"], each["dtype"], axes, each["link"], inside, str(each["times"] or "?"))
         counts[key] += 1
         payloads[key] += each["bytes"]
     rows = [(*key, str(counts[key]), size(payloads[key])) for key in counts]
-    _table(console, "Collectives", ("kind", "dtype", "axes", "link", "loop", "times", "count", "bytes each time"), rows)
+    title = "Collectives" if name == STEP else f"Collectives of {name} between slices"
+    _table(console, title, ("kind", "dtype", "axes", "link", "loop", "times", "count", "bytes each time"), rows)
 
 
-def _traffic(report: dict[str, Any], console: Console) -> None:
-    expected = report["closed_form_bytes_per_step"] or {}
+def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
+    rows = []
+    for name, program in programs.items():
+        expected = program["closed_form_bytes_per_step"]
+        for axes, count in program["bytes_per_step"]["axes"].items():
+            closed = size(expected[axes]) if axes in expected else "-"
+            rows.append((name, axes.replace(",", ", ") or "none", size(count), closed))
+    title = "Payload of a program on one device, by mesh axes"
+    _table(console, title, ("program", "axes", "compiled", "closed form"), rows)
+
+
+def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
     rows = [
-        (axes.replace(",", ", ") or "none", size(count), size(expected[axes]) if axes in expected else "-")
-        for axes, count in report["bytes_per_step"]["axes"].items()
+        (name, link, size(each["bytes"]), size(each["asynchronous"]), size(each["behind_compute"]))
+        for name, program in programs.items()
+        for link, each in program["overlap"].items()
     ]
-    _table(console, "Payload of a step on one device, by mesh axes", ("axes", "compiled", "closed form"), rows)
-    rows = [
-        (link, size(each["bytes"]), size(each["asynchronous"]), size(each["behind_compute"]))
-        for link, each in report["overlap"].items()
-    ]
-    _table(console, "What the compiler overlaps", ("link", "bytes", "asynchronous", "behind compute"), rows)
+    headings = ("program", "link", "bytes", "asynchronous", "behind compute")
+    _table(console, "What the compiler overlaps", headings, rows)
 
 
 def _speed(report: dict[str, Any], console: Console) -> None:
@@ -121,15 +140,34 @@ def _speed(report: dict[str, Any], console: Console) -> None:
 
 
 def _methods(report: dict[str, Any], console: Console) -> None:
-    if not report["methods"]:
+    methods, link = report["methods"], report["link_gbit_per_second"]
+    if not methods:
         return
-    rows = []
-    for name, each in report["methods"].items():
-        needed = each["needed_gbit_per_second"]
-        here = each.get("utilisation")
-        rows.append(
-            (name, "> 1000" if needed is None else f"{needed:.1f}", "-" if here is None else f"{here:.1%}"),
+    rows = [
+        (
+            _with_settings(name, each),
+            size(each["bytes_per_step"]["average"]),
+            size(each["bytes_per_step"]["peak"]),
+            f"{each['gbit_per_second']['average']:.3g}",
+            f"{each['gbit_per_second']['peak']:.3g}",
         )
-    link = report["link_gbit_per_second"]
+        for name, each in methods.items()
+    ]
+    headings = ("method", "on average", "in a step at most", "Gbit/s, average", "Gbit/s, at most")
+    _table(console, "What a device sends over the slow axis a step, and a replica a second of it", headings, rows)
+    rows = []
+    for name, each in methods.items():
+        needed, here = each["needed_gbit_per_second"], each.get("utilisation")
+        needed = "> 1000" if needed is None else f"{needed:.1f}"
+        rows.append((_with_settings(name, each), needed, "-" if here is None else f"{here:.1%}"))
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
     _table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
+    console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
+
+
+def _with_settings(name: str, method: dict[str, Any]) -> str:
+    """A method with its H, P and tau, and whether the configuration has it."""
+    settings = [f"H {method['period']}"] if method["period"] > 1 else []
+    settings += [f"P {method['fragments']}", f"tau {method['delay']}"] if method["fragments"] > 1 else []
+    settings += ["configured"] if method["configured"] else []
+    return f"{name} ({', '.join(settings)})" if settings else name

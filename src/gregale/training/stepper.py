@@ -29,14 +29,14 @@ class Stepper:
         shardings = state_shardings(method, abstract_state(method, model))
         scalar = NamedSharding(method.layout.mesh, PartitionSpec())
         self.program = jax.jit(partial(counted_step, method), donate_argnums=0, out_shardings=(shardings, None))
-        self._synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, scalar))
+        self.synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, scalar))
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
         """Takes step number `step` (from 1); the state that comes in is donated."""
         actions = self._method.actions(step)
         state, report = self.program(state, batch, *actions.during)
         if actions.after is not None:
-            state, norm = self._synchronise(state, actions.after)
+            state, norm = self.synchronise(state, actions.after)
             report = report._replace(metrics=report.metrics._replace(outer_grad_norm=norm))
         return state, report
 

@@ -1,0 +1,149 @@
+"""The closed forms of a run's step: sizes, memory, work and traffic, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
+from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.roofline import Work, work_of
+from gregale.audit.step import ACCELERATOR, Backend, StepShape
+from gregale.audit.traffic import Transfer, expected_transfers, sent_bytes
+from gregale.axes.layout import REPLICA, is_named
+from gregale.methods.diloco import Diloco
+from gregale.methods.psdp import Psdp
+from gregale.model.config import DTYPES, LlamaConfig
+from gregale.model.execution import execution
+from gregale.programs.plan_outer import Joining
+from gregale.programs.setup import Setup
+
+INTEGERS = ("tokens", "targets", "segment_ids", "positions")
+FAR_AXES = ("island", REPLICA)
+
+
+def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
+    """A step's batch as `jax.ShapeDtypeStruct`s [batch, position], sharded as `train` places it."""
+    axes = setup.batch_axes
+    sharding = setup.layout.sharding(axes, setup.layout.compute)
+    shape, names = tuple(axis.size for axis in axes), tuple(axis.name for axis in axes)
+
+    def one(dtype) -> NamedArray:
+        array: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return NamedArray(array, names)
+
+    return {**{name: one(jnp.int32) for name in INTEGERS}, "loss_mask": one(jnp.float32)}
+
+
+def step_shape(setup: Setup, method: Psdp | Diloco | None = None) -> StepShape:
+    """The sizes that the closed forms take, of the configured method's step or another's; of DiLoCo one replica's."""
+    config, method = setup.config, method or setup.method
+    model, batch, compute = config.model, config.batch, config.compute
+    assert isinstance(model, LlamaConfig)
+    return StepShape(
+        layout=method.inner.layout if isinstance(method, Diloco) else method.layout,
+        weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
+        rows=batch.size,
+        positions=batch.sequence_length,
+        microbatches=batch.microbatches,
+        layers=model.layers,
+        heads=model.heads,
+        head_size=model.HeadSize.size,
+        compute_bytes=jnp.dtype(DTYPES[compute.dtype]).itemsize,
+        remat=compute.remat,
+        per_step=compute.gather == "per_step",
+        loss_block=compute.loss_block,
+        unrolled=execution(compute, setup.layout).unroll >= model.layers,
+    )
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of a run's trees on one device, exactly, from their shardings.
+
+    Attributes:
+        parameters: of DiLoCo, the replica's own.
+        optimizer: state of the optimizer; of DiLoCo, the replica's own.
+        outer_parameters: of DiLoCo; 0 for PSDP.
+        outer_optimizer: state of DiLoCo's outer optimizer, its momentum; 0 for PSDP.
+        counters: steps, skipped ones, and tokens seen.
+        gradients: the buffers in which microbatches are added up.
+        batch: one step's.
+    """
+
+    parameters: int
+    optimizer: int
+    outer_parameters: int
+    outer_optimizer: int
+    counters: int
+    gradients: int
+    batch: int
+
+    @property
+    def state(self) -> int:
+        """What is there between steps."""
+        return self.parameters + self.optimizer + self.outer_parameters + self.outer_optimizer + self.counters
+
+    @property
+    def arguments(self) -> int:
+        return self.state + self.batch
+
+
+def tree_bytes(setup: Setup) -> Bytes:
+    state = setup.abstract_state()
+    method, joined = state.method, isinstance(setup.method, Diloco)
+    inner, outer = (method.inner, (method.outer, method.outer_state)) if joined else (method, (None, None))
+    parameters = bytes_on_device(inner.parameters)
+    optimizer = bytes_on_device((inner.sharded, inner.gathered))
+    theta, momentum = (bytes_on_device(tree) for tree in outer)
+    return Bytes(
+        parameters=parameters,
+        optimizer=optimizer,
+        outer_parameters=theta,
+        outer_optimizer=momentum,
+        counters=bytes_on_device(state) - parameters - optimizer - theta - momentum,
+        gradients=parameters,  # both are float32, under `params`
+        batch=bytes_on_device(abstract_batch(setup)),
+    )
+
+
+def estimate(setup: Setup, backend: Backend) -> Estimate:
+    """The step's memory in closed form."""
+    return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
+
+
+def estimated_link_bytes(setup: Setup) -> dict[str, float]:
+    """What a device of an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
+
+    What DiLoCo sends in a period to join its replicas is spread over the period's steps.
+    """
+    step, method = step_shape(setup), setup.method
+    sent = _sent_by_link(expected_transfers(step, ACCELERATOR), step)
+    if isinstance(method, Diloco):
+        joining = Joining(method, step)
+        a_period = [transfer for _, legs in joining.period() for transfer in joining.transfers(legs)]
+        for link, count in _sent_by_link(a_period, step).items():
+            sent[link] += count / method.schedule.period
+    return sent
+
+
+def _sent_by_link(transfers: list[Transfer], step: StepShape) -> dict[str, float]:
+    sent = {INSIDE: 0.0, BETWEEN: 0.0}
+    for transfer in transfers:
+        sent[BETWEEN if set(transfer.axes) & set(FAR_AXES) else INSIDE] += sent_bytes(transfer, step.mesh)
+    return sent
+
+
+def estimated_work(setup: Setup, link_bytes: dict[str, float]) -> Work:
+    return work_of(step_shape(setup), tree_bytes(setup).optimizer, link_bytes)
+
+
+def devices_of_a_replica(setup: Setup) -> int:
+    """Devices that share one replica's end of the slow link."""
+    sizes = setup.layout.mesh.shape
+    return prod(size for axis, size in sizes.items() if axis not in FAR_AXES)

@@ -1,0 +1,219 @@
+"""`gregale plan` of DiLoCo: its programs, what they send, its memory, and the methods side by side."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from gregale.audit.chips import chip
+from gregale.axes.mesh import make_mesh
+from gregale.cli import main
+from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
+from gregale.methods.schedule import Schedule
+from gregale.programs.plan_devices import simulated_target
+from gregale.programs.plan_methods import bytes_a_step, compared
+from gregale.programs.plan_outer import Joining, Legs
+from gregale.programs.plan_remedies import remedies
+from gregale.programs.plan_report import report_of
+from gregale.programs.plan_shapes import estimated_link_bytes, step_shape, tree_bytes
+from gregale.programs.plan_step import plan_step
+from gregale.programs.setup import set_up
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+
+QUICKSTART = str(Path(__file__).parent.parent.parent / "config" / "quickstart.yaml")
+SMALL = [
+    "--model.layers=3",
+    "--model.hidden=64",
+    "--model.mlp=128",
+    "--batch.sequence_length=32",
+    "--batch.microbatches=2",
+    "--compute.unroll=1",
+    "--compute.remat=full",
+]
+TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism
+STREAMING = [*TWO_AXES, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3"]
+CASES = {
+    "diloco": (["--sync.type=diloco", "--sync.period=5", "--sync.warmup_steps=2"], {"step", "synchronise", "warm_up"}),
+    "tau 1": ([*STREAMING, "--sync.delay=1"], {"step", "send_and_apply"}),
+    "tau 2": ([*STREAMING, "--sync.delay=2"], {"step", "send", "apply"}),
+    "islands": (
+        ["--sync.type=diloco", "--sync.period=5", "--mesh.island=2", "--mesh.data=2", "--mesh.model=1"],
+        {"step", "synchronise"},
+    ),
+}
+
+
+def config_of(*arguments: str) -> TrainConfig:
+    return load(TrainConfig, QUICKSTART, [*SMALL, *arguments])
+
+
+def setup_of(*arguments: str):
+    config = config_of(*arguments)
+    return set_up(config, 257, make_mesh(config.mesh, jax.devices("cpu")))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """The plan of each case, compiled when first asked for."""
+    found = {}
+
+    def plan(case: str):
+        if case not in found:
+            config = config_of(*CASES[case][0])
+            found[case] = plan_step(config, 257, simulated_target(config, None, None))
+        return found[case]
+
+    return plan
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_program_sends_its_closed_form(plans, case):
+    """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
+    report = report_of(plans(case), 257, None)
+    assert json.loads(json.dumps(report)) == report
+    assert report["programs"].keys() == CASES[case][1]
+    for program in report["programs"].values():
+        compiled = {axes: size for axes, size in program["bytes_per_step"]["axes"].items() if axes}
+        assert compiled == program["closed_form_bytes_per_step"]
+    assert report["collectives"] == report["programs"]["step"]["collectives"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
+    """Each array's collectives, by the bytes that the audit says a device sends; scalars are smaller than any."""
+    plan, method = plans(case), plans(case).setup.method
+    legs = [program for name, program in plan.programs.items() if name not in ("step", "warm_up")]
+    sent = [
+        sum(each.bytes_sent for each in program.audit.collectives if each.axes == (method.axis,) and each.bytes > 48)
+        for program in legs
+    ]
+    assert max(sent) == bytes_a_step(plan.setup, plan.setup.config.sync)[1]
+    assert plan.step.audit.over(method.axis) == ()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_average_is_what_the_method_counts(case):
+    setup = setup_of(*CASES[case][0])
+    method, period = setup.method, setup.method.schedule.period
+    average, peak = bytes_a_step(setup, setup.config.sync)
+    counted = [method.bytes_sent(step) - method.bytes_sent(step - 1) for step in range(2 * period, 3 * period)]
+    assert average * period == pytest.approx(sum(counted), abs=1e-6)
+    if method.schedule.delay < 2:
+        assert peak == max(counted)
+
+
+def test_psdp_sends_everything_in_every_step():
+    setup = setup_of()
+    assert bytes_a_step(setup, None) == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
+
+
+@pytest.mark.parametrize("case", ["diloco", "tau 2", "islands"])
+def test_memory_by_tree_is_that_of_the_arrays(plans, case):
+    setup = plans(case).setup
+    setup = replace(setup, config=replace(setup.config, sync=replace(setup.config.sync, warmup_steps=0)))
+    state, first = setup.initial_state(), jax.devices("cpu")[0]
+
+    def on_first(tree) -> int:
+        shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+        return sum(shard.data.nbytes for shard in shards if shard.device == first)
+
+    trees, method = tree_bytes(setup), state.method
+    assert trees.parameters == on_first(method.inner.parameters)
+    assert trees.optimizer == on_first((method.inner.sharded, method.inner.gathered))
+    assert trees.outer_parameters == on_first(method.outer)
+    assert trees.outer_optimizer == on_first(method.outer_state)
+    assert trees.counters == on_first((state.step, state.skipped, state.skipped_in_a_row, method.seen))
+    assert trees.state == on_first(state)
+    sizes = setup.layout.mesh.shape
+    assert trees.outer_parameters * sizes["replica"] * sizes["island"] == trees.parameters, "a share of them each"
+    assert plans(case).step.memory.arguments == trees.arguments
+
+
+@pytest.mark.parametrize("case", ["diloco", "tau 2"])
+def test_peak_is_the_largest_programs(plans, case):
+    plan = plans(case)
+    memory = report_of(plan, 257, None)["memory"]
+    peaks = {name: program.memory.peak for name, program in plan.programs.items()}
+    assert memory["peak"] == max(peaks.values()) == peaks[memory["peak_program"]]
+
+
+def test_remedies_take_less_than_the_largest_program(plans):
+    plan = plans("tau 2")
+    tight = replace(chip("H100"), memory_bytes=plan.memory.peak - 1)
+    found = remedies(replace(plan, target=replace(plan.target, chip=tight)), 257)
+    assert found
+    assert all(each.fits and each.peak_bytes < plan.memory.peak for each in found)
+
+
+def test_a_step_does_not_help_what_joins_the_replicas(plans):
+    """If `synchronise` took the most, more microbatches would be no remedy."""
+    plan = plans("diloco")
+    huge = replace(plan.programs["synchronise"].memory, temporaries=10 * plan.memory.peak)
+    programs = plan.programs | {"synchronise": replace(plan.programs["synchronise"], memory=huge)}
+    found = remedies(replace(plan, programs=programs), 257)
+    assert {each.change.split(":")[0] for each in found} <= {"mesh.replica", "mesh.data"}
+
+
+def test_link_bytes_are_spread_over_the_period():
+    """The parameters' as the method counts them; the rest is a few scalars."""
+    psdp, diloco = setup_of(), setup_of("--sync.type=diloco", "--sync.period=50")
+    between = estimated_link_bytes(diloco)["between slices"]
+    assert between == pytest.approx(diloco.method.bytes_sent(50) / 50, abs=4)
+    assert between < estimated_link_bytes(psdp)["between slices"] / 49
+    assert estimated_link_bytes(diloco)["inside slice"] == pytest.approx(
+        estimated_link_bytes(psdp)["inside slice"], rel=1e-3
+    )
+
+
+def test_legs_are_those_of_the_schedule():
+    setup = setup_of(*STREAMING, "--sync.delay=2")
+    joining = Joining(setup.method, step_shape(setup))
+    schedule = Schedule(8, 3, 2, 3)
+    assert [legs for _, legs in joining.period()] == [
+        Legs(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
+    ]
+
+
+def test_what_the_configuration_does_not_name_has_defaults():
+    default = StreamingDilocoConfig()
+    for sync, configured in [
+        (PsdpConfig(), "psdp"),
+        (DilocoConfig(period=7), "diloco"),
+        (StreamingDilocoConfig(period=9, fragments=2, delay=0), "streaming"),
+        (StreamingDilocoConfig(period=9, fragments=2, delay=4), "streaming_overlap"),
+    ]:
+        found = compared(sync, layers=8)
+        assert [name for name, each in found.items() if each.configured] == [configured]
+        assert found[configured].sync == (None if configured == "psdp" else sync)
+        period = getattr(sync, "period", DilocoConfig().period)
+        assert {each.sync.period for each in found.values() if each.sync} == {period}
+        assert found["streaming"].sync.delay == 0 < found["streaming_overlap"].sync.delay
+    assert compared(DilocoConfig(), layers=8)["streaming_overlap"].sync == default
+    assert compared(DilocoConfig(period=2), layers=1)["streaming_overlap"].sync.fragments == 2
+
+
+def test_the_table_says_what_each_method_sends(plans, capsys):
+    report = report_of(plans("tau 2"), 257, 10.0)
+    methods = report["methods"]
+    assert methods["psdp"]["bytes_per_step"]["peak"] == methods["diloco"]["bytes_per_step"]["peak"]
+    assert methods["diloco"]["bytes_per_step"]["average"] == methods["psdp"]["bytes_per_step"]["average"] / 8
+    assert methods["streaming_overlap"]["configured"]
+    assert methods["streaming_overlap"]["delay"] == 2
+    seconds = max(report["roofline"][f"{name}_seconds"] for name in ("compute", "memory"))
+    seconds = max(seconds, report["roofline"]["link_seconds"]["inside slice"])
+    for each in methods.values():
+        average = each["bytes_per_step"]["average"] * 4 * 8 / 1e9 / seconds
+        assert each["gbit_per_second"]["average"] == pytest.approx(average), "four devices a replica"
+        assert each["bytes_per_step"]["average"] <= each["bytes_per_step"]["peak"]
+
+
+def test_command_prints_every_program(tmp_path, capsys):
+    path = tmp_path / "step.hlo"
+    assert main(["plan", QUICKSTART, *SMALL, *CASES["diloco"][0], "--hlo", str(path)]) == 0
+    text = capsys.readouterr().out
+    for part in ("outer parameters", "of synchronise", "Collectives of warm_up between slices", "diloco (H 5, conf"):
+        assert part in text
+    assert {each.name for each in tmp_path.iterdir()} == {"step.hlo", "step.synchronise.hlo", "step.warm_up.hlo"}
