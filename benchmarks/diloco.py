@@ -1,17 +1,19 @@
 """Held-out loss of one small model under PSDP, DiLoCo and Streaming DiLoCo, against tokens and against bytes sent.
 
-    python benchmarks/diloco.py RUNS [--steps 600] [--seeds 1 2] [--figure docs/figures/diloco-small.svg]
+    python benchmarks/diloco.py RUNS [--seeds 1] [--figure docs/figures/diloco-small.svg]
 
 Every run is `gregale train config/diloco_small.yaml` with another `sync`: the same tokens in the same order, the same
-inner optimizer and learning rate. The inner rate is the best of a few for PSDP, the outer rate of each other method the
-best of a few for it; both are chosen on seed 0 and a shorter run, by the held-out loss at its end, and the table is of
-the other seeds. Runs are kept in RUNS: a second call goes on where the first one stopped.
+inner optimizer and learning rate. All start with the same steps of PSDP (`sync.warmup_steps`; the paper pretrains too),
+which are trained once a seed: the methods go on from that checkpoint. The inner rate is the best of a few for PSDP, the
+outer rate of each other method the best of a few for it; both are chosen on seed 0, by the held-out loss at the end. The
+table is of the other seeds. Runs are kept in RUNS: a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,15 +25,16 @@ from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 
 CONFIG = Path(__file__).parent.parent / "config" / "diloco_small.yaml"
-INNER_RATES = (1e-3, 2e-3, 4e-3)
+INNER_RATES = (5e-4, 1e-3, 2e-3)
 OUTER_RATES = (0.3, 0.5, 0.7, 1.0)
 TUNING_SEED = 0
-METHODS: dict[str, SyncConfig] = {
-    "PSDP": PsdpConfig(),
-    "DiLoCo, H 10": DilocoConfig(period=10),
-    "DiLoCo, H 30": DilocoConfig(period=30),
-    "DiLoCo, H 100": DilocoConfig(period=100),
-    "streaming, H 30": StreamingDilocoConfig(period=30, fragments=4, delay=1, alpha=0.5),
+WARMUP = 600
+PSDP = "PSDP"
+METHODS: dict[str, DilocoConfig] = {
+    "DiLoCo, H 10": DilocoConfig(period=10, warmup_steps=WARMUP),
+    "DiLoCo, H 30": DilocoConfig(period=30, warmup_steps=WARMUP),
+    "DiLoCo, H 100": DilocoConfig(period=100, warmup_steps=WARMUP),
+    "streaming, H 30": StreamingDilocoConfig(period=30, fragments=4, delay=1, alpha=0.5, warmup_steps=WARMUP),
 }
 
 
@@ -42,6 +45,10 @@ class Run:
     tokens: np.ndarray
     bytes_sent: np.ndarray  # of one device over `replica`
     loss: np.ndarray  # held out, nats a token
+    warmup_bytes: int  # sent until the end of the warm-up
+
+    def after_warmup(self) -> int:
+        return self.bytes_sent[-1] - self.warmup_bytes
 
 
 @dataclass(frozen=True)
@@ -50,32 +57,36 @@ class Trainer:
 
     runs: Path
 
-    def __call__(self, sync: SyncConfig, inner_rate: float, seed: int, steps: int, *options: str) -> Run:
-        """Trains with `sync`; `options` are further ones of the command line."""
-        given = [f"--steps={steps}", f"--optimizer.learning_rate={inner_rate}", f"--seed={seed}", *options]
-        name = name_of(sync, inner_rate, seed, steps)
-        config = replace(load(TrainConfig, CONFIG, given), name=name, sync=sync, runs=str(self.runs))
-        self._train(config)
-        return measured(self.runs / name / "metrics.jsonl", config.batch.tokens)
+    def psdp(self, inner_rate: float, seed: int) -> Run:
+        """PSDP from the beginning; its checkpoint after the warm-up stays."""
+        return self._run(f"psdp-inner{inner_rate:g}-seed{seed}", PsdpConfig(), inner_rate, seed)
 
-    def final_loss(self, sync: SyncConfig, inner_rate: float, steps: int) -> float:
-        """The held-out loss at the end of a run for tuning."""
-        return self(sync, inner_rate, TUNING_SEED, steps, "--evaluation.every=null").loss[-1]
+    def diloco(self, sync: DilocoConfig, inner_rate: float, seed: int) -> Run:
+        """`sync`, from PSDP's checkpoint after the warm-up."""
+        method, rate = sync.get_choice_name(type(sync)), sync.outer.learning_rate
+        folder = f"{method}-H{sync.period}-outer{rate:g}-inner{inner_rate:g}-seed{seed}"
+        self._start_from(self.runs / f"psdp-inner{inner_rate:g}-seed{seed}", self.runs / folder)
+        return self._run(folder, sync, inner_rate, seed)
 
-    def _train(self, config: TrainConfig) -> None:
+    def _run(self, folder: str, sync: SyncConfig, inner_rate: float, seed: int) -> Run:
         from gregale.programs.train import TrainOptions, main
 
-        print(f"--- {config.name}", flush=True)
+        print(f"--- {folder}", flush=True)
+        config = load(TrainConfig, CONFIG, [f"--optimizer.learning_rate={inner_rate}", f"--seed={seed}"])
+        config = replace(config, sync=sync, runs=str(self.runs / folder))
         if main(TrainOptions(), config):
             raise SystemExit("stopped; the same command goes on from there")
+        return measured(self.runs / folder / config.name / "metrics.jsonl", config.batch.tokens)
 
-
-def name_of(sync: SyncConfig, inner_rate: float, seed: int, steps: int) -> str:
-    """A name that tells everything in which the runs differ."""
-    parts = [sync.get_choice_name(type(sync))]
-    if isinstance(sync, DilocoConfig):
-        parts += [f"H{sync.period}", f"outer{sync.outer.learning_rate:g}"]
-    return "-".join([*parts, f"inner{inner_rate:g}", f"seed{seed}", f"steps{steps}"])
+    def _start_from(self, psdp: Path, folder: Path) -> None:
+        """A copy of a run as it was after the warm-up, made under a temporary name."""
+        if folder.exists():
+            return
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        later = [f"step-{step:08d}" for step in range(WARMUP + 1, load(TrainConfig, CONFIG).steps + 1)]
+        shutil.copytree(psdp, partial, ignore=shutil.ignore_patterns(*later))
+        partial.rename(folder)
 
 
 def measured(metrics: Path, tokens_per_step: int) -> Run:
@@ -89,12 +100,8 @@ def measured(metrics: Path, tokens_per_step: int) -> Run:
         tokens=np.array([row["step"] * tokens_per_step for row in evaluated]),
         bytes_sent=np.array([row["replica_bytes"] for row in evaluated]),
         loss=np.array([row["eval_loss"] for row in evaluated]),
+        warmup_bytes=rows[WARMUP]["replica_bytes"],
     )
-
-
-def with_outer_rate(sync: SyncConfig, rate: float) -> SyncConfig:
-    assert isinstance(sync, DilocoConfig)
-    return replace(sync, outer=replace(sync.outer, learning_rate=rate))
 
 
 def best(losses: dict[float, float], what: str) -> float:
@@ -103,31 +110,26 @@ def best(losses: dict[float, float], what: str) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-def tuned(train: Trainer, steps: int) -> tuple[float, dict[str, SyncConfig]]:
+def tuned(train: Trainer) -> tuple[float, dict[str, DilocoConfig]]:
     """The shared inner rate, and each method with its own outer rate."""
-    losses = {rate: train.final_loss(PsdpConfig(), rate, steps) for rate in INNER_RATES}
-    inner = best(losses, "inner rate")
+    inner = best({rate: train.psdp(rate, TUNING_SEED).loss[-1] for rate in INNER_RATES}, "inner rate")
     methods = {}
     for label, sync in METHODS.items():
-        if not isinstance(sync, DilocoConfig):
-            methods[label] = sync
-            continue
-        tried = {rate: with_outer_rate(sync, rate) for rate in OUTER_RATES}
-        losses = {rate: train.final_loss(each, inner, steps) for rate, each in tried.items()}
+        tried = {rate: replace(sync, outer=replace(sync.outer, learning_rate=rate)) for rate in OUTER_RATES}
+        losses = {rate: train.diloco(each, inner, TUNING_SEED).loss[-1] for rate, each in tried.items()}
         methods[label] = tried[best(losses, f"outer rate of {label}")]
     return inner, methods
 
 
-def table(methods: dict[str, SyncConfig], results: dict[str, list[Run]]) -> Iterable[str]:
-    """Markdown: losses at the end, the gap to PSDP paired by seed, and bytes."""
-    reference = results["PSDP"]
+def table(methods: dict[str, DilocoConfig], results: dict[str, list[Run]]) -> Iterable[str]:
+    """Markdown: losses at the end, the gap to PSDP paired by seed, and bytes sent after the warm-up."""
+    reference = results[PSDP]
     yield "| method | outer rate | held-out loss, nats | gap to PSDP (least, most) | bytes over `replica` | fewer |"
     yield "|---|---|---|---|---|---|"
     for label, runs in results.items():
-        sync = methods[label]
-        rate = f"{sync.outer.learning_rate:g}" if isinstance(sync, DilocoConfig) else ""
+        rate = f"{methods[label].outer.learning_rate:g}" if label in methods else ""
         gaps = [run.loss[-1] - same.loss[-1] for run, same in zip(runs, reference, strict=True)]
-        sent, most = runs[0].bytes_sent[-1], reference[0].bytes_sent[-1]
+        sent, most = runs[0].after_warmup(), reference[0].after_warmup()
         yield (
             f"| {label} | {rate} | {np.mean([run.loss[-1] for run in runs]):.4f} "
             f"| {np.mean(gaps):+.4f} ({min(gaps):+.4f}, {max(gaps):+.4f}) | {sent / 1e6:,.0f} MB | {most / sent:.1f} |"
@@ -158,16 +160,14 @@ def draw(path: Path, results: dict[str, list[Run]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss of PSDP, DiLoCo and Streaming DiLoCo.")
     parser.add_argument("runs", type=Path, help="folder for the runs")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--tuning-steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
     train = Trainer(options.runs)
-    inner, methods = tuned(train, options.tuning_steps)
-    results = {
-        label: [train(sync, inner, seed, options.steps) for seed in options.seeds] for label, sync in methods.items()
-    }
+    inner, methods = tuned(train)
+    results = {PSDP: [train.psdp(inner, seed) for seed in options.seeds]}
+    for label, sync in methods.items():
+        results[label] = [train.diloco(sync, inner, seed) for seed in options.seeds]
     print("\n".join(table(methods, results)))
     if options.figure:
         draw(options.figure, results)
