@@ -131,10 +131,8 @@ class Diloco:
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
         inner = vmap_over(lambda _: start, self.axis, self.layout)(hax.zeros(Lanes))
         outer = self._joint.begin(start.parameters)
-        outer = outer._replace(
-            optimizer=per_fragment(self.outer, outer.optimizer, fragments),
-            error=errors_per_fragment(outer.error, fragments),
-        )
+        optimizer = per_fragment(self.outer, outer.optimizer, fragments)
+        outer = outer._replace(optimizer=optimizer, error=errors_per_fragment(outer.error, fragments))
         return DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes)))
 
     def end(self, state: DilocoState) -> PsdpState:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from haliax import NamedArray
 
-from gregale.axes.layout import EMBED, Layout, vmap_over
+from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
 from gregale.communication.quantised import QuantisedReducer
 from gregale.communication.reduce import ExactReducer, give_back
 
@@ -79,7 +79,7 @@ class ExactOuter:
 
     def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
         """theta of a fragment under `params`, and what changed of it: nothing."""
-        return self.parameters(outer), Outer(None, None)
+        return self.parameters(outer), _unchanged(outer)
 
     def parameters(self, outer: Outer) -> Tree:
         """theta under `params`."""
@@ -135,7 +135,7 @@ class QuantisedOuter:
         given, error = self.reducer.give_back(_under_opt_state(outer.pending, layout), outer.error)
         theta = jax.tree.map(jnp.add, outer.parameters, given)
         nothing = jax.tree.map(jnp.zeros_like, outer.pending)
-        return theta, Outer(theta, None, nothing, error)
+        return theta, Outer(theta, _unchanged(outer.optimizer), nothing, error)
 
     def parameters(self, outer: Outer) -> Tree:
         """theta under `params`, with the updates that no replica has yet, gathered in float32."""
@@ -151,6 +151,11 @@ def sending_layout(layout: Layout, axis: str) -> Layout:
     """
     inside = tuple(each for each in layout.mesh_axes((EMBED,), layout.opt_state) if each != axis)
     return replace(layout, params={**layout.params, EMBED: inside})
+
+
+def _unchanged(tree: Tree) -> Tree:
+    """None for every array: `Fragment.put` leaves it as it is."""
+    return jax.tree.map(lambda _: None, tree, is_leaf=is_named)
 
 
 def _under_opt_state(tree: Tree, layout: Layout) -> Tree:
