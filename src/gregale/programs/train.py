@@ -13,7 +13,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import save_tokenizer
+from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
 from gregale.programs.loop import Loop
@@ -46,7 +46,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
-    set_up(config, tokens=1, mesh=mesh)  # refuses what does not fit together before the data is touched
+    set_up(config, fewest_tokens(config.data.tokenizer), mesh)  # refuses what does not fit before the data is touched
     fields = ("replica_bytes", "steps_since_sync") if isinstance(config.sync, DilocoConfig) else ()
     with Console(None if is_writer() else open(os.devnull, "w"), fields) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
