@@ -78,7 +78,10 @@ class Setup:
         return float(jnp.asarray(self.psdp.optimizer.learning_rate(update - 1)))
 
     def traffic(self, step: int) -> dict[str, int]:
-        """Bytes that a device has sent over `replica` so far and, for DiLoCo, the steps since the last sending."""
+        """Bytes that a device sends over `replica` in the first `step` steps, if all are of this set-up.
+
+        For DiLoCo, also the steps since the last sending.
+        """
         sync, method = self.config.sync, self.method
         if not isinstance(method, Diloco) or not isinstance(sync, DilocoConfig):
             return {"replica_bytes": method.bytes_sent(step)}
