@@ -46,7 +46,7 @@ CHOICES = {
     "optimizer.type": ["adamw", "lion", "sgd", "muon"],
     "optimizer.schedule.type": ["constant", "linear", "cosine", "wsd"],
     "optimizer.decay": ["matrices", "all"],
-    "sync.type": ["psdp"],
+    "sync.type": ["psdp", "diloco", "streaming_diloco"],
     "compute.remat": ["none", "full", "attention", "projections", "offload"],
     "compute.gather": ["per_layer", "per_step"],
     "compute.dtype": ["float32", "bfloat16"],
@@ -121,6 +121,59 @@ def test_unknown_keys_and_wrong_types(folder, capsys, arguments, parts):
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
 )
 def test_sizes_that_do_not_fit(folder, capsys, arguments, parts):
+    error = refused(folder, capsys, "tiny.yaml", *arguments)
+    for part in parts:
+        assert part in error
+
+
+DILOCO, STREAMING = ["--sync.type", "diloco"], ["--sync.type", "streaming_diloco"]
+MIXTURES = "--data.replica_mixtures"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([*DILOCO, "--sync.period", "0"], ["sync.period is 0", "at least 1"]),
+        (
+            [*STREAMING, "--sync.period", "4", "--sync.delay", "4", "--sync.fragments", "2"],
+            ["sync.delay is 4 and sync.period is 4", "before it is sent again", "at most 3"],
+        ),
+        (
+            [*STREAMING, "--sync.fragments", "6", "--model.layers", "4"],
+            ["sync.fragments is 6", "the 4 layers", "1 to 4 + 1 = 5"],
+        ),
+        (
+            [*STREAMING, "--sync.fragments", "2", "--sync.period", "1", "--sync.delay", "0"],
+            ["sync.fragments is 2 and sync.period is 1", "at most 1 fragments"],
+        ),
+        ([*STREAMING, "--sync.alpha", "1.5"], ["sync.alpha is 1.5", "from 0 (nothing) to 1 (all)"]),
+        ([*DILOCO, "--sync.delay", "1"], ["`sync.delay`", "belongs to type streaming_diloco"]),
+        ([*DILOCO, "--sync.outer.type", "adamx"], ["`sync.outer.type` is 'adamx'", "Did you mean", "adamw, lion, sgd"]),
+        ([*DILOCO, "--sync.outer.type", "muon"], ["sync.outer.type is 'muon'", "whole matrices", "sgd would work"]),
+        ([*DILOCO, "--sync.evaluate", "last"], ["sync.evaluate is 'last'", "outer, average, first_replica"]),
+        ([*DILOCO, "--sync.dropout", "1"], ["sync.dropout is 1", "below 1"]),
+        (
+            [*DILOCO, "--batch.size", "12"],
+            ["batch.size is 12", "replica 2 x data 2 x microbatches 2 = 8", "12 / 8 = 1.5", "8 or 16 would work"],
+        ),
+        (["--mesh.island", "2", "--mesh.replica", "1"], ["mesh.island is 2", "sync.type is 'psdp'"]),
+        (
+            [*DILOCO, MIXTURES, "[{words: 1.0}]"],
+            ["data.replica_mixtures has 1 mixtures", "mesh.replica is 2", "Give 2 mixtures, or set mesh.replica to 1"],
+        ),
+        (
+            [*DILOCO, "--mesh.island", "2", "--mesh.data", "1", MIXTURES, "[{words: 1}, {words: 1}, {words: 1}]"],
+            ["data.replica_mixtures has 3 mixtures", "mesh.island is 2"],
+        ),
+        ([*DILOCO, MIXTURES, "[{words: 1}, {wrods: 1}]"], ["replica_mixtures.1: there is no source 'wrods'", "words"]),
+        (
+            [MIXTURES, "[{words: 1}, {words: 1}]"],
+            ["data.replica_mixtures", "sync.type is 'psdp'", "would be one mixture"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_diloco_that_does_not_fit(folder, capsys, arguments, parts):
     error = refused(folder, capsys, "tiny.yaml", *arguments)
     for part in parts:
         assert part in error

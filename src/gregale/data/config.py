@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gregale.data.build import NamedSource, build_store, locked
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples
+from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
@@ -44,6 +45,10 @@ class DataConfig:
     cross_documents: bool = field(
         default=False, metadata={"help": "let attention and loss cross from one document into the next"}
     )
+    replica_mixtures: list[dict[str, float]] = field(
+        default_factory=list,
+        metadata={"help": "DiLoCo: for each replica in turn, its own weights of the sources by name; empty: all alike"},
+    )
     cache: str = field(default="cache", metadata={"help": "folder for tokenized text, reused by later runs"})
     workers: int = field(default=0, metadata={"help": "processes that tokenize; 0: one for each core"})
 
@@ -54,6 +59,7 @@ class DataConfig:
             )
         if self.workers < 0:
             raise UserError(f"data.workers: {self.workers} found; give a number of processes, or 0 for one each core.")
+        check_mixtures(self.replica_mixtures, self.sources)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Corpus:
     """Prepared data.
 
     Attributes:
-        train: endless examples, see `training_examples`.
+        train: endless examples, see `training_examples` and, with a mixture for each replica, `replica_examples`.
         held_out: every held-out window once, in order.
         tokenizer: of all the tokens.
         train_streams: by source, the documents to train on.
@@ -70,7 +76,7 @@ class Corpus:
             data, and when a job resumes.
     """
 
-    train: Examples
+    train: Examples | ReplicaExamples
     held_out: Examples
     tokenizer: Tokenizer
     train_streams: dict[str, DocumentStream]
@@ -105,10 +111,15 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         out = held_out_documents(len(store.offsets) - 1, config.held_out)
         train[name], held_out[name] = DocumentStream(store, ~out), DocumentStream(store, out)
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
-    weights = {name: source.weight for name, source in config.sources.items()}
+    order = seed if config.shuffle else None
+    if config.replica_mixtures:
+        examples = replica_examples(windows, config.replica_mixtures, order)
+    else:
+        weights = {name: source.weight for name, source in config.sources.items()}
+        examples = training_examples(windows, weights, order)
     checksums = {name: store.manifest["files"] for name, store in stores.items()}
     return Corpus(
-        train=training_examples(windows, weights, seed if config.shuffle else None),
+        train=examples,
         held_out=held_out_examples(held_out, sequence_length, config.cross_documents),
         tokenizer=tokenizer,
         train_streams=train,

@@ -107,12 +107,21 @@ class Examples:
         return self._dataset[index]  # type: ignore[return-value]
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too.
+        """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""
+        return stacked([self[int(index)] if index < len(self) else blank(self.sequence_length) for index in indices])
 
-        Row r of step t, in batches of B rows, is example t * B + r.
-        """
-        found = [self[int(index)] if index < len(self) else blank(self.sequence_length) for index in indices]
-        return {key: np.stack([example[key] for example in found]) for key in found[0]}
+    def steps(self, batch_size: int) -> int:
+        """Number of batches; `sys.maxsize` where they never end."""
+        return len(self) if self.endless else -(-len(self) // batch_size)
+
+    def batch(self, step: int, batch_size: int, rows: Sequence[int]) -> Rows:
+        """Some rows of the batch of a step, arrays [row, L]: row r of step t is example t * batch_size + r."""
+        return self.rows([step * batch_size + row for row in rows])
+
+
+def stacked(examples: Sequence[Rows]) -> Rows:
+    """Examples as arrays [row, L]."""
+    return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
 
 
 def blank(sequence_length: int) -> Rows:
@@ -133,16 +142,22 @@ def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, floa
     """
     import grain
 
-    datasets = []
-    for name, windows in sources.items():
-        dataset = grain.MapDataset.source(windows)
-        if seed is not None:
-            dataset = dataset.shuffle(shuffle_seed(seed, name))
-        datasets.append(dataset.repeat())
-    smallest = min(weights.values())
-    shares = [round(WEIGHT_STEPS * weights[name] / smallest) for name in sources]
-    mixed = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, shares)
-    return Examples(mixed, next(iter(sources.values())).sequence_length)
+    epochs = {name: endless(grain.MapDataset.source(windows), name, seed) for name, windows in sources.items()}
+    return Examples(mixed(epochs, weights), next(iter(sources.values())).sequence_length)
+
+
+def endless(dataset: "grain.MapDataset", name: str, seed: int | None) -> "grain.MapDataset":
+    """Epoch after epoch of a source, each in another order; in the order that it has, if the seed is None."""
+    return (dataset if seed is None else dataset.shuffle(shuffle_seed(seed, name))).repeat()
+
+
+def mixed(datasets: Mapping[str, "grain.MapDataset"], weights: Mapping[str, float]) -> "grain.MapDataset":
+    """Endless sources mixed by weight, as evenly as it goes; weights are rounded to hundredths of the smallest."""
+    import grain
+
+    parents, own = list(datasets.values()), [weights[name] for name in datasets]
+    shares = [round(WEIGHT_STEPS * weight / min(own)) for weight in own]
+    return parents[0] if len(parents) == 1 else grain.MapDataset.mix(parents, shares)
 
 
 def shuffle_seed(seed: int, name: str) -> int:

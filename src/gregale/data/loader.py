@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from gregale.data.examples import Examples, Rows
+from gregale.data.mixtures import ReplicaExamples
 
 THREADS = 4
 BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
@@ -29,11 +30,13 @@ class Batches(Iterator[Rows]):
         self._made.close()
 
 
-def batches(examples: Examples, batch_size: int, rows: Sequence[int] | None = None, start_step: int = 0) -> Batches:
+def batches(
+    examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, start_step: int = 0
+) -> Batches:
     """The rows of step after step that one process needs; what a step has depends on its number alone.
 
     Args:
-        examples: row r of step t is example t * batch_size + r; finite ones end with a batch padded by blank rows.
+        examples: what a step has of them, see their `batch`; finite ones end with a batch padded by blank rows.
         batch_size: B, rows of a whole batch over all processes.
         rows: which rows of each batch this process needs, from 0 to B - 1; all of them if not given.
         start_step: the first step; resuming takes nothing else.
@@ -41,10 +44,10 @@ def batches(examples: Examples, batch_size: int, rows: Sequence[int] | None = No
     import grain
 
     rows = range(batch_size) if rows is None else rows
-    steps = len(examples) if examples.endless else -(-len(examples) // batch_size)
 
     def batch(step: int) -> Rows:
-        return examples.rows([step * batch_size + row for row in rows])
+        return examples.batch(step, batch_size, rows)
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)
-    return Batches(iter(grain.MapDataset.range(start_step, steps).map(batch).to_iter_dataset(reading)))
+    steps = grain.MapDataset.range(start_step, examples.steps(batch_size))
+    return Batches(iter(steps.map(batch).to_iter_dataset(reading)))

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
 from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
 from gregale.errors import UserError
+from gregale.methods.agreement import PseudoGradient, products
 from gregale.methods.fragments import FRAGMENT, Fragment, layers_in, per_fragment
 from gregale.methods.psdp import Actions, Psdp, PsdpState
 from gregale.methods.schedule import Schedule
@@ -182,22 +183,22 @@ class Diloco:
         - `send`: the fragment that was due after the step before; it is read from `state` as it comes in
         - `apply`: the fragment that is due after this step
         """
-        theta, outer_state, norm = state.outer, state.outer_state, None
+        theta, outer_state, sent = state.outer, state.outer_state, None
         if send is not None:
-            theta, outer_state, norm = self._send(state, send)
+            theta, outer_state, sent = self._send(state, send)
         # A fragment that was sent earlier is read from the state that came in, so that it waits for no send.
         arriving = theta if self.schedule.delay == 1 else state.outer
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self._by_replica(batch))
         if apply is not None:
             inner = inner._replace(parameters=self._apply(inner.parameters, arriving, apply))
         seen = self._forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
-        return DilocoState(inner, theta, outer_state, seen), metrics._replace(outer_grad_norm=norm)
+        return DilocoState(inner, theta, outer_state, seen), metrics._replace(outer=sent)
 
-    def synchronise(self, state: DilocoState, fragment: Fragment) -> tuple[DilocoState, jax.Array]:
-        """SEND and APPLY of a fragment at once (tau = 0); returns the state and the pseudo-gradient's norm."""
-        theta, outer_state, norm = self._send(state, fragment)
+    def synchronise(self, state: DilocoState, fragment: Fragment) -> tuple[DilocoState, PseudoGradient]:
+        """SEND and APPLY of a fragment at once (tau = 0)."""
+        theta, outer_state, sent = self._send(state, fragment)
         inner = state.inner._replace(parameters=self._apply(state.inner.parameters, theta, fragment))
-        return DilocoState(inner, theta, outer_state, self._forget(state.seen, fragment)), norm
+        return DilocoState(inner, theta, outer_state, self._forget(state.seen, fragment)), sent
 
     def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
         """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""
@@ -237,15 +238,16 @@ class Diloco:
         mean = reduce_replicas(state.inner.parameters, ones, self.outer_layout, self.axis)
         return self.inner.model_with(give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout))
 
-    def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Tree, Tree, jax.Array]:
-        """theta and the outer optimizer's state after the fragment's outer step, and the pseudo-gradient's norm."""
+    def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Tree, Tree, PseudoGradient]:
+        """theta and the outer optimizer's state after the fragment's outer step, and its pseudo-gradient's figures."""
         layout = self.outer_layout
         weights = state.seen[FRAGMENT, fragment.index] * self._taking_part(fragment)
 
         def weighed(own: Tree, weight: NamedArray) -> Tree:
             return jax.tree.map(lambda leaf: leaf * weight.array, own)
 
-        sums = vmap_over(weighed, self.axis, self.layout)(fragment.take(state.inner.parameters), weights)
+        own = fragment.take(state.inner.parameters)
+        sums = vmap_over(weighed, self.axis, self.layout)(own, weights)
         mean = reduce_replicas(sums, weights, layout, self.axis)
         theta, outer_state = fragment.take(state.outer), fragment.take(state.outer_state)
         gradient = jax.tree.map(jnp.subtract, theta, mean)
@@ -257,7 +259,8 @@ class Diloco:
         )
         moved, moved_state = layout.constrain((moved, moved_state), layout.opt_state)
         norm = jnp.where(anyone, global_norm(gradient), 0)
-        return fragment.put(state.outer, moved), fragment.put(state.outer_state, moved_state), norm
+        sent = PseudoGradient(norm, weights.array, *products(own, theta, gradient, layout, self.axis))
+        return fragment.put(state.outer, moved), fragment.put(state.outer_state, moved_state), sent
 
     def _apply(self, parameters: Tree, theta: Tree, fragment: Fragment) -> Tree:
         """Each replica's parameters with the fragment mixed with theta's."""

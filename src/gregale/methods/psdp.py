@@ -34,7 +34,7 @@ class StepMetrics(NamedTuple):
     weight: Any  # float32: sum of weights, the tokens that counted
     grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
     finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
-    outer_grad_norm: Any = None  # float32 scalar: norm of the pseudo-gradient that was sent, if one was
+    outer: Any = None  # the `PseudoGradient` that was sent, if one was
 
 
 def same(tree: Tree) -> Tree:

@@ -12,6 +12,7 @@ from haliax import Axis, NamedArray
 from gregale.axes.layout import Layout
 from gregale.data.examples import Examples
 from gregale.data.loader import batches
+from gregale.data.mixtures import ReplicaExamples
 
 
 class GlobalBatches(Iterator[dict[str, NamedArray]]):
@@ -20,7 +21,9 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
     A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
     """
 
-    def __init__(self, examples: Examples, axes: tuple[Axis, Axis], layout: Layout, start_step: int = 0):
+    def __init__(
+        self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, start_step: int = 0
+    ):
         self._axes = axes
         self._sharding = layout.sharding(axes, layout.compute)
         places = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))

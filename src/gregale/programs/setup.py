@@ -141,6 +141,26 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     return Setup(config, layout, Vocab, model, psdp, method_of(config, psdp))
 
 
+def check_replicas(config: TrainConfig, layout: Layout) -> None:
+    """Raises `UserError` if the replicas are not those that `data.replica_mixtures` is for."""
+    mixtures = len(config.data.replica_mixtures)
+    if not mixtures:
+        return
+    if not isinstance(config.sync, DilocoConfig):
+        raise UserError(
+            "data.replica_mixtures gives each replica its own text, but sync.type is 'psdp': all replicas make every "
+            "step together, so it would be one mixture. Use sync.type diloco or streaming_diloco, or give the sources "
+            "their weights (data.sources.<name>.weight)."
+        )
+    axis = sync_axis(layout)
+    replicas = layout.mesh.shape[axis]
+    if mixtures != replicas:
+        raise UserError(
+            f"data.replica_mixtures has {mixtures} mixtures, but mesh.{axis} is {replicas}, and DiLoCo joins that many "
+            f"replicas. Give {replicas} mixtures, or set mesh.{axis} to {mixtures}."
+        )
+
+
 def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
     """The PSDP step of a configuration on a layout, the whole one or one replica's."""
     run = execution(config.compute, layout)

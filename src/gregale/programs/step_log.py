@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
+from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.setup import Setup
 from gregale.programs.traffic import Traffic
 from gregale.services.tracking import Rate, Trackers
@@ -27,6 +28,7 @@ class StepLog:
         self._setup, self._trackers, self._traffic = setup, trackers, traffic
         self._pending: deque[tuple[int, Report]] = deque()
         self._done = traffic.first_step
+        self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
         # A process sees its own replicas' figures only; where there are others, all are brought everywhere.
         self._shared = jax.jit(lambda report: report, out_shardings=everywhere) if jax.process_count() > 1 else None
@@ -52,18 +54,21 @@ class StepLog:
         report = jax.device_get(report)
         self._rate.completed(step, config.batch.tokens, time.monotonic())
         self._done = step
+        self._outer = report.metrics.outer or self._outer
         check_finite(step, report, config.max_skipped)
         if step % config.log_every and step != config.steps:
             return
         skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
         values = {
             **measured(report),
+            **(measured_between(self._outer) if self._outer else {}),
             "learning_rate": self._setup.learning_rate(step - skipped + bool(in_a_row)),
             "tokens": step * config.batch.tokens,
             "tokens_per_second": self._rate.tokens_per_second,
             "step_seconds": self._rate.step_seconds,
             **self._traffic.figures(step),
         }
+        self._outer = None
         self._trackers.log(step, values | ({"skipped": skipped} if skipped else {}))
 
 
@@ -76,9 +81,14 @@ def measured(report: Report) -> dict[str, float]:
     if losses.size > 1:
         values["loss_spread"] = float(losses.max() - losses.min())
         values |= {f"loss_{replica}": float(loss) for replica, loss in enumerate(losses)}
-    if metrics.outer_grad_norm is not None:
-        values["outer_grad_norm"] = float(metrics.outer_grad_norm)
     return values
+
+
+def measured_between(outer: PseudoGradient) -> dict[str, float]:
+    """Norm of a pseudo-gradient, and the replicas' cosine similarity if at least two had a share in it."""
+    values = {"outer_grad_norm": float(outer.norm)}
+    similarity = cosine(outer)
+    return values if similarity is None else {**values, "outer_grad_cosine": similarity}
 
 
 def check_finite(step: int, report: Report, most: int) -> None:

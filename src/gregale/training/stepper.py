@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
@@ -27,20 +26,19 @@ class Stepper:
     def __init__(self, method: Method, model: Tree):
         self._method = method
         shardings = state_shardings(method, abstract_state(method, model))
-        scalar = NamedSharding(method.layout.mesh, PartitionSpec())
         self.program = jax.jit(partial(counted_step, method), donate_argnums=0, out_shardings=(shardings, None))
-        self.synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, scalar))
+        self.synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, None))
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
         """Takes step number `step` (from 1); the state that comes in is donated."""
         actions = self._method.actions(step)
         state, report = self.program(state, batch, *actions.during)
         if actions.after is not None:
-            state, norm = self.synchronise(state, actions.after)
-            report = report._replace(metrics=report.metrics._replace(outer_grad_norm=norm))
+            state, outer = self.synchronise(state, actions.after)
+            report = report._replace(metrics=report.metrics._replace(outer=outer))
         return state, report
 
     def _after(self, state: TrainState, fragment: Fragment):
         assert isinstance(self._method, Diloco)
-        moved, norm = self._method.synchronise(state.method, fragment)
-        return state._replace(method=moved), norm
+        moved, outer = self._method.synchronise(state.method, fragment)
+        return state._replace(method=moved), outer

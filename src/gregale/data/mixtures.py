@@ -1,0 +1,118 @@
+"""A mixture of the sources for each replica: replicas that train on different text (DiLoCo's non-iid setting)."""
+
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gregale.data.examples import Examples, Rows, Windows, endless, mixed, shuffle_seed, stacked
+from gregale.errors import UserError
+
+if TYPE_CHECKING:
+    import grain
+
+Mixture = Mapping[str, float]
+"""Weights of sources by name; a source that is left out, or has weight 0, is not drawn from."""
+
+
+class ReplicaExamples:
+    """Endless training examples of each replica by itself.
+
+    Args:
+        replicas: of each replica in turn.
+    """
+
+    endless = True
+
+    def __init__(self, replicas: Sequence[Examples]):
+        self.replicas = tuple(replicas)
+        self.sequence_length = replicas[0].sequence_length
+
+    def steps(self, batch_size: int) -> int:
+        """Number of batches: `sys.maxsize`, they never end."""
+        del batch_size
+        return sys.maxsize
+
+    def batch(self, step: int, batch_size: int, rows: Sequence[int]) -> Rows:
+        """Some rows of the batch of a step, arrays [row, L].
+
+        The k-th block of n = batch_size / replicas rows is replica k's: its row r of step t is its example t * n + r.
+        """
+        count = batch_size // len(self.replicas)
+        return stacked([self.replicas[row // count][step * count + row % count] for row in rows])
+
+
+class Part(Sequence[Rows]):
+    """The examples of a data set from `start` to `stop`.
+
+    A slice of grain's would hand the epoch on to the data set's own shuffle, and be other examples in each epoch.
+    """
+
+    def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
+        self._dataset, self._start, self._stop = dataset, int(start), int(stop)
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index):
+        return self._dataset[self._start + index]
+
+
+def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture], seed: int | None) -> ReplicaExamples:
+    """The endless training examples of each replica, mixed by its own weights.
+
+    A source that several replicas draw from is cut into parts, one for each of them and in proportion to what they take
+    of it, so that no window is ever seen by two replicas.
+
+    Args:
+        sources: the windows of each source, all of the same length.
+        mixtures: of each replica in turn.
+        seed: of the cuts and the shuffles; None leaves the windows in order.
+
+    Raises:
+        UserError: a source has too few windows for its replicas.
+    """
+    import grain
+
+    epochs: list[dict] = [{} for _ in mixtures]
+    for name, windows in sources.items():
+        dataset = grain.MapDataset.source(windows)
+        if seed is not None:
+            dataset = dataset.shuffle(shuffle_seed(seed, f"{name}/parts"))
+        bounds = cuts(name, len(windows), mixtures)
+        for replica, mixture in enumerate(mixtures):
+            if mixture.get(name):
+                part = grain.MapDataset.source(Part(dataset, bounds[replica], bounds[replica + 1]))
+                epochs[replica][name] = endless(part, f"{name}/{replica}", seed)
+    length = next(iter(sources.values())).sequence_length
+    mixes = [mixed(own, mixture) for own, mixture in zip(epochs, mixtures, strict=True)]
+    return ReplicaExamples([Examples(mix, length) for mix in mixes])
+
+
+def cuts(name: str, windows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
+    """Where a source's windows are cut, int64 [replica + 1]: replica k has those from cut k to cut k + 1."""
+    shares = np.array([mixture.get(name, 0.0) / sum(mixture.values()) for mixture in mixtures])
+    bounds = np.round(np.cumsum([0.0, *shares]) / max(shares.sum(), sys.float_info.min) * windows).astype(np.int64)
+    if ((np.diff(bounds) == 0) & (shares > 0)).any():
+        raise UserError(
+            f"data.replica_mixtures: the source {name} has {windows} windows to train on, and {np.sum(shares > 0)} "
+            f"replicas share them by their weights, so that one would have none. Give more text or shorter sequences, "
+            f"or leave {name} out of the mixture in which it weighs least."
+        )
+    return bounds
+
+
+def check_mixtures(mixtures: Sequence[Mixture], sources: Collection[str]) -> None:
+    """Raises `UserError` for a source that is not there, or weights that are none."""
+    for replica, mixture in enumerate(mixtures):
+        key = f"data.replica_mixtures.{replica}"
+        unknown = [name for name in mixture if name not in sources]
+        if unknown:
+            raise UserError(f"{key}: there is no source {unknown[0]!r}; data.sources has: {', '.join(sources)}.")
+        for name, weight in mixture.items():
+            if not 0 <= weight < math.inf:
+                raise UserError(f"{key}.{name}: {weight} found, but a weight is a finite number, at least 0.")
+        if not any(mixture.values()):
+            raise UserError(f"{key}: no source has a weight above 0: there is nothing for replica {replica} to read.")

@@ -1,0 +1,119 @@
+"""A mixture for each replica: rows from the sources that it names, never one window in two replicas."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gregale.data.config import DataConfig
+from gregale.data.examples import Windows, training_examples
+from gregale.data.loader import batches
+from gregale.data.mixtures import check_mixtures, cuts, replica_examples
+from gregale.data.sources import TextSource
+from gregale.data.stream import DocumentStream
+from gregale.errors import UserError
+
+LENGTH, BATCH = 4, 12
+FIRSTS = {"a": 0, "b": 100, "c": 1000}
+COUNTS = {"a": 60, "b": 30, "c": 12}
+
+
+@pytest.fixture
+def sources(make_store):
+    """Window w of a source begins with the source's first token + w."""
+
+    def windows(name):
+        store = make_store([[FIRSTS[name] + place // LENGTH for place in range(COUNTS[name] * LENGTH)]], name)
+        return Windows([DocumentStream(store, np.ones(1, bool))], LENGTH, cross_documents=False)
+
+    return {name: windows(name) for name in FIRSTS}
+
+
+def source_of(token: int) -> str:
+    return max((name for name in FIRSTS if FIRSTS[name] <= token), key=FIRSTS.__getitem__)
+
+
+def drawn(sources, mixtures, steps: int, seed: int | None = 0, start: int = 0) -> np.ndarray:
+    """[step, replica, row] the first token of every row."""
+    with batches(replica_examples(sources, mixtures, seed), BATCH, start_step=start) as made:
+        tokens = np.stack([next(made)["tokens"][:, 0] for _ in range(steps)])
+    return tokens.reshape(steps, len(mixtures), -1)
+
+
+MIXTURES = [{"a": 1.0}, {"a": 1.0, "b": 3.0}, {"b": 0.5, "c": 0.5, "a": 0.0}]
+
+
+def test_each_replica_draws_from_its_own_sources_by_its_weights(sources):
+    found = drawn(sources, MIXTURES, steps=50)
+    for replica, mixture in enumerate(MIXTURES):
+        names = [source_of(token) for token in found[:, replica].ravel()]
+        for name in FIRSTS:
+            expected = mixture.get(name, 0.0) / sum(mixture.values()) * len(names)
+            assert abs(names.count(name) - expected) <= 1, (replica, name)
+
+
+@pytest.mark.parametrize("seed", [0, None], ids=["shuffled", "in order"])
+def test_no_window_is_seen_by_two_replicas_and_none_is_left_out(sources, seed):
+    found = drawn(sources, MIXTURES, steps=26, seed=seed)
+    seen = [set(found[:, replica].ravel().tolist()) for replica in range(len(MIXTURES))]
+    assert sum(map(len, seen)) == sum(COUNTS.values())
+    assert set().union(*seen) == {FIRSTS[name] + window for name in FIRSTS for window in range(COUNTS[name])}
+    # 1 and 1/4 of every row are drawn from a: 4 to 1. 3/4 and 1/2 from b: 3 to 2.
+    assert [sum(token < 100 for token in own) for own in seen] == [48, 12, 0]
+    assert [sum(100 <= token < 1000 for token in own) for own in seen] == [0, 18, 12]
+
+
+def test_every_epoch_of_a_part_has_each_of_its_windows_once(sources):
+    first = drawn(sources, [{"a": 1.0}, {"b": 1.0}], steps=20)[:, 0].ravel()  # two epochs of 60 windows
+    for epoch in (first[:60], first[60:]):
+        assert sorted(epoch) == list(range(60))
+    assert first[:60].tolist() != first[60:].tolist()
+
+
+def test_a_batch_depends_on_seed_and_step_alone(sources):
+    whole = drawn(sources, MIXTURES, steps=30)
+    np.testing.assert_array_equal(drawn(sources, MIXTURES, steps=5, start=25), whole[25:])
+    assert (drawn(sources, MIXTURES, steps=30, seed=1) != whole).any()
+    examples = replica_examples(sources, MIXTURES, 0)
+    shares = [examples.batch(7, BATCH, rows)["tokens"] for rows in ([5, 6, 11], [0, 1, 2, 3, 4, 7, 8, 9, 10])]
+    order = np.argsort([5, 6, 11, 0, 1, 2, 3, 4, 7, 8, 9, 10])
+    np.testing.assert_array_equal(np.concatenate(shares)[order][:, 0].reshape(len(MIXTURES), -1), whole[7])
+
+
+def test_without_mixtures_rows_come_from_one_mixture(sources):
+    """The negative: there the rows of one replica come from all sources."""
+    with batches(training_examples(sources, dict.fromkeys(FIRSTS, 1.0), 0), BATCH) as made:
+        first_rows = next(made)["tokens"][: BATCH // 3, 0]
+    assert len({source_of(token) for token in first_rows}) == 3
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.integers(500, 5000))
+def test_cuts_cover_a_source_in_proportion(weights, windows):
+    mixtures = [{"a": float(weight), "rest": 10.0 - weight} for weight in weights]
+    bounds = cuts("a", windows, mixtures)
+    assert (bounds[0], bounds[-1]) == (0, windows)
+    np.testing.assert_allclose(np.diff(bounds), np.array(weights) / sum(weights) * windows, atol=1)
+    assert ((np.diff(bounds) > 0) == (np.array(weights) > 0)).all()
+
+
+def test_a_source_too_small_for_its_replicas_is_refused(sources):
+    mixtures = [{"c": 1.0}, {"c": 0.01, "a": 0.99}]
+    with pytest.raises(UserError, match=r"the source c has 12 windows to train on, and 2 replicas share them"):
+        replica_examples(sources, mixtures, 0)
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "message"),
+    [
+        ([{"a": 1.0}, {"d": 1.0}], r"data\.replica_mixtures\.1: there is no source 'd'; data\.sources has: a, b, c\."),
+        ([{"a": -1.0}], r"data\.replica_mixtures\.0\.a: -1\.0 found, but a weight is a finite number, at least 0"),
+        ([{"a": float("nan")}], r"data\.replica_mixtures\.0\.a: nan found"),
+        ([{"a": 0.0}], r"data\.replica_mixtures\.0: no source has a weight above 0"),
+        ([{}], r"data\.replica_mixtures\.0: no source has a weight above 0"),
+    ],
+)
+def test_mistakes_are_named(mixtures, message):
+    with pytest.raises(UserError, match=message):
+        check_mixtures(mixtures, FIRSTS)
+    with pytest.raises(UserError, match=message):
+        DataConfig(sources=dict.fromkeys(FIRSTS, TextSource(files=("x",))), replica_mixtures=mixtures)

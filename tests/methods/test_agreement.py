@@ -1,0 +1,154 @@
+"""The replicas' cosine similarity against every pair's, taken from the whole pseudo-gradients in NumPy."""
+
+import dataclasses
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.methods.agreement import PseudoGradient, cosine, products
+
+Layers, Embed, Other = Axis("layers", 3), Axis("embed", 512), Axis("other", 5)
+AXES = {"split": (Layers, Embed), "also": (Embed, Other), "whole": (Other,)}
+SPLIT = {"replica": ["replica"], "island": ["replica", "island"]}
+
+
+def of_pairs(own: np.ndarray, weights: np.ndarray) -> float:
+    """Mean over pairs of the cosines of [replica, coordinate], weighted by both replicas' weights and lengths."""
+    total = norms = 0.0
+    for j, one in enumerate(own):
+        for k, other in enumerate(own):
+            if j != k:
+                length = np.linalg.norm(one) * np.linalg.norm(other)
+                total += weights[j] * weights[k] * length * (one @ other / length)
+                norms += weights[j] * weights[k] * length
+    return total / norms
+
+
+def pseudo_gradients(replicas: int, seed: int = 0, common: float = 1.0) -> dict[str, np.ndarray]:
+    """[replica, ...] each: something in common and something of each replica's own, of different lengths."""
+    random = np.random.default_rng(seed)
+
+    def one(shape):
+        own = common * random.normal(size=shape) + random.normal(size=(replicas, *shape))
+        return own * np.linspace(1.0, 1.5, replicas).reshape(-1, *[1] * len(shape))
+
+    return {name: one([axis.size for axis in axes]) for name, axes in AXES.items()}
+
+
+def measured(gradients: dict[str, np.ndarray], weights: np.ndarray, mesh: MeshConfig) -> PseudoGradient:
+    """What the program measures, on the mesh, around some theta."""
+    axis = "island" if mesh.island > 1 else "replica"
+    layout = standard_layout(make_mesh(mesh))
+    layout = dataclasses.replace(layout, opt_state={**layout.opt_state, "embed": ("data", *SPLIT[axis])})
+    random = np.random.default_rng(9)
+    theta = {name: random.normal(size=[each.size for each in AXES[name]]) for name in gradients}
+    own = {name: theta[name] - gradients[name] for name in gradients}
+    mean = {name: np.einsum("k,k...->...", weights / weights.sum(), each) for name, each in gradients.items()}
+
+    def placed(values, mapping, *leading):
+        tree = {name: hax.named(value.astype(np.float32), (*leading, *AXES[name])) for name, value in values.items()}
+        return jax.device_put(tree, layout.shardings(tree, mapping))
+
+    own = placed(own, layout.params, Axis(axis, len(weights)))
+    theta, mean = placed(theta, layout.opt_state), placed(mean, layout.opt_state)
+    measure = jax.jit(lambda own, theta, mean: products(own, theta, mean, layout, axis))
+    square, product = measure(own, theta, mean)
+    return PseudoGradient(np.float32(0), weights, square, product)
+
+
+def flat(gradients: dict[str, np.ndarray], replicas: int) -> np.ndarray:
+    return np.concatenate([each.reshape(replicas, -1) for each in gradients.values()], axis=1)
+
+
+MESHES = {
+    2: MeshConfig(replica=2, data=2, model=2),
+    4: MeshConfig(replica=4, data=2),
+    "islands": MeshConfig(island=2, replica=2, data=2),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("common", [0.0, 1.0], ids=["strangers", "relatives"])
+def test_it_is_the_pairs_mean(mesh, even, common):
+    """An estimate from a share of the coordinates: good to the noise of some 500 numbers and more."""
+    replicas = mesh.island if mesh.island > 1 else mesh.replica
+    weights = np.ones(replicas) if even else np.arange(1.0, replicas + 1)
+    gradients = pseudo_gradients(replicas, common=common)
+    found = cosine(measured(gradients, weights, mesh))
+    expected = of_pairs(flat(gradients, replicas), weights)
+    assert found == pytest.approx(expected, abs=0.04)
+    assert (expected > 0.4) == (common > 0)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+def test_it_is_exact_where_nothing_is_split(replicas, even):
+    weights = np.ones(replicas) if even else np.arange(1.0, replicas + 1)
+    gradients = {"whole": pseudo_gradients(replicas)["whole"]}
+    found = cosine(measured(gradients, weights, MESHES[replicas]))
+    assert found == pytest.approx(of_pairs(gradients["whole"], weights), rel=1e-5)
+    if replicas == 2:
+        one, other = gradients["whole"]
+        assert found == pytest.approx(one @ other / np.linalg.norm(one) / np.linalg.norm(other), rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_every_replica_is_measured_on_its_share(replicas):
+    """Each number against the coordinates that the replica's devices hold of theta."""
+    mesh = MESHES[replicas]
+    layout = standard_layout(make_mesh(mesh))
+    gradients, weights = pseudo_gradients(replicas), np.arange(1.0, replicas + 1)
+    found = measured(gradients, weights, mesh)
+    square, product = np.zeros(replicas), np.zeros(replicas)
+    for name, each in gradients.items():
+        shape = each.shape[1:]
+        mean = np.einsum("k,k...->...", weights / weights.sum(), each)
+        places = layout.sharding(AXES[name], layout.opt_state).devices_indices_map(shape)
+        for k in range(replicas):
+            held = np.zeros(shape, bool)
+            for device in layout.mesh.devices[0, k].flat:
+                held[places[device]] = True
+            square[k] += (each[k] ** 2)[held].sum() * each[k].size / held.sum()
+            product[k] += (each[k] * mean)[held].sum() * each[k].size / held.sum()
+    np.testing.assert_allclose(found.square, square, rtol=1e-5)
+    np.testing.assert_allclose(found.product, product, rtol=1e-4)
+
+
+def test_two_replicas_inner_product_is_exact():
+    gradients, weights = pseudo_gradients(2), np.array([1.0, 3.0])
+    _, weight, square, product = measured(gradients, weights, MESHES[2])
+    share = weight / weight.sum()
+    one, other = flat(gradients, 2)
+    found = np.sum(share * (np.asarray(product, float) - share * np.asarray(square, float)))
+    assert found == pytest.approx(2 * share[0] * share[1] * (one @ other), rel=1e-4)
+
+
+def test_replicas_that_moved_alike_and_against_one_another():
+    alike = np.full((3, 4), 2.0)
+    for own, expected in ((alike, 1.0), (np.stack([alike[0], -alike[0]]), -1.0)):
+        weight = np.ones(len(own))
+        product = own @ own.mean(0)
+        assert cosine(PseudoGradient(0.0, weight, (own**2).sum(1), product)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("weight", "square", "product"),
+    [
+        ([1.0], [4.0], [4.0]),
+        ([1.0, 1.0], [0.0, 0.0], [0.0, 0.0]),
+        ([0.0, 0.0], [1.0, 1.0], [np.nan, np.nan]),
+        ([0.0, 2.0], [1.0, 1.0], [0.5, 1.0]),
+        ([1.0, 1.0], [np.inf, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [np.nan, 1.0], [1.0, 1.0]),
+    ],
+    ids=["one replica", "none moved", "none took part", "one took part", "overflow", "nan"],
+)
+def test_without_two_that_moved_there_is_none(weight, square, product):
+    measured = PseudoGradient(np.float32(0), *(np.array(each, np.float32) for each in (weight, square, product)))
+    assert cosine(measured) is None

@@ -1,0 +1,119 @@
+"""DiLoCo and Streaming DiLoCo through `gregale train`: stopped in the middle of a period, and with other replicas."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gregale.cli import main
+from gregale.methods.schedule import Schedule
+from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses, saved_state
+
+STEPS, STOPPED, JOINED = 12, 6, 8
+STREAMING = Schedule(period=4, fragments=2, delay=3, layers=1)
+COMMON = [
+    *["--mesh.data", "4", "--mesh.model", "1", "--batch.microbatches", "1", "--data.sources.words.separator=e"],
+    *["--checkpoint.every", "2", "--checkpoint.keep_last", "9"],
+]
+DILOCO = ["--sync.type", "diloco", "--sync.period", "4"]
+SETTINGS = {
+    "diloco": [*COMMON, *DILOCO],
+    "streaming": [
+        *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
+        *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
+    ],
+}
+
+
+def train(folder: Path, run: Path, *arguments: str) -> int:
+    """The command line, in the folder of the inputs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return main(["train", "tiny.yaml", "--name", run.name, "--runs", str(run.parent), *arguments])
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def never_stopped(inputs, kind) -> Path:
+    run = inputs / "runs" / kind
+    assert train(inputs, run, *SETTINGS[kind]) == 0
+    return run
+
+
+def killed(run: Path, folder: Path, step: int) -> Path:
+    """What a kill after the checkpoint of a step leaves of a run, as a copy in a folder."""
+    left = folder / run.name
+    shutil.copytree(run, left)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(left / "checkpoints" / f"step-{later:08}", ignore_errors=True)
+    return left
+
+
+def test_a_stop_in_the_middle_of_a_period_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys):
+    stopped = killed(never_stopped, tmp_path, STOPPED)
+    assert checkpoint_steps(stopped) == [2, 4, STOPPED]
+    assert train(inputs, stopped, *SETTINGS[kind]) == 0
+    assert f"Going on after step {STOPPED} of {STEPS}." in capsys.readouterr().out
+    assert_same_state(stopped, never_stopped, STEPS)
+    assert losses(stopped) == losses(never_stopped)
+    assert lines(stopped)[-1] == lines(never_stopped)[-1], "the outer parameters' held-out loss"
+    names = saved_state(stopped, STEPS).keys()
+    for part in ("inner/sharded/", "outer/", "outer_state/", "seen"):
+        assert any(name.startswith(f"method/{part}") for name in names), names
+
+
+def test_the_stop_was_where_it_is_hard(never_stopped):
+    """Replicas apart, weighted unevenly; in streaming a fragment is on its way, another one is about to be sent."""
+    state = saved_state(never_stopped, STOPPED)
+    for name, array in state.items():
+        if name.startswith("method/inner/parameters"):
+            assert np.abs(array[0] - array[1]).max() > 1e-4, name
+    seen = state["method/seen"]  # [fragment, replica]
+    assert (seen[:, 0] != seen[:, 1]).all()
+    assert [STREAMING.sent(step) for step in range(4, 8)] == [1, None, 0, None]
+    assert [STREAMING.applied(step) for step in range(6, 10)] == [None, 1, None, 0]
+
+
+def test_figures_of_every_replica_and_of_what_was_sent(kind, never_stopped):
+    """A line has what was sent since the one before; streaming sends in odd steps here, its lines are of even ones."""
+    logged = {line["step"]: line for line in lines(never_stopped) if "loss" in line}
+    for line in logged.values():
+        own = [line["loss_0"], line["loss_1"]]
+        assert line["loss_spread"] == pytest.approx(max(own) - min(own))
+        assert min(own) <= line["loss"] <= max(own)
+    sent = [step for step, line in logged.items() if "outer_grad_norm" in line]
+    assert sent == ([4, 8, 12] if kind == "diloco" else [4, 6, 8, 10, 12])
+    found = [line["outer_grad_cosine"] for line in logged.values() if "outer_grad_cosine" in line]
+    assert (len(found) == 3) if kind == "diloco" else (1 <= len(found) < 5), "dropout leaves one alone"
+    assert all((0.1 if kind == "diloco" else -1.05) < cosine < 1.05 for cosine in found)
+    assert all(logged[step]["outer_grad_norm"] > 0 for step in sent[:2])
+
+
+@pytest.mark.parametrize("kind", ["diloco"], indirect=True)
+def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped, tmp_path, capsys):
+    four = [*DILOCO, "--mesh.replica", "4", "--mesh.data", "2"]
+    diloco = killed(never_stopped, tmp_path / "diloco", JOINED)
+    assert train(inputs, diloco, *COMMON, *four) == 2
+    error = capsys.readouterr().err
+    assert "mesh.replica is 4, but the checkpoint is of DiLoCo with 2 replicas" in error
+    assert "Resume with mesh.replica 2" in error
+    assert "first resume with sync.type psdp" in error
+    assert error.count("\n") == 1
+
+    # Step 8 joined the replicas: what follows starts from the outer parameters, by DiLoCo or by PSDP.
+    assert train(inputs, diloco, *COMMON) == 0
+    psdp_losses = dict(losses(diloco))
+    assert psdp_losses[JOINED + 1] == pytest.approx(dict(losses(never_stopped))[JOINED + 1], rel=1e-6)
+
+    psdp = killed(diloco, tmp_path / "psdp", JOINED + 2)
+    assert train(inputs, psdp, *COMMON, *four) == 0
+    assert f"Going on after step {JOINED + 2} of {STEPS}." in capsys.readouterr().out
+    assert dict(losses(psdp))[JOINED + 3] == pytest.approx(psdp_losses[JOINED + 3], rel=1e-6), "all start from PSDP's"
+    assert saved_state(psdp, STEPS)["method/seen"].shape == (1, 4)
