@@ -3,10 +3,10 @@
     python benchmarks/diloco.py RUNS [--seeds 1] [--figure docs/figures/diloco-small.svg]
 
 Every run is `gregale train config/diloco_small.yaml` with another `sync`: the same tokens in the same order, the same
-inner optimizer and learning rate. All start with the same steps of PSDP (`sync.warmup_steps`; the paper pretrains too),
-which are trained once a seed: the methods go on from that checkpoint. The inner rate is the best of a few for PSDP, the
-outer rate of each other method the best of a few for it; both are chosen on seed 0, by the held-out loss at the end. The
-table is of the other seeds. Runs are kept in RUNS: a second call goes on where the first one stopped.
+inner optimizer and learning rate. All start with the same steps of PSDP (`sync.warmup_steps`; the paper pretrains
+too), which are trained once a seed: the methods go on from that checkpoint. The inner rate is the best of a few for
+PSDP, the outer rate of each other method the best of a few for it; both are chosen on seed 0, by the held-out loss at
+the end. The table is of the other seeds. Runs are kept in RUNS: a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ The line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each comm
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import groupby
 
 import draccus
@@ -29,8 +28,6 @@ def commands() -> str:
     """Every command: how it is called, what it does, its options."""
     sections = []
     for name, program in PROGRAMS.items():
-        if find_spec(program.module) is None:
-            continue
         command = import_module(program.module).COMMAND
         sections.append(f"### `{usage(name, command)}`\n\n{program.summary}\n\n{tables(command.options)}")
     return "\n".join(sections)

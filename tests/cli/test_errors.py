@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import draccus
 import pytest
+import yaml
 
 from gregale.cli import main
+from gregale.data.tokenizers import BpeConfig, FileConfig, TokenizerConfig, train_bpe
 from tests.programs.tiny import write_inputs
 
 
@@ -99,6 +103,7 @@ def test_unknown_keys_and_wrong_types(folder, capsys, arguments, parts):
         (["--model.heads", "4", "--model.kv_heads", "3"], ["model.heads is 4 and model.kv_heads is 3"]),
         (["--model.kv_heads", "1"], ["model.kv_heads is 1", "model 2 = 2 devices", "model.kv_heads 2 would work"]),
         (["--model.mlp", "63"], ["model.mlp is 63", "63 / 2 = 31.5", "62 or 64 would work"]),
+        (["--model.vocabulary", "256"], ["model.vocabulary is 256", "the tokenizer has 257 tokens", "at least 257"]),
         (["--mesh.replica", "4"], ["mesh: ", "4 * 1 * 2 * 2 = 16 devices, but there are 8", "`cpu_devices: 16`"]),
         (["--mesh.replica", "3", "--mesh.data", "-1"], ["mesh.data is -1", "= 6 devices", "does not divide the 8"]),
         (["--mesh.replica", "1", "--mesh.stage", "2"], ["mesh.stage is 2", "Set mesh.stage to 1"]),
@@ -198,6 +203,18 @@ def test_a_missing_configuration(folder, capsys):
     assert "none.yaml: there is no such configuration file." in refused(folder, capsys, "none.yaml")
     (folder / "bytes.yaml").write_bytes(b"name: \xff\n")
     assert "bytes.yaml: not UTF-8 at byte 6" in refused(folder, capsys, "bytes.yaml")
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [FileConfig(path="words.json", end_of_document="<|end_of_document|>"), BpeConfig()]
+)
+def test_a_vocabulary_too_small_for_the_tokenizer_is_refused_before_the_text_is_read(folder, capsys, tokenizer):
+    words = train_bpe(BpeConfig(vocabulary=300), iter(["the wind and the sea and the gale"] * 50))
+    (folder / "words.json").write_text(json.dumps(words.to_json()["library"]))
+    tokens = words.vocabulary_size if isinstance(tokenizer, FileConfig) else 257
+    options = yaml.safe_dump(draccus.encode(tokenizer, TokenizerConfig), default_flow_style=True).strip()
+    error = refused(folder, capsys, "tiny.yaml", "--data.tokenizer", options, "--model.vocabulary", str(tokens - 1))
+    assert f"model.vocabulary is {tokens - 1}, but the tokenizer has {tokens} tokens" in error
 
 
 def test_missing_text(folder, capsys):

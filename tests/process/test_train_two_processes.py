@@ -46,10 +46,13 @@ def one(inputs, cache) -> Path:
 @pytest.fixture(scope="module")
 def outputs(inputs, one) -> list[tuple[int, str, str]]:
     """Exit code, standard output and standard error of each of the two processes of the run in `two`."""
+    return in_two_processes(inputs, *SETTINGS, "--runs", "two")
+
+
+def in_two_processes(inputs: Path, *arguments: str) -> list[tuple[int, str, str]]:
+    """A run in two processes that share its devices; what each of them left."""
     join = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
-    processes = [
-        start_train(inputs, *SETTINGS, "--runs", "two", *join, "--distributed.process", str(rank)) for rank in range(2)
-    ]
+    processes = [start_train(inputs, *arguments, *join, "--distributed.process", str(rank)) for rank in range(2)]
     try:
         return [finished(process) for process in processes]
     finally:
@@ -106,3 +109,34 @@ def test_one_process_goes_on_with_what_two_saved(inputs, cache, one, two):
     assert "Going on after step 4 of 8." in out
     assert checkpoint_steps(run) == [4, 8]
     np.testing.assert_allclose(losses(run), losses(one), rtol=1e-6)
+
+
+DILOCO = [
+    *["--steps", "4", "--cpu_devices", "8", "--batch.microbatches", "1", "--sync.type", "diloco", "--sync.period", "2"],
+    *["--optimizer.schedule.warmup", "1", "--evaluation.batches", "1"],
+]
+
+
+def test_diloco_in_two_processes_is_that_of_one(inputs):
+    """Replica 0 in the first process, replica 1 in the second; the figures of both reach the one that writes."""
+    code, _, err = finished(start_train(inputs, *DILOCO, "--runs", "diloco-one"))
+    assert code == 0, err
+    found = in_two_processes(inputs, *DILOCO, "--runs", "diloco-two")
+    assert [code for code, _, _ in found] == [0, 0], found
+    one, two = (lines(inputs / runs / "tiny") for runs in ("diloco-one", "diloco-two"))
+    assert [line["step"] for line in two] == [1, 2, 3, 4, 4]
+    figures = (
+        "loss",
+        "loss_0",
+        "loss_1",
+        "loss_spread",
+        "grad_norm",
+        "outer_grad_norm",
+        "outer_grad_cosine",
+        "eval_loss",
+    )
+    for mine, expected in zip(two, one, strict=True):
+        assert mine.keys() == expected.keys()
+        for key in set(figures) & mine.keys():
+            assert mine[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
+    assert [line["step"] for line in two if "outer_grad_cosine" in line] == [2, 4]

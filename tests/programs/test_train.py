@@ -9,6 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from gregale.programs.resume import checkpoint_template
+from gregale.programs.setup import set_up
+from gregale.services.checkpoint.leaves import arrays_by_name
+from gregale.services.checkpoint.manifest import MANIFEST, files_below, record, write_manifest
+from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import (
@@ -19,6 +24,7 @@ from tests.programs.tiny import (
     damage,
     lines,
     losses,
+    saved_state,
 )
 
 STEPS = CONFIG["steps"]
@@ -89,12 +95,66 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(go_on, half, whole, ca
     assert losses(half) == losses(whole)
 
 
-def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys):
-    mesh = ["--mesh.replica", "1", "--mesh.data", "4", "--batch.microbatches", "1"]
-    assert go_on(half, *mesh) == 0
+def on_mesh(replica: int, data: int, model: int) -> list[str]:
+    sizes = ["--mesh.replica", replica, "--mesh.data", data, "--mesh.model", model]
+    return [*map(str, sizes), "--batch.microbatches", "1"]
+
+
+OTHER_MESHES = {"(data 4 x model 2)": on_mesh(1, 4, 2), "(replica 8)": on_mesh(8, 1, 1)}
+
+
+@pytest.mark.parametrize("mesh", OTHER_MESHES.values(), ids=OTHER_MESHES.keys())
+def test_a_state_is_restored_on_another_mesh_bit_for_bit(whole, inputs, mesh):
+    """Parameters, the optimizer's state and the counters, each array in the shards of the new mesh."""
+    setup = set_up(load(TrainConfig, inputs / "tiny.yaml", mesh), tokens=257)
+    with Checkpoints(whole / "checkpoints") as checkpoints:
+        tree = checkpoints.restore(8, lambda metadata: checkpoint_template(setup, metadata)).tree
+    found, expected = arrays_by_name(tree), saved_state(whole, 8)
+    assert found.keys() == expected.keys()
+    assert all(any(part in name for name in found) for part in ("parameters", "sharded", "step"))
+    wanted = arrays_by_name(setup.abstract_state())
+    for name, array in found.items():
+        assert array.sharding == wanted[name].sharding, name
+        assert array.sharding.mesh.shape == setup.layout.mesh.shape, name
+        assert array.dtype == expected[name].dtype, name
+        assert np.asarray(array).tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("name", OTHER_MESHES)
+def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, name):
+    assert go_on(half, *OTHER_MESHES[name]) == 0
+    assert name in capsys.readouterr().out
     assert losses(half)[:8] == losses(whole)[:8]
-    np.testing.assert_allclose(losses(half), losses(whole), rtol=1e-5)
-    assert "(data 4 x model 2)" in capsys.readouterr().out
+    np.testing.assert_allclose(losses(half), losses(whole), rtol=0, atol=1e-5)
+    sent = [line["replica_bytes"] for line in lines(half) if "loss" in line]
+    before = [line["replica_bytes"] for line in lines(whole) if "loss" in line][:8]
+    each = set_up(load(TrainConfig, half / "config.yaml"), tokens=257).method.bytes_sent(1)
+    assert sent == before + [before[-1] + each * step for step in range(1, STEPS - 7)], "of both meshes"
+
+
+@pytest.mark.parametrize("lacks", ["data", "method", "replica_bytes"])
+def test_a_checkpoint_of_another_version_is_an_error(go_on, half, capsys, lacks):
+    folder = half / "checkpoints" / "step-00000008"
+    metadata = json.loads((folder / "metadata.json").read_text())
+    del metadata[lacks]
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    write_manifest(folder, record(folder, [name for name in files_below(folder) if name != MANIFEST]))
+    assert go_on(half) == 2
+    error = capsys.readouterr().err
+    assert f"The checkpoint's metadata.json lacks `{lacks}` (it has: {', '.join(metadata)})" in error
+    assert error.count("\n") == 1
+
+
+def test_samples_of_repeated_steps_stand_once(go_on, half):
+    """A process killed between an evaluation and the next checkpoint has written samples that come again."""
+    sampled = ["--samples.prompts", "[the]", "--samples.tokens", "5", "--evaluation.every", "2"]
+    (half / "samples.txt").write_text("--- step 8\nthe old\n--- step 10\nthe same\n--- step 11\nthe tor")
+    assert go_on(half, *sampled) == 0
+    first, *entries = (half / "samples.txt").read_text().split("--- step ")
+    assert first == ""
+    assert entries[0] == "8\nthe old\n"
+    assert [entry.split("\n")[0] for entry in entries] == ["8", "10", "12"]
+    assert "the same" not in entries[1]
 
 
 @pytest.mark.parametrize("how", ["truncated", "corrupted"])
@@ -200,8 +260,6 @@ def test_figures_are_json_that_any_reader_takes(whole):
 
 def test_the_saved_state_lies_in_shards(inputs, whole):
     """The state that a checkpoint holds is restored under the mappings: opt_state over replica and data."""
-    from gregale.programs.setup import set_up
-
     setup = set_up(load(TrainConfig, whole / "config.yaml"), tokens=257)
     state = setup.initial_state()
     embedding = state.method.parameters.embedding.array

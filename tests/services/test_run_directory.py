@@ -8,7 +8,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.services.config import TrainConfig
-from gregale.services.run_directory import RunDirectory, write_text
+from gregale.services.run_directory import RunDirectory, write_bytes
 
 CONFIG = TrainConfig("a", 10)
 
@@ -70,9 +70,28 @@ def test_whether_a_step_was_evaluated(run, text, expected):
     assert run.has_evaluation(8) is expected
 
 
+def test_samples_of_a_step_replace_those_of_this_and_later_steps(run):
+    def written() -> str:
+        return run.samples.read_bytes().decode()
+
+    run.write_samples(4, [])
+    assert not run.samples.exists()
+    run.write_samples(4, ["a\r\n", "b"])
+    run.write_samples(8, ["c\n--- step\n"])
+    whole = "--- step 4\na\r\n\n--- step 4\nb\n--- step 8\nc\n--- step\n\n"
+    assert written() == whole
+    run.write_samples(9, [])
+    assert written() == whole
+    run.write_samples(8, ["d"])
+    assert written() == whole.partition("--- step 8")[0] + "--- step 8\nd\n"
+    run.write_samples(5, [])
+    assert written() == whole.partition("--- step 8")[0]
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "samples.txt"]
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    write_text(path, "before")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "after \ud800")
+    write_bytes(path, b"before")
+    with pytest.raises(BufferError):
+        write_bytes(path, memoryview(b"after")[::2])
     assert path.read_text() == "before"

@@ -252,6 +252,15 @@ def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
     return LibraryTokenizer(library.to_str(), TRAINED_END_OF_DOCUMENT, "the trained tokenizer")
 
 
+def fewest_tokens(config: TokenizerConfig) -> int:
+    """The least number of ids that the configured tokenizer can have, without any text; but for a BPE, just how many.
+
+    Raises:
+        UserError: the tokenizer's file is missing or unfit.
+    """
+    return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
+
+
 def vocabulary_size(config: TokenizerConfig) -> int:
     """The number of ids that the configured tokenizer will have, without any text.
 

@@ -129,14 +129,23 @@ class Diloco:
     def begin(self, start: PsdpState) -> DilocoState:
         """The state in which every replica goes on from a PSDP state."""
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
+        start = start._replace(error=None)  # replicas do not quantise what they average inside
         inner = vmap_over(lambda _: start, self.axis, self.layout)(hax.zeros(Lanes))
         outer = self._joint.begin(start.parameters)
-        optimizer = per_fragment(self.outer, outer.optimizer, fragments)
-        outer = outer._replace(optimizer=optimizer, error=errors_per_fragment(outer.error, fragments))
-        return DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes)))
+        outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
+        return self.renewed(DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))))
+
+    def renewed(self, state: DilocoState) -> DilocoState:
+        """A state of any mesh with no error of quantised averages yet."""
+        error = self._joint.reducer.init(state.outer.parameters)
+        error = errors_per_fragment(error, self.schedule.fragments)
+        return state._replace(outer=state.outer._replace(error=error))
 
     def end(self, state: DilocoState) -> PsdpState:
-        """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states."""
+        """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
+
+        It has no error of quantised averages; `Psdp.renewed` gives it one.
+        """
         layout = self.layout
 
         def average(leaf):

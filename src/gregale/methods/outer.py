@@ -109,7 +109,7 @@ class QuantisedOuter:
         shard = _under_opt_state(theta, layout)
         nothing = jax.tree.map(jnp.zeros_like, shard)
         theta = layout.constrain(theta, layout.params)
-        return Outer(theta, self.optimizer.init(shard), nothing, self.reducer.init(theta))
+        return Outer(theta, self.optimizer.init(shard), nothing)
 
     def shardings(self, outer: Outer) -> Outer:
         layout = self.reducer.layout

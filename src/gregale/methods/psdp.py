@@ -91,9 +91,11 @@ class Psdp:
         parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
-        return PsdpState(
-            parameters, layout.constrain(sharded, layout.opt_state), gathered, self._reducer.init(parameters)
-        )
+        return self.renewed(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+
+    def renewed(self, state: PsdpState) -> PsdpState:
+        """A state of any mesh and codec with no error of quantised averages yet."""
+        return state._replace(error=self._reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
         """Where each array of a state lives."""

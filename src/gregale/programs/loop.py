@@ -8,10 +8,11 @@ from gregale.data.config import Corpus
 from gregale.model.generate import Sampling
 from gregale.programs.batches import GlobalBatches
 from gregale.programs.evaluation import Evaluator
-from gregale.programs.resume import checkpoint_metadata, converted, evaluated_model
+from gregale.programs.resume import Start, checkpoint_metadata, converted, evaluated_model
 from gregale.programs.sample import Sampler
 from gregale.programs.setup import Setup
 from gregale.programs.step_log import StepLog
+from gregale.programs.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
@@ -28,17 +29,18 @@ class Loop:
         self._evaluate = Evaluator(setup, corpus.held_out, corpus.tokenizer.token_bytes)
         self.evaluation: dict[str, float] = {}
 
-    def run(self, state: TrainState, first_step: int, stop: StopRequest) -> tuple[TrainState, int]:
-        """Trains from `first_step` steps done to the end, or until a stop is asked for; returns the steps done.
+    def run(self, start: Start, stop: StopRequest) -> int:
+        """Trains from `start` to the end, or until a stop is asked for; returns the steps done.
 
         The state of the last step is saved either way.
         """
         config = self._setup.config
-        step = first_step
+        state, step = start.state, start.step
+        traffic = Traffic(self._setup, step, start.replica_bytes)
         method = self._setup.method_after(step)
         take_step = self._setup.stepper(method)
-        log = StepLog(self._setup, self._trackers, first_step)
-        with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, first_step) as batches:
+        log = StepLog(self._setup, self._trackers, traffic)
+        with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, step) as batches:
             while step < config.steps and not stop.agreed(step):
                 if self._setup.method_after(step) is not method:
                     method = self._setup.method_after(step)
@@ -52,25 +54,26 @@ class Loop:
                     if evaluates:
                         self._evaluate_and_sample(state, step)
                     if saves:
-                        self.save(state, step)
+                        self._save(state, step, traffic)
                     log.restart()
         log.catch_up()
-        self.save(state, step)
+        self._save(state, step, traffic)
         if step == config.steps:
             self._evaluate_and_sample(state, step)
-        return state, step
+        return step
 
-    def save(self, state: TrainState, step: int) -> None:
+    def _save(self, state: TrainState, step: int, traffic: Traffic) -> None:
         """Saves in the background."""
-        self._checkpoints.save(step, state, checkpoint_metadata(self._setup, self._corpus, state))
+        metadata = checkpoint_metadata(self._setup, self._corpus, state, traffic.bytes_sent(step))
+        self._checkpoints.save(step, state, metadata)
 
     def _evaluate_and_sample(self, state: TrainState, step: int) -> None:
         config = self._setup.config
         model = evaluated_model(self._setup, state)
         self.evaluation = self._evaluate(model, config.evaluation.batches)
-        self._trackers.log(step, self.evaluation)
         if config.samples.prompts:
             self._sample(model, step)
+        self._trackers.log(step, self.evaluation)  # last: with this line a run is complete
 
     def _sample(self, model, step: int) -> None:
         samples = self._setup.config.samples
@@ -78,8 +81,7 @@ class Loop:
         sampling = Sampling(temperature=samples.temperature, seed=step)
         texts = [prompt + sampler.text(prompt, samples.tokens, sampling) for prompt in samples.prompts]
         if jax.process_index() == 0:
-            with self._run.samples.open("a") as file:
-                file.write("".join(f"--- step {step}\n{text}\n" for text in texts))
+            self._run.write_samples(step, texts)
 
 
 def _is_due(step: int, every: int | None) -> bool:

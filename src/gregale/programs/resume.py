@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 
@@ -11,29 +12,39 @@ from gregale.data.config import Corpus
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, DilocoState, sync_axis
+from gregale.methods.psdp import same
 from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
 
 
-def starting_state(
-    setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus
-) -> tuple[TrainState, int]:
-    """The state to start from, in the form of the method that takes the next step, and the steps that it has done.
+class Start(NamedTuple):
+    """Where a run starts or goes on."""
+
+    state: TrainState  # in the form of the method that takes the next step
+    step: int  # steps done
+    replica_bytes: int  # bytes that a device has sent over `replica` until then
+
+
+def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus) -> Start:
+    """The state to start from, and what the run has done until then.
 
     Arguments:
-    - `before`: the configuration that the run had until now; its `sync` says what the checkpoint holds
+    - `before`: the configuration that the run had until now; its `sync` and `reduce` say what the checkpoint holds
 
-    Raises `UserError` if the checkpoint does not fit the data or the mesh.
+    Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
     saved = setup
-    if before is not None and before.sync != setup.config.sync:
-        saved = set_up(replace(setup.config, sync=before.sync), setup.Vocab.size, setup.layout.mesh)
-    restored = checkpoints.latest(lambda metadata: checkpoint_template(saved, metadata))
+    if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
+        as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
+        saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
+    restored = checkpoints.latest(
+        lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: not same_mesh(saved, metadata)
+    )
     if restored is None:
-        return setup.initial_state(), 0
-    if restored.metadata["data"] != corpus.fingerprint:
+        return Start(setup.initial_state(), 0, 0)
+    if noted(restored.metadata, "data") != corpus.fingerprint:
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
@@ -41,27 +52,61 @@ def starting_state(
     state, step = restored.tree, restored.step
     if saved is not setup:
         state = parted(saved, state)
-    return converted(setup, state, step), step
+    return Start(converted(setup, state, step), step, noted(restored.metadata, "replica_bytes"))
 
 
-def checkpoint_metadata(setup: Setup, corpus: Corpus, state: TrainState) -> dict:
+def checkpoint_metadata(setup: Setup, corpus: Corpus, state: TrainState, replica_bytes: int) -> dict:
     """What is written beside a state, and read before it is restored."""
     method = setup.method if isinstance(state.method, DilocoState) else setup.psdp
-    return {"data": corpus.fingerprint, "method": method.name, "replicas": joined(setup.layout)}
+    return {
+        "data": corpus.fingerprint,
+        "method": method.name,
+        "replicas": joined(setup.layout),
+        "mesh": dict(setup.layout.mesh.shape),
+        "replica_bytes": replica_bytes,
+    }
+
+
+def noted(metadata: dict, key: str):
+    """What a checkpoint's metadata says; raises `UserError` if a version wrote it that did not note this."""
+    if key not in metadata:
+        raise UserError(
+            f"The checkpoint's metadata.json lacks `{key}` (it has: {', '.join(metadata) or 'nothing'}): another "
+            f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
+        )
+    return metadata[key]
 
 
 def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
-    """The abstract state that a checkpoint with this metadata holds."""
-    if metadata["method"] == setup.psdp.name:
-        return abstract_state(setup.psdp, setup.model)
+    """The abstract state that a checkpoint with this metadata holds.
+
+    Errors of quantised averages are left out if they are of another mesh: they are cut as it was.
+    """
+    kept = same if same_mesh(setup, metadata) else without_errors
+    if noted(metadata, "method") == setup.psdp.name:
+        return kept(abstract_state(setup.psdp, setup.model))
     axis, replicas = sync_axis(setup.layout), joined(setup.layout)
-    if metadata["replicas"] != replicas:
+    saved = noted(metadata, "replicas")
+    if saved != replicas:
         raise UserError(
-            f"mesh.{axis} is {replicas}, but the checkpoint is of DiLoCo with {metadata['replicas']} replicas, each "
-            f"with parameters and an optimizer of its own. Resume with mesh.{axis} {metadata['replicas']}; to change "
+            f"mesh.{axis} is {replicas}, but the checkpoint is of DiLoCo with {saved} replicas, each "
+            f"with parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change "
             f"their number, first resume with sync.type psdp until the next checkpoint, which joins them."
         )
-    return setup.abstract_state()
+    return kept(setup.abstract_state())
+
+
+def same_mesh(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint was written on the mesh of this set-up."""
+    return noted(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def without_errors(state: TrainState) -> TrainState:
+    """A state without the errors of quantised averages."""
+    method = state.method
+    if isinstance(method, DilocoState):
+        return state._replace(method=method._replace(outer=method.outer._replace(error=None)))
+    return state._replace(method=method._replace(error=None))
 
 
 def joined(layout: Layout) -> int:
@@ -78,12 +123,18 @@ def parted(setup: Setup, state: TrainState) -> TrainState:
 
 
 def converted(setup: Setup, state: TrainState, step: int) -> TrainState:
-    """The state in the form of the method that takes the step after `step` steps."""
+    """The state in the form of the method that takes the step after `step` steps.
+
+    Errors of quantised averages start anew if the state has none, or others than the method.
+    """
     method = setup.method_after(step)
     if isinstance(method, Diloco) and not isinstance(state.method, DilocoState):
         return _moved(method, method.begin, state, setup)
     if not isinstance(method, Diloco) and isinstance(state.method, DilocoState):
-        return parted(setup, state)
+        state = parted(setup, state)
+    wanted = abstract_state(method, setup.model).method
+    if jax.tree.structure(state.method) != jax.tree.structure(wanted):
+        return _moved(method, method.renewed, state, setup)
     return state
 
 

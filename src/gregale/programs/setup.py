@@ -78,7 +78,10 @@ class Setup:
         return float(jnp.asarray(self.psdp.optimizer.learning_rate(update - 1)))
 
     def traffic(self, step: int) -> dict[str, int]:
-        """Bytes that a device has sent over `replica` so far and, for DiLoCo, the steps since the last sending."""
+        """Bytes that a device sends over `replica` in the first `step` steps, if all are of this set-up.
+
+        For DiLoCo, also the steps since the last sending.
+        """
         sync, method = self.config.sync, self.method
         if not isinstance(method, Diloco) or not isinstance(sync, DilocoConfig):
             return {"replica_bytes": method.bytes_sent(step)}
@@ -135,6 +138,8 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
     psdp = psdp_on(config, model, layout)
+    if not isinstance(config.sync, DilocoConfig):  # the steps of PSDP before DiLoCo, and inside its replicas, are exact
+        psdp = replace(psdp, reduce=config.reduce)
     return Setup(config, layout, Vocab, model, psdp, method_of(config, psdp))
 
 
@@ -191,4 +196,5 @@ def method_of(config: TrainConfig, psdp: Psdp) -> Psdp | Diloco:
         mixing=sync.mixing,
         dropout=sync.dropout,
         seed=config.seed,
+        reduce=config.reduce,
     )

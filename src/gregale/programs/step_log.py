@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.setup import Setup
+from gregale.programs.traffic import Traffic
 from gregale.services.tracking import Rate, Trackers
 from gregale.training.state import Report
 
@@ -23,10 +24,10 @@ STEPS_AHEAD = 1
 class StepLog:
     """Hands the figures of every logged step to the trackers."""
 
-    def __init__(self, setup: Setup, trackers: Trackers, first_step: int):
-        self._setup, self._trackers = setup, trackers
+    def __init__(self, setup: Setup, trackers: Trackers, traffic: Traffic):
+        self._setup, self._trackers, self._traffic = setup, trackers, traffic
         self._pending: deque[tuple[int, Report]] = deque()
-        self._done = first_step
+        self._done = traffic.first_step
         self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
         # A process sees its own replicas' figures only; where there are others, all are brought everywhere.
@@ -65,7 +66,7 @@ class StepLog:
             "tokens": step * config.batch.tokens,
             "tokens_per_second": self._rate.tokens_per_second,
             "step_seconds": self._rate.step_seconds,
-            **self._setup.traffic(step),
+            **self._traffic.figures(step),
         }
         self._outer = None
         self._trackers.log(step, values | ({"skipped": skipped} if skipped else {}))

@@ -13,11 +13,11 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import save_tokenizer
+from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
 from gregale.programs.loop import Loop
-from gregale.programs.resume import joined, starting_state
+from gregale.programs.resume import joined, starting_point
 from gregale.programs.setup import Setup, check_replicas, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
@@ -46,7 +46,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
-    fitting = set_up(config, tokens=1, mesh=mesh)  # refuses what does not fit together before the data is touched
+    # Refuses what does not fit together before the data is touched.
+    fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
     fields = ("replica_bytes", "steps_since_sync") if isinstance(config.sync, DilocoConfig) else ()
     with Console(None if is_writer() else open(os.devnull, "w"), fields) as console:
@@ -70,7 +71,8 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
-    state, first_step = starting_state(setup, before, checkpoints, corpus)
+    start = starting_point(setup, before, checkpoints, corpus)
+    first_step = start.step
     if first_step > config.steps or (first_step == config.steps and run.has_evaluation(first_step)):
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
@@ -81,12 +83,13 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
         console.message(f"Going on after step {first_step} of {config.steps}.")
     if is_writer():
         run.write_config(config)
+        run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
     console.begin(config.steps)
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
     with StopRequest() as stop, open_trackers(config.trackers, info, console, is_writer()) as trackers:
         loop = Loop(setup, corpus, run, checkpoints, trackers)
-        state, step = loop.run(state, first_step, stop)
+        step = loop.run(start, stop)
     checkpoints.wait()
     if step < config.steps:
         name = stop.signal_name or "SIGTERM"

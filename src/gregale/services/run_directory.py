@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.services.config import TrainConfig, incompatible_changes
 from gregale.services.parsing import dump, load
+
+_SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,22 @@ class RunDirectory:
                 f"the old run aside."
             )
 
+    def write_samples(self, step: int, texts: list[str]) -> None:
+        """Puts the samples of a step behind those of earlier steps in samples.txt, whole or not at all.
+
+        Those of this step and of later ones go: a killed process wrote them, and the steps are repeated.
+        """
+        before = self.samples.read_bytes() if self.samples.is_file() else b""
+        superseded = (match.start() for match in _SAMPLE.finditer(before) if int(match[1]) >= step)
+        kept = before[: next(superseded, len(before))]
+        after = kept + "".join(f"--- step {step}\n{text}\n" for text in texts).encode()
+        if after != before:
+            write_bytes(self.samples, after)
+
     def write_config(self, config: TrainConfig) -> None:
         """Writes config.yaml, first under a temporary name."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(self.config, dump(config))
+        write_bytes(self.config, dump(config).encode())
 
     def set_aside(self) -> Path | None:
         """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
@@ -75,8 +90,8 @@ class RunDirectory:
         return aside
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_bytes(content)
     os.replace(temporary, path)
