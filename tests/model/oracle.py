@@ -1,4 +1,7 @@
-"""The Llama family written again: slow, obvious, plain arrays, one sequence and one head at a time."""
+"""The Llama family written again: slow, obvious, plain arrays, one sequence and one head at a time.
+
+It computes in the dtype of its weights, angles and losses in float32 at least.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,10 @@ def rotate(x, positions, config: LlamaConfig):
     """Rotary embedding as a product of complex numbers: [position, head_size]."""
     half = x.shape[-1] // 2
     frequency = np.array([rotary_frequency(i, half, config.rotary_base, config.rotary_scaling) for i in range(half)])
-    turn = jnp.exp(1j * positions[:, None] * frequency.astype(np.float32)[None, :])
+    angles = positions[:, None] * frequency.astype(jnp.promote_types(x.dtype, jnp.float32))[None, :]
+    turn = jnp.exp(1j * angles)
     turned = (x[:, :half] + 1j * x[:, half:]) * turn
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
 
 
 def rms_norm(x, weight, epsilon: float):
@@ -90,7 +94,7 @@ def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfi
     for head in range(config.heads):
         shared = head // (config.heads // kv_heads)
         query = rotate(project("query", head), positions, config)
-        scores = query @ keys[shared].T / np.sqrt(query.shape[-1])
+        scores = query @ keys[shared].T / query.shape[-1] ** 0.5
         probabilities = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
         result = result + probabilities @ values[shared] @ w["out"][layer, head]
     return result
@@ -113,7 +117,9 @@ def losses(w: Weights, batch: Weights, config: LlamaConfig):
     """The next-token loss of every token, without weights: [batch, position]."""
 
     def one(tokens, targets, positions, segments):
-        log_probabilities = jax.nn.log_softmax(logits(w, tokens, positions, segments, config), axis=-1)
+        scores = logits(w, tokens, positions, segments, config)
+        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        log_probabilities = jax.nn.log_softmax(scores, axis=-1)
         return -jnp.take_along_axis(log_probabilities, targets[:, None], axis=-1)[:, 0]
 
     segments = batch.get("segment_ids", jnp.zeros_like(batch["tokens"]))

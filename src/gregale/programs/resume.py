@@ -109,6 +109,26 @@ def without_errors(state: TrainState) -> TrainState:
     return state._replace(method=method._replace(error=None))
 
 
+def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
+    """The part of the abstract state that `evaluated_model` needs of a checkpoint; the rest is None.
+
+    Outer parameters fit any mesh; replicas need one with as many of them.
+    """
+    if metadata["method"] == setup.psdp.name or not isinstance(setup.method, Diloco):
+        part = setup.psdp.parameters_only(checkpoint_template(setup, metadata).method)
+    elif evaluated(setup.config) == "outer":
+        part = setup.method.parameters_only(setup.abstract_state().method)
+    else:
+        inner = checkpoint_template(setup, metadata).method.inner
+        part = DilocoState(setup.psdp.parameters_only(inner), None, None, None)  # type: ignore[arg-type]
+    return TrainState(None, part, None, None)
+
+
+def evaluated(config: TrainConfig) -> str:
+    """Which parameters of DiLoCo's are evaluated: the outer ones, or what the replicas have."""
+    return config.sync.evaluate if isinstance(config.sync, DilocoConfig) else "outer"
+
+
 def joined(layout: Layout) -> int:
     """How many replicas DiLoCo joins on this mesh."""
     return layout.mesh.shape[sync_axis(layout)]
@@ -146,10 +166,9 @@ def _moved(method, change, state: TrainState, setup: Setup) -> TrainState:
 
 def evaluated_model(setup: Setup, state: TrainState):
     """The model that evaluations and samples are made with."""
-    method, sync = setup.method, setup.config.sync
+    method, kind = setup.method, evaluated(setup.config)
     if not isinstance(method, Diloco) or not isinstance(state.method, DilocoState):
         return setup.psdp.trained(state.method)
-    kind = sync.evaluate if isinstance(sync, DilocoConfig) else "outer"
     if kind == "average":
         return jax.jit(method.average)(state.method)
     if kind == "first_replica":

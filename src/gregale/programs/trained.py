@@ -10,7 +10,7 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
-from gregale.programs.resume import checkpoint_template, evaluated_model
+from gregale.programs.resume import evaluated, evaluated_model, evaluation_template
 from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import DistributedConfig
@@ -39,12 +39,15 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     """The model of a run, from its newest sound checkpoint or from that of a step; only parameters are read.
 
     Arguments:
-    - `devices`: how many devices to hold it on; None: the run's own mesh
+    - `devices`: how many devices to hold it on; None: the run's own mesh, which the replicas of DiLoCo need anyway,
+      where it is theirs that are evaluated
 
     Raises `UserError` if there is no such run or checkpoint.
     """
     run = find_run(name)
     config = run.read_config()
+    if evaluated(config) != "outer":
+        devices = None
     if devices is not None:
         config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=devices if config.cpu_devices else None)
     start_devices(config.cpu_devices, DistributedConfig())
@@ -52,9 +55,7 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
 
     def template(metadata: dict) -> TrainState:
-        held = checkpoint_template(setup, metadata)
-        method = setup.psdp if metadata["method"] == setup.psdp.name else setup.method
-        return TrainState(None, method.parameters_only(held.method), None, None)
+        return evaluation_template(setup, metadata)
 
     with Checkpoints(run.checkpoints) as checkpoints:
         if step is None:
