@@ -131,13 +131,13 @@ class Diloco:
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
         start = start._replace(error=None)  # replicas do not quantise what they average inside
         inner = vmap_over(lambda _: start, self.axis, self.layout)(hax.zeros(Lanes))
-        outer = self._joint.begin(start.parameters)
+        outer = self.joint.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
         return self.renewed(DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))))
 
     def renewed(self, state: DilocoState) -> DilocoState:
         """A state of any mesh with no error of quantised averages yet."""
-        error = self._joint.reducer.init(state.outer.parameters)
+        error = self.joint.reducer.init(state.outer.parameters)
         error = errors_per_fragment(error, self.schedule.fragments)
         return state._replace(outer=state.outer._replace(error=error))
 
@@ -173,7 +173,7 @@ class Diloco:
             gathered=per_replica(state.inner.gathered, {}),
         )
         seen = layout.shardings(state.seen, {self.axis: self.axis})
-        return DilocoState(inner, self._joint.shardings(state.outer), seen)
+        return DilocoState(inner, self.joint.shardings(state.outer), seen)
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update."""
@@ -213,7 +213,7 @@ class Diloco:
     def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
         """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""
         outer = state.outer if due is None else self._send(state, due)[0]
-        return self._joint.parameters(outer)
+        return self.joint.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over the axis in the first `step` steps, for parameters."""
@@ -222,7 +222,7 @@ class Diloco:
         for index in range(self.schedule.fragments):
             if fragment := Fragment.at(self.schedule, index, 0):
                 part = jax.eval_shape(fragment.take, parameters)
-                total += self.schedule.sends(index, step) * self._joint.reducer.bytes_sent(part)
+                total += self.schedule.sends(index, step) * self.joint.reducer.bytes_sent(part)
         return total
 
     def trained(self, state: DilocoState) -> Tree:
@@ -250,7 +250,8 @@ class Diloco:
         return self.inner.model_with(give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout))
 
     @property
-    def _joint(self) -> ExactOuter | QuantisedOuter:
+    def joint(self) -> ExactOuter | QuantisedOuter:
+        """How the outer parameters are kept, sent and given back."""
         layout = self.outer_layout
         if not self.reduce.quantised:
             return ExactOuter(self.outer, ExactReducer(layout, self.axis))
@@ -258,7 +259,7 @@ class Diloco:
 
     def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Outer, PseudoGradient]:
         """The outer side after the fragment's outer step, and its pseudo-gradient's figures."""
-        layout, joint = self.outer_layout, self._joint
+        layout, joint = self.outer_layout, self.joint
         weights = state.seen[FRAGMENT, fragment.index] * self._taking_part(fragment)
         (weight,) = joint.reducer.totals(weights)
         own, before = fragment.take(state.inner.parameters), fragment.take(state.outer)
@@ -271,7 +272,7 @@ class Diloco:
     def _apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
         """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
         layout = self.layout
-        arrived, changed = self._joint.arrive(fragment.take(outer))
+        arrived, changed = self.joint.arrive(fragment.take(outer))
         arrived = layout.constrain(arrived, layout.params)
         keep = self._taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
 

@@ -119,7 +119,8 @@ class QuantisedOuter:
 
     def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         layout = self.reducer.layout
-        theta = outer.parameters
+        # Placed before it is used in shards: else the compiler takes the fragment in shards and gathers it again.
+        theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
             return jax.tree.map(lambda theta, own: (theta - own) * weight.array, theta, own)
@@ -133,7 +134,7 @@ class QuantisedOuter:
     def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
         layout = self.reducer.layout
         given, error = self.reducer.give_back(_under_opt_state(outer.pending, layout), outer.error)
-        theta = jax.tree.map(jnp.add, outer.parameters, given)
+        theta = jax.tree.map(jnp.add, layout.constrain(outer.parameters, layout.params), given)
         nothing = jax.tree.map(jnp.zeros_like, outer.pending)
         return theta, Outer(theta, _unchanged(outer.optimizer), nothing, error)
 
