@@ -34,7 +34,14 @@ class WireBytes(NamedTuple):
     first: int  # all-to-all: the first leg
     second: int  # all-gather: the second leg of arrays that `opt_state` does not split, in `reduce`
     given_back: int  # all-gather: the second leg of the others, in `give_back`
-    finite: int  # all-gathers: with feedback, one byte from each replica for each of the three that quantises
+    finite: int  # all-gathers: with feedback, a byte from each replica for each leg in `reduce` that quantises
+    finite_given_back: int  # the same, in `give_back`
+
+    def of_reduce(self) -> int:
+        return self.scalars + self.first + self.second + self.finite
+
+    def of_give_back(self) -> int:
+        return self.given_back + self.finite_given_back
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ class QuantisedReducer:
 
         def on_device(shards):
             squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) / n for x, n in zip(shards, copies, strict=True)]
-            inside = jax.lax.psum(sum(squares, start=jnp.zeros(())), self._fast_axes)
+            inside = jax.lax.psum(sum(squares, start=jnp.zeros(())), self.fast_axes)
             return totals([inside], self.axis)[0]
 
         specs = [leaf.opt_state for leaf in leaves]
@@ -166,7 +173,7 @@ class QuantisedReducer:
     def wire_bytes(self, tree: Tree) -> WireBytes:
         """What `reduce` and `give_back` move, in closed form from the shapes of arrays without the axis."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
-        arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self._lanes, self.config
+        arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
 
         def payload(codec: Codec, some: list[Leaf]) -> int:
             return lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
@@ -175,26 +182,29 @@ class QuantisedReducer:
         second = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
         given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
         exact = lanes * EXACT.message_bytes(len(leaves) - len(arrays))
-        first_flags = config.codec != "none" and first > 0
-        second_flags = ((second > 0) + (given_back > 0)) if config.second_leg != "none" else 0
-        flags = lanes * (first_flags + second_flags) if config.feedback else 0
-        return WireBytes(exact, first, second, given_back, flags)
+        keeps_first, keeps_second = (
+            config.feedback is not None and leg != "none" for leg in (config.codec, config.second_leg)
+        )
+        flags = (keeps_first and first > 0) + (keeps_second and second > 0)
+        return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))
 
     def bytes_sent(self, tree: Tree) -> int:
         """Bytes that a device sends over `axis` to reduce a tree and to give it back, without totals and norm."""
-        return (self._lanes - 1) * sum(self.wire_bytes(tree)) // self._lanes
+        return (self.lanes - 1) * sum(self.wire_bytes(tree)) // self.lanes
 
     @property
-    def _lanes(self) -> int:
+    def lanes(self) -> int:
+        """Size of the axis."""
         return self.layout.axis(self.axis).size
 
     @property
-    def _fast_axes(self) -> tuple[str, ...]:
+    def fast_axes(self) -> tuple[str, ...]:
+        """The other mesh axes, but those of size 1."""
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
 
     def _leg(self, codec: Codec) -> Leg:
         feedback = self.config.feedback
-        return Leg(codec, feedback.beta if feedback else 0.0, self.axis, self._fast_axes)
+        return Leg(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
 
     def _reduce_on_device(self, leaves: list[Leaf], values: dict, weight: jax.Array, errors: tuple):
         """Local sums by path, total weight, (first, second) errors -> averages by path, the errors."""
@@ -204,7 +214,7 @@ class QuantisedReducer:
         sums = totals([values[path] for path in exact], self.axis) if exact else []
         averages = {path: summed / weight for path, summed in zip(exact, sums, strict=True)}
         if arrays:
-            scale = self._lanes / weight
+            scale = self.lanes / weight
             scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
             pieces, first = first_leg(arrays, scaled, first, self._leg(self.config.first_codec()))
             averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}

@@ -82,9 +82,10 @@ class ExactOuter:
         return self.parameters(outer), _unchanged(outer)
 
     def parameters(self, outer: Outer) -> Tree:
-        """theta under `params`."""
+        """theta under `params`: gathered over the slow axis first, so that islands send no more than they have to."""
         layout = self.reducer.layout
-        return give_back(_under_opt_state(outer.parameters, layout), layout)
+        shard = layout.constrain(outer.parameters, sending_layout(layout, self.reducer.axis).params)
+        return give_back(shard, layout)
 
 
 @dataclass(frozen=True)

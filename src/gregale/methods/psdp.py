@@ -95,7 +95,7 @@ class Psdp:
 
     def renewed(self, state: PsdpState) -> PsdpState:
         """A state of any mesh and codec with no error of quantised averages yet."""
-        return state._replace(error=self._reducer.init(state.parameters))
+        return state._replace(error=self.reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
         """Where each array of a state lives."""
@@ -104,7 +104,7 @@ class Psdp:
             parameters=layout.shardings(state.parameters, layout.params),
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
-            error=self._reducer.shardings(state.error),
+            error=self.reducer.shardings(state.error),
         )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
@@ -112,7 +112,7 @@ class Psdp:
 
         A step whose loss or gradient is not finite leaves the state as it was.
         """
-        layout, optimizer, reducer = self.layout, self.optimizer, self._reducer
+        layout, optimizer, reducer = self.layout, self.optimizer, self.reducer
         sums = accumulate(self._loss, state.parameters, batch, layout, self.microbatches, self.prepare)
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
@@ -121,7 +121,7 @@ class Psdp:
 
         shard = layout.constrain(state.parameters, layout.opt_state)
         updates, sharded = optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
-        updates, error = reducer.give_back(layout.constrain(updates, layout.opt_state), error)
+        updates, error = reducer.give_back(layout.constrain(updates, layout.opt_state), error)  # type: ignore[arg-type]
         updates, gathered = optimizer.gathered.update(updates, state.gathered, state.parameters)
 
         parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
@@ -138,7 +138,7 @@ class Psdp:
 
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
-        return step * self._reducer.bytes_sent(eqx.filter(self.model, is_parameter))
+        return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
 
     def trained(self, state: PsdpState) -> Tree:
         """The model with the state's parameters."""
@@ -153,7 +153,8 @@ class Psdp:
         return PsdpState(state.parameters, None, None)
 
     @property
-    def _reducer(self) -> Reducer:
+    def reducer(self) -> Reducer:
+        """How gradients are averaged and updates given back."""
         return reducer_of(self.reduce, self.layout)
 
     @property
