@@ -265,6 +265,7 @@ class Diloco:
         own, before = fragment.take(state.inner.parameters), fragment.take(state.outer)
         sent = joint.send(before, own, weights, weight)
         outer = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
+        outer = joint.placed(outer)
         norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
         agreement = products(own, sent.parameters, sent.gradient, layout, self.axis)
         return fragment.put(state.outer, outer), PseudoGradient(norm, weights.array, *agreement)

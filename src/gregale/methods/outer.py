@@ -58,6 +58,10 @@ class ExactOuter:
         layout = self.reducer.layout
         return layout.shardings(outer, layout.opt_state)
 
+    def placed(self, outer: Outer) -> Outer:
+        """Inside jit: each array where it lives, so that the compiler does not gather what it need not."""
+        return _under_opt_state(outer, self.reducer.layout)
+
     def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         """The outer step on a fragment.
 
@@ -117,6 +121,11 @@ class QuantisedOuter:
         theta = layout.shardings(outer.parameters, layout.params)
         optimizer, pending = layout.shardings((outer.optimizer, outer.pending), layout.opt_state)
         return Outer(theta, optimizer, pending, self.reducer.shardings(outer.error))
+
+    def placed(self, outer: Outer) -> Outer:
+        layout = self.reducer.layout
+        theta = layout.constrain(outer.parameters, layout.params)
+        return Outer(theta, *_under_opt_state((outer.optimizer, outer.pending), layout), outer.error)
 
     def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         layout = self.reducer.layout
