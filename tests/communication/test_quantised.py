@@ -325,6 +325,23 @@ def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, con
     assert sum(c.bytes for c in over) == sum(expected) + 4 * mesh[0], "and the weights"
 
 
+def test_what_is_lost_is_measured():
+    """On 2 replicas x data 2: each device's shard is a row of blocks."""
+    layout = layout_of(replica=2, data=2)
+    random = np.random.default_rng(3)
+    values = random.normal(size=(2, 64, 8)).astype(np.float32)
+    tree = {"kernel": hax.named(values, (layout.Replica, EMBED, Axis("hidden", 8)))}
+    reducer = QuantisedReducer(layout, FOUR_BITS)
+    start = reducer.init(averaged(tree))
+    lost = jax.jit(reducer.measure)(jax.device_put(tree, input_shardings(tree, layout)), np.float32(4), start)
+    whole = values / 2  # the mean weight
+    shards = whole.reshape(2, 2, -1)
+    sent = np.stack([[quantised("int4", shard) for shard in replica] for replica in shards])
+    expected = np.sqrt(np.sum(np.square(shards - sent)) / np.sum(np.square(whole)))
+    np.testing.assert_allclose(lost.relative_error, expected, rtol=1e-5)
+    assert lost.error_norm == 0
+
+
 def test_a_float_over_replicas_would_be_seen():
     layout = layout_of(replica=8)
     sharding = layout.sharding((REPLICA,), layout.params)

@@ -11,7 +11,7 @@ import pytest
 from tests.programs.tiny import assert_same_state, lines, losses, saved_state
 
 STEPS, STOP = 6, 4
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4"]
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4", "--reduce.measure=true"]
 COMMON = [f"--steps={STEPS}", "--checkpoint.every=2", "--batch.microbatches=1"]
 STREAMING = [
     "--sync.type=streaming_diloco",
@@ -98,6 +98,13 @@ def test_a_run_goes_on_otherwise_with_its_errors_begun_anew(psdp, stopped, go_on
     np.testing.assert_allclose(losses(run), losses(psdp), atol=0.3)
     has_errors = any("error/first" in name for name in saved_state(run, STEPS))
     assert has_errors == ("--reduce.codec=int4" in options)
+
+
+def test_what_is_lost_is_measured_beside_the_held_out_loss(psdp, streaming):
+    for run in (psdp, streaming):
+        (evaluation,) = [line for line in lines(run) if "eval_loss" in line]
+        assert 0.02 < evaluation["quantisation_error"] < 0.3, "4 bits: 0.1 for normal values"
+        assert evaluation["feedback_norm"] > 0
 
 
 def test_fewer_bytes_are_sent_than_by_an_exact_run(psdp, stopped, go_on):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.quantised import QuantisedReducer
+from gregale.communication.quantised import Lost, QuantisedReducer
 from gregale.communication.reduce import ExactReducer, give_back, reduce_replicas
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, products
@@ -209,6 +209,18 @@ class Diloco:
         parameters, changed = self._apply(state.inner.parameters, outer, fragment)
         inner, outer = state.inner._replace(parameters=parameters), fragment.put(outer, changed)
         return DilocoState(inner, outer, self._forget(state.seen, fragment)), figures
+
+    def lost(self, state: DilocoState, batch: Tree) -> Lost:
+        """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
+        del batch
+        reducer = self.joint.reducer
+        assert isinstance(reducer, QuantisedReducer)
+
+        def differences(own: Tree) -> Tree:
+            return jax.tree.map(jnp.subtract, state.outer.parameters, own)
+
+        sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
+        return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
     def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
         """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""

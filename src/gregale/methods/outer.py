@@ -125,7 +125,8 @@ class QuantisedOuter:
     def placed(self, outer: Outer) -> Outer:
         layout = self.reducer.layout
         theta = layout.constrain(outer.parameters, layout.params)
-        return Outer(theta, *_under_opt_state((outer.optimizer, outer.pending), layout), outer.error)
+        optimizer, pending = _under_opt_state((outer.optimizer, outer.pending), layout)
+        return Outer(theta, optimizer, pending, outer.error)
 
     def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         layout = self.reducer.layout

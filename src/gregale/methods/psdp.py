@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import accumulate
+from gregale.communication.quantised import Lost, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
 from gregale.optim.config import Optimizer
 
@@ -130,6 +131,14 @@ class Psdp:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
         return kept, StepMetrics(loss, weight, norm, finite)
+
+    def lost(self, state: PsdpState, batch: Tree) -> Lost:
+        """What quantising would lose of the gradients of a batch; for a program of its own, with `reduce` quantised."""
+        reducer = self.reducer
+        assert isinstance(reducer, QuantisedReducer)
+        sums = accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+        (weight,) = reducer.totals(sums.weight)
+        return reducer.measure(sums.gradients, weight, state.error)
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update: nothing."""
