@@ -14,8 +14,8 @@ from gregale.audit import audit
 from gregale.axes.layout import REPLICA, is_named
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
-from gregale.communication.feedback import ErrorState, error_shardings, init_error
-from gregale.communication.quantised import give_back_quantised, reduce_quantised, wire_bytes
+from gregale.communication.feedback import ErrorState
+from gregale.communication.quantised import QuantisedReducer
 from tests.codecs.oracle import BITS, quantised, rows_quantised
 from tests.mesh.support import FAST_TO_COMPILE, layout_of
 
@@ -66,12 +66,13 @@ def input_shardings(tree, layout):
 def program(replica: int, data: int, config: ReduceConfig, dtype=np.float32) -> Program:
     layout = layout_of(replica=replica, data=data)
     tree = gradients(replica, dtype=dtype)
-    start = init_error(tree, layout, config)
-    start = jax.device_put(start, error_shardings(start, layout))
+    reducer = QuantisedReducer(layout, config)
+    start = reducer.init(averaged(tree))
+    start = jax.device_put(start, reducer.shardings(start))
 
     def step(sums, weights, error):
-        averages, error = reduce_quantised(sums, weights, error, layout, config)
-        given, error = give_back_quantised(averages, error, layout, config)
+        averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
+        given, error = reducer.give_back(averages, error)
         return averages, given, error
 
     inputs = Program(layout, config, None, start)._place(tree, None, start)
@@ -87,6 +88,15 @@ def gradients(replicas: int, seed: int = 0, dtype=np.float32):
 
     tree = {name: hax.named(draw(*(a.size for a in axes)), (Replica, *axes)) for name, axes in SHAPES.items()}
     return {**tree, "plain": draw(*PLAIN), "loss": hax.named(draw().astype(np.float32), (Replica,))}
+
+
+def averaged(tree):
+    """The shapes of buffers without their axis `replica`."""
+
+    def first():
+        return jax.tree.map(lambda x: x[REPLICA, 0] if is_named(x) else x[0], tree, is_leaf=is_named)
+
+    return jax.eval_shape(first)
 
 
 def arrays(tree) -> dict[str, np.ndarray]:
@@ -297,11 +307,12 @@ def test_the_error_lies_as_the_buffers_do_in_about_a_byte_a_value():
         assert tuple(axis.name for axis in stored.codes.axes) == axes
         assert tuple(axis.name for axis in stored.scales.axes) == axes
         assert stored.codes.array.sharding.spec[2] == "data"
-    for given, stored in zip(jax.tree.leaves(error), jax.tree.leaves(error_shardings(error, run.layout)), strict=True):
+    places = QuantisedReducer(run.layout, FOUR_BITS).shardings(error)
+    for given, stored in zip(jax.tree.leaves(error), jax.tree.leaves(places), strict=True):
         assert given.sharding.is_equivalent_to(stored, given.ndim)
     assert set(error.first) == set(error.second) == {*SHAPES, "plain"}
-    assert not init_error(gradients(4), run.layout, ReduceConfig()).first
-    assert not init_error(gradients(4), run.layout, NO_FEEDBACK).second
+    assert not QuantisedReducer(run.layout, ReduceConfig()).init(averaged(gradients(4))).first
+    assert not QuantisedReducer(run.layout, NO_FEEDBACK).init(averaged(gradients(4))).second
 
 
 @pytest.mark.parametrize(("mesh", "config"), [((8, 1), FOUR_BITS), ((4, 2), FOUR_BITS), ((2, 1), ReduceConfig())])
@@ -309,9 +320,26 @@ def test_only_bytes_cross_replicas_and_as_many_as_the_closed_form_says(mesh, con
     run = program(*mesh, config)
     over = audit(run.compiled, run.layout.mesh).over(REPLICA)
     assert {collective.dtype for collective in over} == {"u8"}
-    expected = wire_bytes(gradients(mesh[0]), run.layout, config)
+    expected = QuantisedReducer(run.layout, config).wire_bytes(averaged(gradients(mesh[0])))
     assert sum(c.bytes for c in over if c.kind == "all-to-all") == expected.first
-    assert sum(c.bytes for c in over) == sum(expected)
+    assert sum(c.bytes for c in over) == sum(expected) + 4 * mesh[0], "and the weights"
+
+
+def test_what_is_lost_is_measured():
+    """On 2 replicas x data 2: each device's shard is a row of blocks."""
+    layout = layout_of(replica=2, data=2)
+    random = np.random.default_rng(3)
+    values = random.normal(size=(2, 64, 8)).astype(np.float32)
+    tree = {"kernel": hax.named(values, (layout.Replica, EMBED, Axis("hidden", 8)))}
+    reducer = QuantisedReducer(layout, FOUR_BITS)
+    start = reducer.init(averaged(tree))
+    lost = jax.jit(reducer.measure)(jax.device_put(tree, input_shardings(tree, layout)), np.float32(4), start)
+    whole = values / 2  # the mean weight
+    shards = whole.reshape(2, 2, -1)
+    sent = np.stack([[quantised("int4", shard) for shard in replica] for replica in shards])
+    expected = np.sqrt(np.sum(np.square(shards - sent)) / np.sum(np.square(whole)))
+    np.testing.assert_allclose(lost.relative_error, expected, rtol=1e-5)
+    assert lost.error_norm == 0
 
 
 def test_a_float_over_replicas_would_be_seen():
@@ -326,13 +354,14 @@ def test_four_bits_on_both_legs_send_a_seventh_of_float32():
     tree = {"kernel": hax.named(np.zeros((8, 256, 512), np.float32), (layout.Replica, Axis("embed", 256), "hidden"))}
     sent = {}
     for config in (ReduceConfig(), FOUR_BITS):
-        start = init_error(tree, layout, config)
+        reducer = QuantisedReducer(layout, config)
+        start = reducer.init(averaged(tree))
 
-        def step(sums, weights, error, config=config):
-            averages, error = reduce_quantised(sums, weights, error, layout, config)
-            return give_back_quantised(averages, error, layout, config)
+        def step(sums, weights, error, reducer=reducer):
+            averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
+            return reducer.give_back(averages, error)
 
-        places = (layout.shardings(tree, layout.params), None, error_shardings(start, layout))
+        places = (layout.shardings(tree, layout.params), None, reducer.shardings(start))
         weights = hax.ones(layout.Replica)
         compiled = jax.jit(step, in_shardings=places).lower(tree, weights, start).compile(FAST_TO_COMPILE)
         sent[config] = sum(c.bytes_sent for c in audit(compiled, layout.mesh).over(REPLICA))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.audit import audit
 from gregale.axes.layout import EMBED, REPLICA
-from gregale.communication.reduce import give_back, reduce_replicas
+from gregale.communication.reduce import ExactReducer, give_back
 from tests.mesh.support import layout_of, placed
 
 Embed, Mlp, Vocab = Axis(EMBED, 16), Axis("mlp", 8), Axis("vocab", 32)
@@ -30,9 +32,14 @@ def sums_of(layout):
     return placed(named, layout, layout.params), placed(weights, layout, layout.params)
 
 
+def average(layout, sums, weights):
+    reducer = ExactReducer(layout)
+    return reducer.reduce(sums, *reducer.totals(weights), None)[0]
+
+
 def reduced(layout):
     sums, weights = sums_of(layout)
-    compiled = jax.jit(lambda sums, weights: reduce_replicas(sums, weights, layout)).lower(sums, weights).compile()
+    compiled = jax.jit(partial(average, layout)).lower(sums, weights).compile()
     return sums, weights, compiled(sums, weights), audit(compiled, layout.mesh)
 
 
@@ -73,7 +80,7 @@ def test_giving_back_is_one_all_gather_an_array():
 def test_plain_arrays_are_reduced_too():
     layout = layout_of(4, 1, 1)
     weights = hax.named(jnp.array([1.0, 1.0, 2.0, 4.0]), layout.Replica)
-    result = jax.jit(lambda x: reduce_replicas({"slope": x}, weights, layout))(jnp.arange(4.0))
+    result = jax.jit(lambda x: average(layout, {"slope": x}, weights))(jnp.arange(4.0))
     assert result["slope"] == pytest.approx(6 / 8)
 
 
@@ -82,5 +89,5 @@ def test_weights_that_differ_make_a_mean_of_means_another_number():
     layout = layout_of(2, 1, 1)
     sums = hax.named(jnp.array([1.0, 9.0]), layout.Replica)
     weights = hax.named(jnp.array([1.0, 3.0]), layout.Replica)
-    assert reduce_replicas(sums, weights, layout).array == pytest.approx(10 / 4)
+    assert average(layout, sums, weights).array == pytest.approx(10 / 4)
     assert np.mean(sums.array / weights.array) == pytest.approx(2.0)

@@ -13,8 +13,11 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.codecs.config import ReduceConfig
+from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import Fragment
+from gregale.methods.outer import QuantisedOuter, sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule
 from gregale.optim import Optimizer
@@ -112,13 +115,22 @@ class Slow:
         self.seen[fragment] = 0
 
 
-def make(mesh: MeshConfig, schedule: Schedule, alpha: float = 0.0, outer=None, **more) -> Diloco:
+class ThroughMessages(Diloco):
+    """Sends differences and updates as messages like a quantised run, but of whole float32 values."""
+
+    @property
+    def joint(self):
+        layout = sending_layout(self.outer_layout, self.axis)
+        return QuantisedOuter(self.outer, QuantisedReducer(layout, ReduceConfig(), self.axis))
+
+
+def make(mesh: MeshConfig, schedule: Schedule, alpha: float = 0.0, outer=None, kind=Diloco, **more) -> Diloco:
     sizes = [mesh.island, mesh.replica, mesh.data, mesh.model]
     layout = standard_layout(make_mesh(mesh, jax.devices()[: int(np.prod(sizes))]))
     inside = layout.inside(sync_axis(layout))
     inner = Psdp(first_model(), squared_error, Optimizer.of(optax.sgd(INNER_RATE)), inside)
     outer = outer or optax.sgd(OUTER_RATE, momentum=MOMENTUM, nesterov=True)
-    return Diloco(inner, outer, layout, schedule, mixing=alpha, **more)
+    return kind(inner, outer, layout, schedule, mixing=alpha, **more)
 
 
 def values_of(model) -> np.ndarray:
@@ -142,11 +154,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
-def test_every_step_equals_the_slow_rewrite(case, uneven):
+@pytest.mark.parametrize(
+    ("kind", "uneven"),
+    [(Diloco, False), (Diloco, True), (ThroughMessages, True)],
+    ids=["even", "uneven", "uneven, through messages"],
+)
+def test_every_step_equals_the_slow_rewrite(case, kind, uneven):
     """Replicas after each step, and the outer parameters with what was sent, over more than two periods."""
     mesh, schedule, alpha = CASES[case]
-    method = make(mesh, schedule, alpha)
+    method = make(mesh, schedule, alpha, kind=kind)
     slow = Slow(schedule, method.layout.mesh.shape[method.axis], alpha)
     state, stepper = begin(method)
     outer = jax.jit(method.outer_parameters)
@@ -229,12 +245,12 @@ def test_only_the_fragment_that_is_synchronised_changes(index):
     method = make(MeshConfig(replica=4, data=2), schedule, 0.5)
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]
-    before, outer = values_of(state.inner.parameters), values_of(state.outer)
+    before, outer = values_of(state.inner.parameters), values_of(state.outer.parameters)
     after, _ = jax.jit(method.synchronise)(state, Fragment.at(schedule, index, 1))
     touched = [LAYERS] if index == 0 else schedule.layers_of(index).tolist()
     others = [row for row in range(LAYERS + 1) if row not in touched]
     np.testing.assert_array_equal(values_of(after.inner.parameters)[:, others], before[:, others])
-    np.testing.assert_array_equal(values_of(after.outer)[others], outer[others])
+    np.testing.assert_array_equal(values_of(after.outer.parameters)[others], outer[others])
     assert np.abs(values_of(after.inner.parameters)[:, touched] - before[:, touched]).max() > 1e-4
 
 

@@ -67,7 +67,7 @@ def test_a_stop_in_the_middle_of_a_period_changes_no_bit(inputs, kind, never_sto
     assert losses(stopped) == losses(never_stopped)
     assert lines(stopped)[-1] == lines(never_stopped)[-1], "the outer parameters' held-out loss"
     names = saved_state(stopped, STEPS).keys()
-    for part in ("inner/sharded/", "outer/", "outer_state/", "seen"):
+    for part in ("inner/sharded/", "outer/parameters/", "outer/optimizer/", "seen"):
         assert any(name.startswith(f"method/{part}") for name in names), names
 
 

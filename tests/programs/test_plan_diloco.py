@@ -34,15 +34,22 @@ SMALL = [
     "--compute.remat=full",
 ]
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4"]
 STREAMING = [*TWO_AXES, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3"]
 CASES = {
     "diloco": (["--sync.type=diloco", "--sync.period=5", "--sync.warmup_steps=2"], {"step", "synchronise", "warm_up"}),
     "tau 1": ([*STREAMING, "--sync.delay=1"], {"step", "send_and_apply"}),
     "tau 2": ([*STREAMING, "--sync.delay=2"], {"step", "send", "apply"}),
+    "tau 2, four bits": ([*STREAMING, "--sync.delay=2", *FOUR_BITS], {"step", "send", "apply"}),
     "islands": (
         ["--sync.type=diloco", "--sync.period=5", "--mesh.island=2", "--mesh.data=2", "--mesh.model=1"],
         {"step", "synchronise"},
     ),
+}
+WITH_PSDP = {
+    **CASES,
+    "psdp, four bits": (FOUR_BITS, {"step"}),
+    "islands, four bits": ([*CASES["islands"][0], *FOUR_BITS], {"step", "synchronise"}),
 }
 
 
@@ -62,19 +69,19 @@ def plans():
 
     def plan(case: str):
         if case not in found:
-            config = config_of(*CASES[case][0])
+            config = config_of(*WITH_PSDP[case][0])
             found[case] = plan_step(config, 257, simulated_target(config, None, None))
         return found[case]
 
     return plan
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WITH_PSDP)
 def test_every_program_sends_its_closed_form(plans, case):
     """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
     report = report_of(plans(case), 257, None)
     assert json.loads(json.dumps(report)) == report
-    assert report["programs"].keys() == CASES[case][1]
+    assert report["programs"].keys() == WITH_PSDP[case][1]
     for program in report["programs"].values():
         compiled = {axes: size for axes, size in program["bytes_per_step"]["axes"].items() if axes}
         assert compiled == program["closed_form_bytes_per_step"]
@@ -123,8 +130,8 @@ def test_memory_by_tree_is_that_of_the_arrays(plans, case):
     trees, method = tree_bytes(setup), state.method
     assert trees.parameters == on_first(method.inner.parameters)
     assert trees.optimizer == on_first((method.inner.sharded, method.inner.gathered))
-    assert trees.outer_parameters == on_first(method.outer)
-    assert trees.outer_optimizer == on_first(method.outer_state)
+    assert trees.outer_parameters == on_first(method.outer.parameters)
+    assert trees.outer_optimizer == on_first(method.outer.optimizer)
     assert trees.counters == on_first((state.step, state.skipped, state.skipped_in_a_row, method.seen))
     assert trees.state == on_first(state)
     sizes = setup.layout.mesh.shape

@@ -41,11 +41,15 @@ class Transfer:
     times: int = 1
 
 
-def expected_transfers(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Everything that one step sends; of DiLoCo, if the layout is that of one replica."""
+def expected_transfers(step: StepShape, backend: Backend, averages: list[Transfer] | None = None) -> list[Transfer]:
+    """Everything that one step sends; of DiLoCo, if the layout is that of one replica.
+
+    Arguments:
+    - `averages`: what averaging gradients over replicas, taking their norm and giving updates back sends; None: float32
+    """
     found = [*_weights(step, backend), *_gradients(step, backend), *_tensor_parallel(step, backend)]
-    found += [*_vocabulary(step, backend), *reduced(step), *given_back(step), *_scalars(step)]
-    return _kept(step, found)
+    found += [*_vocabulary(step, backend), Transfer("loss and weight", "all-reduce", (DATA,), 8, step.microbatches)]
+    return kept(step, [*found, *(_exact_averages(step) if averages is None else averages)])
 
 
 def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
@@ -55,24 +59,23 @@ def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
     - `step`: with the weights of the fragment, and the layout of the outer parameters
     """
     weight = Transfer("tokens seen", "all-reduce", (axis,), FLOAT32)
-    anyone = Transfer("whether any were seen", "all-reduce", (axis,), 1)
-    return _kept(step, [*reduced(step, axis), weight, anyone, *_squared_norms(step)])
+    return kept(step, [*reduced(step, axis), weight, *_squared_norms(step), *agreement(step, axis)])
 
 
 def apply_transfers(step: StepShape) -> list[Transfer]:
     """What DiLoCo's APPLY of some weights sends: the outer parameters, gathered. `step` as of `send_transfers`."""
-    return _kept(step, given_back(step))
+    return kept(step, given_back(step))
 
 
-def _kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
+def kept(step: StepShape, transfers: list[Transfer]) -> list[Transfer]:
     """Without those that send nothing, and without mesh axes of size 1."""
     sizes = step.mesh
-    kept = []
+    found = []
     for transfer in transfers:
         axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
         if axes and transfer.bytes and transfer.times:
-            kept.append(Transfer(transfer.purpose, transfer.kind, axes, transfer.bytes, transfer.times))
-    return kept
+            found.append(Transfer(transfer.purpose, transfer.kind, axes, transfer.bytes, transfer.times))
+    return found
 
 
 def bytes_by_axes(transfers: Iterable[Transfer]) -> dict[tuple[str, ...], int]:
@@ -192,12 +195,21 @@ def _shard_bytes(step: StepShape, weight: NamedArray, split: Iterable[str]) -> i
     return FLOAT32 * values(weight.axes) // prod(step.mesh[axis] for axis in split)
 
 
-def _scalars(step: StepShape) -> list[Transfer]:
-    """Loss and weight of every microbatch; loss and weight twice over replicas; each gradient's squared norm."""
-    found = [Transfer("loss and weight", "all-reduce", (DATA,), 2 * FLOAT32, step.microbatches)]
+def _exact_averages(step: StepShape) -> list[Transfer]:
+    """Gradients, loss and weight over replicas; each gradient's squared norm; updates."""
+    found = [*reduced(step), *given_back(step), *_squared_norms(step)]
     if REPLICA in step.layout.params:
-        found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 3 * FLOAT32))
-    return [*found, *_squared_norms(step)]
+        found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
+    return found
+
+
+def agreement(step: StepShape, axis: str) -> list[Transfer]:
+    """Two products of each replica's pseudo-gradient, added up over the devices inside it that share a weight."""
+    found = []
+    for weight in step.weights:
+        inside = tuple(each for each in step.split_by(weight, step.layout.opt_state) if each != axis)
+        found.append(Transfer("agreement", "all-reduce", inside, 2 * FLOAT32))
+    return found
 
 
 def _squared_norms(step: StepShape) -> list[Transfer]:

@@ -43,6 +43,7 @@ class ReduceConfig:
     )
     second_leg: str = field(default="none", metadata={"help": f"codec of the second leg: {', '.join(SECOND_LEGS)}"})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
+    measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
 
     def __post_init__(self):
         for name, choices in (("codec", CODECS), ("second_leg", SECOND_LEGS)):
@@ -50,6 +51,11 @@ class ReduceConfig:
                 raise UserError(f"reduce.{name} is {getattr(self, name)!r}; valid choices: {', '.join(choices)}.")
         for name in (self.codec, self.second_leg):
             self._check_block(name)
+        if self.measure and self.codec == "none":
+            raise UserError(
+                "reduce.measure is true, but reduce.codec is 'none': the first leg loses nothing. Choose a codec: "
+                f"{', '.join(CODECS[1:])}."
+            )
         if self.hadamard and not {self.codec, self.second_leg} & set(BLOCK_BITS):
             raise UserError(
                 f"reduce.hadamard is true, but codec {self.codec} and second_leg {self.second_leg} have no blocks to "

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import REPLICA, Layout
+from gregale.axes.layout import LAYERS, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
 from gregale.communication.pieces import Leaf, leaves_of, shards
@@ -30,39 +30,41 @@ class ErrorState(NamedTuple):
     steps: Any  # int32 []: reductions so far
 
 
-def init_error(buffers: Tree, layout: Layout, config: ReduceConfig) -> ErrorState:
-    """No error yet, for buffers with an axis `replica` (as `reduce_quantised` takes them; only shapes are read)."""
-    leaves = [leaf for leaf in leaves_of(buffers, layout, replicated=True) if not leaf.exact]
+def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> ErrorState:
+    """No error yet, for arrays that are averaged over `axis`, given without that axis (only shapes are read)."""
+    leaves = [leaf for leaf in leaves_of(tree, layout, axis, replicated=False) if not leaf.exact]
     first, second = {}, {}
     for leaf in leaves if config.feedback else []:
-        replicated = (layout.Replica, *leaf.axes)
+        replicated = (layout.axis(axis), *leaf.axes)
         if config.codec != "none":
             first[leaf.path] = _zeros(replicated, layout, layout.params)
         if config.second_leg != "none":
             axes = replicated if leaf.split is None else leaf.axes
-            second[leaf.path] = _zeros(axes, layout, second_mapping(layout))
+            second[leaf.path] = _zeros(axes, layout, second_mapping(layout, axis))
     return ErrorState(first, second, jnp.zeros((), jnp.int32))
 
 
 def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
+    if axes[-1].name == LAYERS:  # a fragment takes some of the layers, so blocks cannot lie along them
+        axes = (*axes, Axis("value", 1))
     *others, last = axes
     block = stored_block(last.size // shards(last, layout, mapping))
     scales = hax.zeros((*others, Axis(last.name, last.size // block)), jnp.bfloat16)
     return Stored(hax.zeros(axes, jnp.uint8), scales)
 
 
-def error_shardings(error: ErrorState, layout: Layout) -> ErrorState:
+def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
     """Where each array of an error state lives."""
     return ErrorState(
         first=layout.shardings(error.first, layout.params),
-        second=layout.shardings(error.second, second_mapping(layout)),
-        steps=NamedSharding(layout.mesh, PartitionSpec()),
+        second=layout.shardings(error.second, second_mapping(layout, axis)),
+        steps=jax.tree.map(lambda _: NamedSharding(layout.mesh, PartitionSpec()), error.steps),
     )
 
 
-def second_mapping(layout: Layout):
+def second_mapping(layout: Layout, axis: str):
     """The mapping of the second leg's errors."""
-    return {**layout.opt_state, REPLICA: REPLICA}
+    return {**layout.opt_state, axis: axis}
 
 
 def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gregale.axes.layout import REPLICA
 from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.feedback import Stored, load, next_error, store
 from gregale.codecs.message import decode_all, encode_all
@@ -23,11 +22,13 @@ class Leg(NamedTuple):
 
     - `codec`: what it encodes with
     - `beta`: decay of the kept error
-    - `fast_axes`: the mesh axes other than `replica`
+    - `axis`: the mesh axis it crosses, `replica` or `island`
+    - `fast_axes`: the other mesh axes
     """
 
     codec: Codec
     beta: float
+    axis: str
     fast_axes: tuple[str, ...]
 
 
@@ -36,7 +37,7 @@ def first_leg(leaves: list[Leaf], values: Arrays, errors: Errors, leg: Leg) -> t
     pieces = {leaf.path: leaf.cut(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
     kept = {leaf.path: leaf.cut(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
     message, kept, finite = _send(pieces, kept, leg)
-    received = jax.lax.all_to_all(message, REPLICA, split_axis=0, concat_axis=0, tiled=True)
+    received = jax.lax.all_to_all(message, leg.axis, split_axis=0, concat_axis=0, tiled=True)
     decoded = decode_all(received, [leaf.piece_size for leaf in leaves], leg.codec)
     means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
     whole = {leaf.path: leaf.join(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
@@ -45,19 +46,19 @@ def first_leg(leaves: list[Leaf], values: Arrays, errors: Errors, leg: Leg) -> t
 
 def second_leg(leaves: list[Leaf], pieces: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
     """Every replica's pieces [piece_size] brought together to local shards [*shape], and the next errors."""
-    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
+    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), leg.axis) for leaf in leaves if leaf.path in errors}
     message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, leg)
-    gathered = jax.lax.all_gather(message, REPLICA)
+    gathered = jax.lax.all_gather(message, leg.axis)
     decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], leg.codec)
     wholes = {leaf.path: leaf.join(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
-    kept = {leaf.path: _among_pieces(leaf, own[leaf.path]) for leaf in leaves if leaf.path in own}
+    kept = {leaf.path: _among_pieces(leaf, own[leaf.path], leg.axis) for leaf in leaves if leaf.path in own}
     return wholes, _remember(errors, kept, finite)
 
 
-def totals(scalars: list[jax.Array]) -> list[jax.Array]:
-    """Sums over replicas of float32 scalars, exactly: their bytes are gathered, and added in one order everywhere."""
+def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
+    """Sums over `axis` of float32 scalars, exactly: their bytes are gathered, and added in one order everywhere."""
     message = EXACT.encode(jnp.stack(scalars).astype(jnp.float32))
-    rows = EXACT.decode(jax.lax.all_gather(message, REPLICA), len(scalars))  # [replica, scalar]
+    rows = EXACT.decode(jax.lax.all_gather(message, axis), len(scalars))  # [replica, scalar]
     return list(jnp.sum(rows, axis=0))
 
 
@@ -70,14 +71,14 @@ def _send(values: Arrays, errors: Arrays, leg: Leg) -> tuple[jax.Array, Arrays, 
         return message, {}, jnp.array(True)
     sent = dict(zip(values, decode_all(message, sizes, leg.codec), strict=True))
     kept = {path: next_error(errors[path], compensated[path] - sent[path], leg.beta) for path in errors}
-    return message, kept, _all_finite(compensated, leg.fast_axes)
+    return message, kept, _all_finite(compensated, leg)
 
 
-def _all_finite(values: Arrays, fast_axes: tuple[str, ...]) -> jax.Array:
-    """Whether the values of all devices are finite; over `replica` goes one byte."""
+def _all_finite(values: Arrays, leg: Leg) -> jax.Array:
+    """Whether the values of all devices are finite; over the slow axis goes one byte."""
     here = jnp.stack([jnp.all(jnp.isfinite(value)) for value in values.values()]).all()
-    in_replica = jax.lax.pmin(here.astype(jnp.int32), fast_axes).astype(jnp.uint8)
-    return jnp.all(jax.lax.all_gather(in_replica, REPLICA) == 1)
+    in_replica = jax.lax.pmin(here.astype(jnp.int32), leg.fast_axes).astype(jnp.uint8)
+    return jnp.all(jax.lax.all_gather(in_replica, leg.axis) == 1)
 
 
 def _remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
@@ -90,16 +91,16 @@ def _remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
     return {path: one(errors[path], error) for path, error in new.items()}
 
 
-def _own_piece(leaf: Leaf, error: jax.Array) -> jax.Array:
+def _own_piece(leaf: Leaf, error: jax.Array, axis: str) -> jax.Array:
     """A second leg's error -> [piece_size]."""
     if leaf.split is None:
-        return leaf.cut(error)[jax.lax.axis_index(REPLICA)]
+        return leaf.cut(error)[jax.lax.axis_index(axis)]
     return error.reshape(-1)
 
 
-def _among_pieces(leaf: Leaf, error: jax.Array) -> jax.Array:
+def _among_pieces(leaf: Leaf, error: jax.Array, axis: str) -> jax.Array:
     """[piece_size] -> a second leg's error; of an array that is not split, zero but for this replica's piece."""
     if leaf.split is None:
         pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
-        return leaf.join(pieces.at[jax.lax.axis_index(REPLICA)].set(error))
+        return leaf.join(pieces.at[jax.lax.axis_index(axis)].set(error))
     return error

@@ -11,21 +11,21 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jax.sharding import PartitionSpec
 
-from gregale.axes.layout import REPLICA, Layout, is_named
+from gregale.axes.layout import Layout, is_named
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of a tree, without its axis `replica`, as one device holds it.
+    """An array of a tree, without the axis that is reduced (`replica`, `island`), as one device holds it.
 
     - `path`: where it is in the tree
     - `axes`: its axes; a plain array's are named by their place
     - `named`: whether it is a NamedArray
     - `params`, `opt_state`: its partition under the two mappings
     - `shape`: of a device's shard under `params`
-    - `split`: the dimension that `opt_state` splits over `replica`, None if it splits none
+    - `split`: the dimension that `opt_state` splits over that axis, None if it splits none
     - `replicas`: pieces to cut it into
     """
 
@@ -77,24 +77,28 @@ class Leaf:
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
 
 
-def leaves_of(tree: Tree, layout: Layout, replicated: bool) -> list[Leaf]:
+def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[Leaf]:
     """The arrays of a tree of named or plain arrays, in its order.
 
-    - `replicated`: whether they have an axis `replica` (of a plain array, the first); it is left out
+    - `axis`: the axis that is reduced, `replica` or `island`
+    - `replicated`: whether the arrays have that axis (of a plain array, the first); it is left out
     """
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
-    return [_leaf(jax.tree_util.keystr(path, simple=True, separator="."), x, layout, replicated) for path, x in paths]
+    leaves = []
+    for path, array in paths:
+        axes = array.axes if is_named(array) else tuple(Axis(f"dimension_{n}", s) for n, s in enumerate(array.shape))
+        if replicated:
+            axes = tuple(each for each in axes if each.name != axis) if is_named(array) else axes[1:]
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        leaves.append(_leaf(name, axes, is_named(array), layout, axis))
+    return leaves
 
 
-def _leaf(path: str, array, layout: Layout, replicated: bool) -> Leaf:
-    named = is_named(array)
-    axes = array.axes if named else tuple(Axis(f"dimension_{place}", size) for place, size in enumerate(array.shape))
-    if replicated:
-        axes = tuple(axis for axis in axes if axis.name != REPLICA) if named else axes[1:]
+def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> Leaf:
     params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
-    shape = tuple(axis.size // shards(axis, layout, layout.params) for axis in axes)
-    split = [place for place, axis in enumerate(axes) if REPLICA in layout.mesh_axes((axis,), layout.opt_state)]
-    return Leaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.replicas)
+    shape = tuple(each.size // shards(each, layout, layout.params) for each in axes)
+    split = [place for place, each in enumerate(axes) if axis in layout.mesh_axes((each,), layout.opt_state)]
+    return Leaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)
 
 
 def shards(axis: Axis, layout: Layout, mapping) -> int:

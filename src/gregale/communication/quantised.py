@@ -1,13 +1,15 @@
 """Averages over `replica` in which only codecs' messages cross it: uint8, in few bits, with error feedback.
 
-The first leg (`reduce_quantised`) is an all-to-all of pieces, which every replica decodes and averages in float32: a
-reduce-scatter. The second (`give_back_quantised`) is an all-gather of what was computed from the averages. Integers are
+The first leg (`reduce`) is an all-to-all of pieces, which every replica decodes and averages in float32: a
+reduce-scatter. The second (`give_back`) is an all-gather of what was computed from the averages. Integers are
 never summed, and everybody decodes the same bytes, so replicas stay equal to the last bit. Each leg sends the arrays of
 a tree as one message, for one latency instead of one an array; a message is small, an eighth of the tree at 4 bits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,8 @@ from jax.sharding import PartitionSpec
 from gregale.axes.layout import REPLICA, Layout, is_named
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.feedback import ErrorState, arrays_of, next_step, updated
+from gregale.codecs.feedback import load
+from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
 from gregale.communication.legs import EXACT, Leg, first_leg, second_leg, totals
 from gregale.communication.pieces import Leaf, leaves_of
 
@@ -28,147 +31,259 @@ Tree = Any
 class WireBytes(NamedTuple):
     """Payload of one device in a step over `replica`: an all-to-all's operand, an all-gather's result."""
 
-    totals: int  # all-gather: the weights and the scalars of the tree, as float32
+    scalars: int  # all-gather: the scalars of the tree, as float32
     first: int  # all-to-all: the first leg
-    second: int  # all-gather: the second leg of arrays that `opt_state` does not split, in `reduce_quantised`
-    given_back: int  # all-gather: the second leg of the others, in `give_back_quantised`
-    finite: int  # all-gathers: with feedback, one byte from each replica for each of the three that quantises
+    second: int  # all-gather: the second leg of arrays that `opt_state` does not split, in `reduce`
+    given_back: int  # all-gather: the second leg of the others, in `give_back`
+    finite: int  # all-gathers: with feedback, a byte from each replica for each leg in `reduce` that quantises
+    finite_given_back: int  # the same, in `give_back`
+
+    def of_reduce(self) -> int:
+        return self.scalars + self.first + self.second + self.finite
+
+    def of_give_back(self) -> int:
+        return self.given_back + self.finite_given_back
 
 
-def wire_bytes(buffers: Tree, layout: Layout, config: ReduceConfig) -> WireBytes:
-    """What `reduce_quantised` and `give_back_quantised` move, in closed form from the shapes of the buffers."""
-    leaves = leaves_of(buffers, layout, replicated=True)
-    arrays = [leaf for leaf in leaves if not leaf.exact]
+class Lost(NamedTuple):
+    """What the first leg loses."""
 
-    def payload(codec: Codec, some: list[Leaf]) -> int:
-        return layout.replicas * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
-
-    first = payload(config.first_codec(), arrays)
-    second = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
-    given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
-    exact = layout.replicas * EXACT.message_bytes(1 + len(leaves) - len(arrays))
-    first_flags = config.codec != "none" and first > 0
-    second_flags = ((second > 0) + (given_back > 0)) if config.second_leg != "none" else 0
-    flags = layout.replicas * (first_flags + second_flags) if config.feedback else 0
-    return WireBytes(exact, first, second, given_back, flags)
+    relative_error: jax.Array  # float32 []: |h - decode(encode(h))| / |h|, over all replicas, with h = g + e
+    error_norm: jax.Array  # float32 []: |e|, over all replicas; 0 without feedback
 
 
-def reduce_quantised(
-    sums: Tree, weights: NamedArray, error: ErrorState, layout: Layout, config: ReduceConfig
-) -> tuple[Tree, ErrorState]:
-    """`(sum over replica of sums) / (sum over replica of weights)` under `opt_state`, float32, up to quantisation.
+@dataclass(frozen=True)
+class QuantisedReducer:
+    """Averages a tree over `axis` through the codecs of `config`; see `communication.reduce.ExactReducer`.
 
-        g = sums / (total weight / R)       h = g + e       message = encode(h)
-        average = mean over replicas of decode(message)     e = beta e + (1 - beta) (h - decode(message))
-
-    Dividing by the mean weight first makes the plain mean of the decoded messages the weighted average, and keeps the
-    error in the units of the average from one step to the next, however many tokens a step has.
-
-    An array that `opt_state` splits ends as a reduce-scatter would leave it. Others are cut flat into R padded pieces,
-    averaged alike, and brought together by the second leg's codec. Scalars (the loss) and the weights go exactly, as
-    the bytes of float32. If a value on any device is not finite, neither is its average, and the error stays as it was.
-
-    Arguments:
-    - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
-    - `weights`: [replica]; what the sums are divided by, added up first
-    - `error`: of `init_error`, or of the step before
+    - `layout`: the mesh and the mappings; `opt_state` splits an array no further than `params` does, but over `axis`
+    - `config`: the codecs of both legs, and the feedback
+    - `axis`: the axis to reduce, `replica` or `island`
     """
-    leaves = leaves_of(sums, layout, replicated=True)
-    error = next_step(error, config)
-    first = arrays_of(error.first, leaves)
-    second = arrays_of(error.second, [leaf for leaf in leaves if leaf.split is None])
 
-    def on_device(shards, weight, first, second):
-        values = {leaf.path: shard[0] for leaf, shard in zip(leaves, shards, strict=True)}
-        averages, first, second = _reduce_on_device(leaves, (values, weight[0]), (first, second), layout, config)
-        return [averages[leaf.path] for leaf in leaves], first, second
+    layout: Layout
+    config: ReduceConfig
+    axis: str = REPLICA
 
-    buffers = {leaf.path: PartitionSpec(REPLICA, *leaf.params) for leaf in leaves}
-    errors = ({path: buffers[path] for path in first}, {path: buffers[path] for path in second})
-    run = jax.shard_map(
-        on_device,
-        mesh=layout.mesh,
-        in_specs=(list(buffers.values()), PartitionSpec(REPLICA), *errors),
-        out_specs=([leaf.opt_state for leaf in leaves], *errors),
-        check_vma=False,
-    )
-    averages, first, second = run([_array(x) for x in _leaves(sums)], _array(weights), first, second)
-    error = error._replace(first=updated(error.first, first), second=updated(error.second, second))
-    return _like(sums, leaves, averages), error
+    def init(self, tree: Tree) -> ErrorState:
+        """No error yet, for a tree of arrays without the axis."""
+        return init_error(tree, self.layout, self.config, self.axis)
+
+    def shardings(self, error: ErrorState) -> ErrorState:
+        """Where each array of an error lives."""
+        return error_shardings(error, self.layout, self.axis)
+
+    def totals(self, *scalars: NamedArray) -> list[jax.Array]:
+        """Sums over the axis of [replica] arrays, exactly: over it go the bytes of their float32 values."""
+
+        def on_device(scalars):
+            return totals([shard[0] for shard in scalars], self.axis)
+
+        lanes, everywhere = [PartitionSpec(self.axis)] * len(scalars), [PartitionSpec()] * len(scalars)
+        mesh = self.layout.mesh
+        run = jax.shard_map(on_device, mesh=mesh, in_specs=(lanes,), out_specs=everywhere, check_vma=False)
+        return run([scalar.array for scalar in scalars])
+
+    def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
+        """`(sum over replica of sums) / weight` under `opt_state`, up to quantisation.
+
+            g = sums / (weight / R)       h = g + e       message = encode(h)
+            average = mean over replicas of decode(message)     e = beta e + (1 - beta) (h - decode(message))
+
+        Dividing by the mean weight first makes the plain mean of the decoded messages the weighted average, and keeps
+        the error in the units of the average from one step to the next, however many tokens a step has.
+
+        An array that `opt_state` splits ends as a reduce-scatter would leave it. Others are cut flat into R padded
+        pieces, averaged alike, and brought together by the second leg's codec. Scalars go exactly, as the bytes of
+        float32. If a value on any device is not finite, neither is its average, and the error stays as it was.
+
+        Arguments:
+        - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
+        - `weight`: float32 scalar, the total of all replicas
+        - `error`: of `init`, or of the step before
+        """
+        leaves = leaves_of(sums, self.layout, self.axis, replicated=True)
+        error = next_step(error, self.config)
+        first = arrays_of(error.first, leaves)
+        second = arrays_of(error.second, [leaf for leaf in leaves if leaf.split is None])
+
+        def on_device(shards, weight, first, second):
+            values = {leaf.path: shard[0] for leaf, shard in zip(leaves, shards, strict=True)}
+            averages, first, second = self._reduce_on_device(leaves, values, weight, (first, second))
+            return [averages[leaf.path] for leaf in leaves], first, second
+
+        buffers = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
+        errors = ({path: buffers[path] for path in first}, {path: buffers[path] for path in second})
+        run = jax.shard_map(
+            on_device,
+            mesh=self.layout.mesh,
+            in_specs=(list(buffers.values()), PartitionSpec(), *errors),
+            out_specs=([leaf.opt_state for leaf in leaves], *errors),
+            check_vma=False,
+        )
+        arrays = [self._array(x) for x in _leaves(sums)]
+        averages, first, second = run(arrays, weight, first, second)
+        error = error._replace(first=updated(error.first, first), second=updated(error.second, second))
+        return _like(sums, leaves, averages), error
+
+    def give_back(self, reduced: Tree, error: ErrorState) -> tuple[Tree, ErrorState]:
+        """What was computed under `opt_state`, under `params` again, through the second leg's codec.
+
+            h = x + e        given back = decode(encode(h))        e = beta e + (1 - beta) (h - given back)
+
+        All replicas get the same bits, the one that a value comes from too. Arrays that `opt_state` does not split are
+        whole already and stay as they are.
+
+        Arguments:
+        - `reduced`: the tree that `reduce` returned, or one of the same structure and shapes
+        - `error`: as `reduce` returned it in this step
+        """
+        leaves = leaves_of(reduced, self.layout, self.axis, replicated=False)
+        arrays = {leaf.path: self._array(x) for leaf, x in zip(leaves, _leaves(reduced), strict=True)}
+        split = [leaf for leaf in leaves if leaf.split is not None]
+        if not split:
+            return reduced, error
+        second = arrays_of(error.second, split)
+
+        def on_device(shards, second):
+            pieces = {path: shard.astype(jnp.float32).reshape(-1) for path, shard in shards.items()}
+            return second_leg(split, pieces, second, self._leg(self.config.second_codec()))
+
+        sharded = {leaf.path: leaf.opt_state for leaf in split}
+        specs = {path: sharded[path] for path in second}
+        run = jax.shard_map(
+            on_device,
+            mesh=self.layout.mesh,
+            in_specs=(sharded, specs),
+            out_specs=({leaf.path: leaf.params for leaf in split}, specs),
+            check_vma=False,
+        )
+        given, second = run({leaf.path: arrays[leaf.path] for leaf in split}, second)
+        arrays |= given
+        error = error._replace(second=updated(error.second, second))
+        return _like(reduced, leaves, [arrays[leaf.path] for leaf in leaves]), error
+
+    def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> Lost:
+        """What `reduce` would lose of these sums. For a program of its own: figures cross all axes as float32."""
+        leaves = [leaf for leaf in leaves_of(sums, self.layout, self.axis, replicated=True) if not leaf.exact]
+        kept = arrays_of(error.first, leaves)
+        codec, mesh = self.config.first_codec(), self.layout.mesh
+        shards = {
+            leaf.path: prod(mesh.shape[name] for name in (*_split_over(leaf.params), self.axis)) for leaf in leaves
+        }
+
+        def on_device(values, weight, kept):
+            figures = jnp.zeros(3)
+            for path, value in values.items():
+                waiting = load(kept[path]).reshape(value.shape) if path in kept else jnp.zeros_like(value)
+                whole = (value.astype(jnp.float32) * (self.lanes / weight) + waiting).reshape(1, -1)
+                sent = codec.decode(codec.encode(whole), whole.shape[-1])
+                squares = [jnp.sum(jnp.square(x)) for x in (whole - sent, whole, waiting)]
+                figures += jnp.stack(squares) * (shards[path] / mesh.size)
+            return jax.lax.psum(figures, tuple(mesh.axis_names))
+
+        specs = {leaf.path: PartitionSpec(self.axis, *leaf.params) for leaf in leaves}
+        run = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(), {path: specs[path] for path in kept}),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        arrays = {leaf.path: x for leaf, x in zip(leaves, self._arrays(sums), strict=True)}
+        lost, whole, waiting = run(arrays, weight, kept)
+        return Lost(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
+
+    def norm(self, reduced: Tree) -> jax.Array:
+        """The L2 norm of a tree under `opt_state`; over `axis` go the bytes of one float32."""
+        layout = self.layout
+        leaves = leaves_of(reduced, layout, self.axis, replicated=False)
+        splits = [_split_over(leaf.opt_state) for leaf in leaves]
+        copies = [layout.mesh.size // prod(layout.mesh.shape[name] for name in split) for split in splits]
+
+        def on_device(shards):
+            squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) / n for x, n in zip(shards, copies, strict=True)]
+            inside = jax.lax.psum(sum(squares, start=jnp.zeros(())), self.fast_axes)
+            return totals([inside], self.axis)[0]
+
+        specs = [leaf.opt_state for leaf in leaves]
+        run = jax.shard_map(on_device, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+        return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
+
+    def wire_bytes(self, tree: Tree) -> WireBytes:
+        """What `reduce` and `give_back` move, in closed form from the shapes of arrays without the axis."""
+        leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
+        arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
+
+        def payload(codec: Codec, some: list[Leaf]) -> int:
+            return lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
+
+        first = payload(config.first_codec(), arrays)
+        second = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is None])
+        given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
+        exact = lanes * EXACT.message_bytes(len(leaves) - len(arrays))
+        keeps_first, keeps_second = (
+            config.feedback is not None and leg != "none" for leg in (config.codec, config.second_leg)
+        )
+        flags = (keeps_first and first > 0) + (keeps_second and second > 0)
+        return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))
+
+    def bytes_sent(self, tree: Tree) -> int:
+        """Bytes that a device sends over `axis` to reduce a tree and to give it back, without totals and norm."""
+        return (self.lanes - 1) * sum(self.wire_bytes(tree)) // self.lanes
+
+    @property
+    def lanes(self) -> int:
+        """Size of the axis."""
+        return self.layout.axis(self.axis).size
+
+    @property
+    def fast_axes(self) -> tuple[str, ...]:
+        """The other mesh axes, but those of size 1."""
+        return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
+
+    def _leg(self, codec: Codec) -> Leg:
+        feedback = self.config.feedback
+        return Leg(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
+
+    def _reduce_on_device(self, leaves: list[Leaf], values: dict, weight: jax.Array, errors: tuple):
+        """Local sums by path, total weight, (first, second) errors -> averages by path, the errors."""
+        first, second = errors
+        arrays = [leaf for leaf in leaves if not leaf.exact]
+        exact = [leaf.path for leaf in leaves if leaf.exact]
+        sums = totals([values[path] for path in exact], self.axis) if exact else []
+        averages = {path: summed / weight for path, summed in zip(exact, sums, strict=True)}
+        if arrays:
+            scale = self.lanes / weight
+            scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
+            pieces, first = first_leg(arrays, scaled, first, self._leg(self.config.first_codec()))
+            averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}
+        whole = [leaf for leaf in arrays if leaf.split is None]
+        if whole:
+            joined, second = second_leg(whole, averages, second, self._leg(self.config.second_codec()))
+            averages |= joined
+        return averages, first, second
+
+    def _arrays(self, tree: Tree) -> list[jax.Array]:
+        """The arrays of a tree but its scalars, with the axis first."""
+        arrays = [self._array(leaf) for leaf in _leaves(tree)]
+        return [array for array in arrays if array.ndim > 1]
+
+    def _array(self, leaf) -> jax.Array:
+        """A leaf's array, with the axis first where it has it."""
+        if not isinstance(leaf, NamedArray):
+            return leaf
+        return leaf.rearrange((self.axis, ...)).array if self.axis in leaf.axis_names else leaf.array
 
 
-def _reduce_on_device(leaves: list[Leaf], sums: tuple, errors: tuple, layout: Layout, config: ReduceConfig):
-    """(local sums by path, weight) and (first, second) errors -> averages by path and the two errors."""
-    (values, weight), (first, second) = sums, errors
-    arrays = [leaf for leaf in leaves if not leaf.exact]
-    exact = [leaf.path for leaf in leaves if leaf.exact]
-    total, *exact_sums = totals([weight, *(values[path] for path in exact)])
-    averages = {path: summed / total for path, summed in zip(exact, exact_sums, strict=True)}
-    if arrays:
-        scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * (layout.replicas / total) for leaf in arrays}
-        pieces, first = first_leg(arrays, scaled, first, _leg(config.first_codec(), layout, config))
-        averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}
-    whole = [leaf for leaf in arrays if leaf.split is None]
-    if whole:
-        joined, second = second_leg(whole, averages, second, _leg(config.second_codec(), layout, config))
-        averages |= joined
-    return averages, first, second
-
-
-def give_back_quantised(
-    reduced: Tree, error: ErrorState, layout: Layout, config: ReduceConfig
-) -> tuple[Tree, ErrorState]:
-    """What was computed under `opt_state`, under `params` again, through the second leg's codec.
-
-        h = x + e        given back = decode(encode(h))        e = beta e + (1 - beta) (h - given back)
-
-    All replicas get the same bits, the one that a value comes from too. Arrays that `opt_state` does not split are
-    whole already and stay as they are.
-
-    Arguments:
-    - `reduced`: the tree that `reduce_quantised` returned, or one of the same structure and shapes
-    - `error`: as `reduce_quantised` returned it in this step
-    """
-    leaves = leaves_of(reduced, layout, replicated=False)
-    arrays = {leaf.path: _array(x) for leaf, x in zip(leaves, _leaves(reduced), strict=True)}
-    split = [leaf for leaf in leaves if leaf.split is not None]
-    if not split:
-        return reduced, error
-    second = arrays_of(error.second, split)
-
-    def on_device(shards, second):
-        pieces = {path: shard.astype(jnp.float32).reshape(-1) for path, shard in shards.items()}
-        return second_leg(split, pieces, second, _leg(config.second_codec(), layout, config))
-
-    sharded = {leaf.path: leaf.opt_state for leaf in split}
-    specs = {path: sharded[path] for path in second}
-    run = jax.shard_map(
-        on_device,
-        mesh=layout.mesh,
-        in_specs=(sharded, specs),
-        out_specs=({leaf.path: leaf.params for leaf in split}, specs),
-        check_vma=False,
-    )
-    given, second = run({leaf.path: arrays[leaf.path] for leaf in split}, second)
-    arrays |= given
-    error = error._replace(second=updated(error.second, second))
-    return _like(reduced, leaves, [arrays[leaf.path] for leaf in leaves]), error
-
-
-def _leg(codec: Codec, layout: Layout, config: ReduceConfig) -> Leg:
-    fast_axes = tuple(axis for axis, size in layout.mesh.shape.items() if axis != REPLICA and size > 1)
-    return Leg(codec, config.feedback.beta if config.feedback else 0.0, fast_axes)
+def _split_over(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes of a partition."""
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return tuple(name for entry in entries for name in entry)
 
 
 def _leaves(tree: Tree) -> list:
     return jax.tree.leaves(tree, is_leaf=is_named)
-
-
-def _array(leaf) -> jax.Array:
-    """A leaf's array, with `replica` first where it has that axis."""
-    if not isinstance(leaf, NamedArray):
-        return leaf
-    return leaf.rearrange((REPLICA, ...)).array if REPLICA in leaf.axis_names else leaf.array
 
 
 def _like(tree: Tree, leaves: list[Leaf], arrays: list[jax.Array]) -> Tree:

@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import REPLICA, Layout, is_named
+from gregale.optim.clipping import global_norm
 
 Tree = Any
 
 
-def reduce_replicas(sums: Tree, weights: NamedArray, layout: Layout, axis: str = REPLICA) -> Tree:
-    """`(sum over replica of sums) / (sum over replica of weights)`, under the `opt_state` mapping.
+@dataclass(frozen=True)
+class ExactReducer:
+    """Averages a tree over `axis` in float32 and gives back what was computed from the averages.
+
+    A method calls `reduce` and `give_back` once a step each, and hands the error that one returns to the next: None
+    here, and what was not sent yet with `communication.quantised.QuantisedReducer`, which has the same methods.
+    """
+
+    layout: Layout
+    axis: str = REPLICA
+
+    def init(self, tree: Tree) -> None:
+        """The error before the first step, for a tree of arrays without the axis."""
+
+    def shardings(self, error: None) -> None:
+        """Where each array of an error lives."""
+
+    def totals(self, *scalars: NamedArray) -> list[jax.Array]:
+        """Sums over the axis of [replica] arrays: weights, losses."""
+        return [_sum_over(scalar.array, self.axis, (), self.layout) for scalar in scalars]
+
+    def reduce(self, sums: Tree, weight: jax.Array, error: None) -> tuple[Tree, None]:
+        """`reduce_replicas`."""
+        return reduce_replicas(sums, weight, self.layout, self.axis), error
+
+    def give_back(self, reduced: Tree, error: None) -> tuple[Tree, None]:
+        """What was computed under `opt_state`, under `params` again: one all-gather over `axis` an array."""
+        return give_back(reduced, self.layout), error
+
+    def norm(self, reduced: Tree) -> jax.Array:
+        """The L2 norm of a tree under `opt_state`."""
+        return global_norm(reduced)
+
+    def bytes_sent(self, tree: Tree) -> int:
+        """Bytes that a device sends over `axis` to reduce a tree and to give it back, without totals and norm."""
+        return bytes_sent(tree, self.layout, self.axis)
+
+
+def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: str = REPLICA) -> Tree:
+    """`(sum over replica of sums) / weight`, under the `opt_state` mapping.
 
     An array that `opt_state` splits over `replica` takes exactly one reduce-scatter over `replica`: a device's shard
     of the result is a slice of its own shard of the sums. Others (too small to be split) take one all-reduce.
 
     Arguments:
     - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
-    - `weights`: [replica]; what the sums are divided by, added up first
+    - `weight`: scalar, the total of all replicas
     - `axis`: the axis to reduce, where it is not `replica`
     """
-    total = jnp.sum(weights.array)
 
     def one(leaf):
         if not isinstance(leaf, NamedArray):
-            return _sum_over(leaf, axis, (), layout) / total
+            return _sum_over(leaf, axis, (), layout) / weight
         leaf = leaf.rearrange((axis, ...))
         names = tuple(each.name for each in leaf.axes[1:])
-        return NamedArray(_sum_over(leaf.array, axis, names, layout) / total, names)
+        return NamedArray(_sum_over(leaf.array, axis, names, layout) / weight, names)
 
     return jax.tree.map(one, sums, is_leaf=is_named)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -15,13 +15,15 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
-from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
+from gregale.codecs.config import ReduceConfig
+from gregale.communication.quantised import Lost, QuantisedReducer
+from gregale.communication.reduce import ExactReducer, give_back, reduce_replicas
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, products
-from gregale.methods.fragments import FRAGMENT, Fragment, layers_in, per_fragment
+from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
+from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, sending_layout
 from gregale.methods.psdp import Actions, Psdp, PsdpState
 from gregale.methods.schedule import Schedule
-from gregale.optim.clipping import global_norm
 from gregale.optim.config import Optimizer
 
 Tree = Any
@@ -31,8 +33,7 @@ class DilocoState(NamedTuple):
     """What DiLoCo carries from step to step."""
 
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
-    outer: Tree  # the outer parameters theta, under `outer_layout.opt_state`
-    outer_state: Tree  # the outer optimizer's state, likewise
+    outer: Outer  # the outer parameters, and their optimizer's state
     seen: NamedArray  # [fragment, replica] float32: weight of the tokens since the fragment was last sent
 
 
@@ -64,6 +65,7 @@ class Diloco:
     - `mixing`: alpha, what a replica keeps of its own when a fragment is applied
     - `dropout`: probability that a replica is left out of a fragment's synchronisation and goes on from its own
     - `seed`: of the dropout
+    - `reduce`: the codecs of what crosses the axis: pseudo-gradients in the first leg, outer updates in the second
     """
 
     inner: Psdp
@@ -73,6 +75,7 @@ class Diloco:
     mixing: float = 0.0
     dropout: float = 0.0
     seed: int = 0
+    reduce: ReduceConfig = field(default=ReduceConfig())
 
     name: ClassVar[str] = "diloco"
 
@@ -125,22 +128,31 @@ class Diloco:
 
     def begin(self, start: PsdpState) -> DilocoState:
         """The state in which every replica goes on from a PSDP state."""
-        Lanes, outer = self.layout.axis(self.axis), self.outer_layout
+        Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
+        start = start._replace(error=None)  # replicas do not quantise what they average inside
         inner = vmap_over(lambda _: start, self.axis, self.layout)(hax.zeros(Lanes))
-        theta = outer.constrain(start.parameters, outer.opt_state)
-        outer_state = per_fragment(self.outer, self.outer.init(theta), self.schedule.fragments)
-        seen = hax.zeros((hax.Axis(FRAGMENT, self.schedule.fragments), Lanes))
-        return DilocoState(inner, theta, outer.constrain(outer_state, outer.opt_state), seen)
+        outer = self.joint.begin(start.parameters)
+        outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
+        return self.renewed(DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))))
+
+    def renewed(self, state: DilocoState) -> DilocoState:
+        """A state of any mesh with no error of quantised averages yet."""
+        error = self.joint.reducer.init(state.outer.parameters)
+        error = errors_per_fragment(error, self.schedule.fragments)
+        return state._replace(outer=state.outer._replace(error=error))
 
     def end(self, state: DilocoState) -> PsdpState:
-        """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states."""
+        """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
+
+        It has no error of quantised averages; `Psdp.renewed` gives it one.
+        """
         layout = self.layout
 
         def average(leaf):
             array = leaf.array if is_named(leaf) else leaf
             if not jnp.issubdtype(array.dtype, jnp.floating):
                 return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
-            return reduce_replicas(leaf, hax.ones(layout.axis(self.axis)), self.outer_layout, self.axis)
+            return reduce_replicas(leaf, layout.axis(self.axis).size, self.outer_layout, self.axis)
 
         sharded, gathered = jax.tree.map(average, (state.inner.sharded, state.inner.gathered), is_leaf=is_named)
         sharded = layout.constrain(sharded, layout.opt_state)
@@ -148,7 +160,7 @@ class Diloco:
 
     def shardings(self, state: DilocoState) -> DilocoState:
         """Where each array of a state lives."""
-        layout, outer, inside = self.layout, self.outer_layout, self.inner.layout
+        layout, inside = self.layout, self.inner.layout
 
         def per_replica(tree, mapping):
             places = layout.shardings(tree, {**mapping, self.axis: self.axis})
@@ -160,12 +172,8 @@ class Diloco:
             sharded=per_replica(state.inner.sharded, inside.opt_state),
             gathered=per_replica(state.inner.gathered, {}),
         )
-        return DilocoState(
-            inner=inner,
-            outer=outer.shardings(state.outer, outer.opt_state),
-            outer_state=outer.shardings(state.outer_state, outer.opt_state),
-            seen=layout.shardings(state.seen, {self.axis: self.axis}),
-        )
+        seen = layout.shardings(state.seen, {self.axis: self.axis})
+        return DilocoState(inner, self.joint.shardings(state.outer), seen)
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update."""
@@ -183,27 +191,41 @@ class Diloco:
         - `send`: the fragment that was due after the step before; it is read from `state` as it comes in
         - `apply`: the fragment that is due after this step
         """
-        theta, outer_state, sent = state.outer, state.outer_state, None
+        outer, figures = state.outer, None
         if send is not None:
-            theta, outer_state, sent = self._send(state, send)
+            outer, figures = self._send(state, send)
         # A fragment that was sent earlier is read from the state that came in, so that it waits for no send.
-        arriving = theta if self.schedule.delay == 1 else state.outer
+        arriving = outer if self.schedule.delay == 1 else state.outer
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self._by_replica(batch))
         if apply is not None:
-            inner = inner._replace(parameters=self._apply(inner.parameters, arriving, apply))
+            parameters, changed = self._apply(inner.parameters, arriving, apply)
+            inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
         seen = self._forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
-        return DilocoState(inner, theta, outer_state, seen), metrics._replace(outer=sent)
+        return DilocoState(inner, outer, seen), metrics._replace(outer=figures)
 
     def synchronise(self, state: DilocoState, fragment: Fragment) -> tuple[DilocoState, PseudoGradient]:
         """SEND and APPLY of a fragment at once (tau = 0)."""
-        theta, outer_state, sent = self._send(state, fragment)
-        inner = state.inner._replace(parameters=self._apply(state.inner.parameters, theta, fragment))
-        return DilocoState(inner, theta, outer_state, self._forget(state.seen, fragment)), sent
+        outer, figures = self._send(state, fragment)
+        parameters, changed = self._apply(state.inner.parameters, outer, fragment)
+        inner, outer = state.inner._replace(parameters=parameters), fragment.put(outer, changed)
+        return DilocoState(inner, outer, self._forget(state.seen, fragment)), figures
+
+    def lost(self, state: DilocoState, batch: Tree) -> Lost:
+        """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
+        del batch
+        reducer = self.joint.reducer
+        assert isinstance(reducer, QuantisedReducer)
+
+        def differences(own: Tree) -> Tree:
+            return jax.tree.map(jnp.subtract, state.outer.parameters, own)
+
+        sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
+        return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
     def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
         """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""
-        theta = state.outer if due is None else self._send(state, due)[0]
-        return give_back(self.layout.constrain(theta, self.layout.opt_state), self.layout)
+        outer = state.outer if due is None else self._send(state, due)[0]
+        return self.joint.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over the axis in the first `step` steps, for parameters."""
@@ -212,7 +234,7 @@ class Diloco:
         for index in range(self.schedule.fragments):
             if fragment := Fragment.at(self.schedule, index, 0):
                 part = jax.eval_shape(fragment.take, parameters)
-                total += self.schedule.sends(index, step) * bytes_sent(part, self.outer_layout, self.axis)
+                total += self.schedule.sends(index, step) * self.joint.reducer.bytes_sent(part)
         return total
 
     def trained(self, state: DilocoState) -> Tree:
@@ -221,7 +243,8 @@ class Diloco:
 
     def parameters_only(self, state: DilocoState) -> DilocoState:
         """The part of a state that `trained` needs; the rest is None."""
-        return DilocoState(None, state.outer, None, None)  # type: ignore[arg-type]
+        outer = Outer(state.outer.parameters, None, state.outer.pending)
+        return DilocoState(None, outer, None)  # type: ignore[arg-type]
 
     def replica(self, state: DilocoState, index: int) -> Tree:
         """The model of one replica."""
@@ -234,45 +257,43 @@ class Diloco:
 
     def average(self, state: DilocoState) -> Tree:
         """The model with the plain average of the replicas' parameters."""
-        ones = hax.ones(self.layout.axis(self.axis))
-        mean = reduce_replicas(state.inner.parameters, ones, self.outer_layout, self.axis)
+        lanes = self.layout.axis(self.axis).size
+        mean = reduce_replicas(state.inner.parameters, lanes, self.outer_layout, self.axis)
         return self.inner.model_with(give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout))
 
-    def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Tree, Tree, PseudoGradient]:
-        """theta and the outer optimizer's state after the fragment's outer step, and its pseudo-gradient's figures."""
+    @property
+    def joint(self) -> ExactOuter | QuantisedOuter:
+        """How the outer parameters are kept, sent and given back."""
         layout = self.outer_layout
+        if not self.reduce.quantised:
+            return ExactOuter(self.outer, ExactReducer(layout, self.axis))
+        return QuantisedOuter(self.outer, QuantisedReducer(sending_layout(layout, self.axis), self.reduce, self.axis))
+
+    def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Outer, PseudoGradient]:
+        """The outer side after the fragment's outer step, and its pseudo-gradient's figures."""
+        layout, joint = self.outer_layout, self.joint
         weights = state.seen[FRAGMENT, fragment.index] * self._taking_part(fragment)
+        (weight,) = joint.reducer.totals(weights)
+        own, before = fragment.take(state.inner.parameters), fragment.take(state.outer)
+        sent = joint.send(before, own, weights, weight)
+        outer = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
+        outer = joint.placed(outer)
+        norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
+        agreement = products(own, sent.parameters, sent.gradient, layout, self.axis)
+        return fragment.put(state.outer, outer), PseudoGradient(norm, weights.array, *agreement)
 
-        def weighed(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda leaf: leaf * weight.array, own)
-
-        own = fragment.take(state.inner.parameters)
-        sums = vmap_over(weighed, self.axis, self.layout)(own, weights)
-        mean = reduce_replicas(sums, weights, layout, self.axis)
-        theta, outer_state = fragment.take(state.outer), fragment.take(state.outer_state)
-        gradient = jax.tree.map(jnp.subtract, theta, mean)
-        updates, moved_state = self.outer.update(gradient, outer_state, theta)
-        moved = optax.apply_updates(theta, updates)
-        anyone = jnp.any(weights.array > 0)
-        moved, moved_state = jax.tree.map(
-            lambda new, old: jnp.where(anyone, new, old), (moved, moved_state), (theta, outer_state)
-        )
-        moved, moved_state = layout.constrain((moved, moved_state), layout.opt_state)
-        norm = jnp.where(anyone, global_norm(gradient), 0)
-        sent = PseudoGradient(norm, weights.array, *products(own, theta, gradient, layout, self.axis))
-        return fragment.put(state.outer, moved), fragment.put(state.outer_state, moved_state), sent
-
-    def _apply(self, parameters: Tree, theta: Tree, fragment: Fragment) -> Tree:
-        """Each replica's parameters with the fragment mixed with theta's."""
+    def _apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
+        """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
         layout = self.layout
-        arrived = give_back(layout.constrain(fragment.take(theta), layout.opt_state), layout)
+        arrived, changed = self.joint.arrive(fragment.take(outer))
+        arrived = layout.constrain(arrived, layout.params)
         keep = self._taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
 
         def mixed(own: Tree, keep: NamedArray) -> Tree:
             return jax.tree.map(lambda own, new: keep.array * own + (1 - keep.array) * new, own, arrived)
 
         mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
-        return layout.constrain(fragment.put(parameters, mixed_all), layout.params)
+        return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
 
     def _taking_part(self, fragment: Fragment) -> NamedArray:
         """[replica] float32: 1 for a replica that takes part in this synchronisation, 0 for one that is left out."""

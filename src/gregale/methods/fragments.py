@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import optax
 from haliax import NamedArray
 
 from gregale.axes.layout import LAYERS, is_named
+from gregale.communication.feedback import ErrorState
 from gregale.methods.schedule import Schedule
 
 Tree = Any
@@ -92,6 +94,13 @@ def per_fragment(optimizer: optax.GradientTransformation, state: Tree, fragments
     return optax.tree_utils.tree_map_params(
         optimizer, lambda leaf: leaf, state, transform_non_params=counter, is_leaf=is_named
     )
+
+
+def errors_per_fragment(error: ErrorState | None, fragments: int) -> ErrorState | None:
+    """The errors of quantised averages with their counter once for each fragment; None stays None."""
+    if error is None:
+        return None
+    return error._replace(steps=hax.zeros(hax.Axis(FRAGMENT, fragments), jnp.int32))
 
 
 def layers_in(tree: Tree) -> int:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from gregale.axes.layout import Layout, is_parameter
+from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import accumulate
-from gregale.communication.reduce import bytes_sent, give_back, reduce_replicas
-from gregale.optim.clipping import global_norm
+from gregale.communication.quantised import Lost, QuantisedReducer
+from gregale.communication.reducer import Reducer, reducer_of
 from gregale.optim.config import Optimizer
 
 Tree = Any
@@ -25,6 +26,7 @@ class PsdpState(NamedTuple):
     parameters: Tree  # under `params`
     sharded: Tree  # the optimizer's state, under `opt_state`
     gathered: Tree  # state of the optimizer's second part: scalars
+    error: Tree = None  # what quantised averages have not sent yet; None if averages are exact
 
 
 class StepMetrics(NamedTuple):
@@ -62,6 +64,7 @@ class Psdp:
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed one after the other
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
+    - `reduce`: the codecs of what crosses `replica`: gradients in the first leg, updates in the second
     """
 
     model: Tree
@@ -70,6 +73,7 @@ class Psdp:
     layout: Layout
     microbatches: int = 1
     prepare: Callable[[Tree], Tree] = field(default=same)
+    reduce: ReduceConfig = field(default=ReduceConfig())
 
     name: ClassVar[str] = "psdp"
 
@@ -88,7 +92,11 @@ class Psdp:
         parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
-        return PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered)
+        return self.renewed(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+
+    def renewed(self, state: PsdpState) -> PsdpState:
+        """A state of any mesh and codec with no error of quantised averages yet."""
+        return state._replace(error=self.reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
         """Where each array of a state lives."""
@@ -97,6 +105,7 @@ class Psdp:
             parameters=layout.shardings(state.parameters, layout.params),
             sharded=layout.shardings(state.sharded, layout.opt_state),
             gathered=layout.shardings(state.gathered, {}),
+            error=self.reducer.shardings(state.error),
         )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
@@ -104,22 +113,32 @@ class Psdp:
 
         A step whose loss or gradient is not finite leaves the state as it was.
         """
-        layout, optimizer = self.layout, self.optimizer
+        layout, optimizer, reducer = self.layout, self.optimizer, self.reducer
         sums = accumulate(self._loss, state.parameters, batch, layout, self.microbatches, self.prepare)
-        grads, loss = reduce_replicas((sums.gradients, sums.loss), sums.weight, layout)
-        norm = global_norm(grads)
+        weight, loss = reducer.totals(sums.weight, sums.loss)
+        loss = loss / weight
+        grads, error = reducer.reduce(sums.gradients, weight, state.error)
+        norm = reducer.norm(grads)
 
         shard = layout.constrain(state.parameters, layout.opt_state)
         updates, sharded = optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
-        updates = give_back(layout.constrain(updates, layout.opt_state), layout)
+        updates, error = reducer.give_back(layout.constrain(updates, layout.opt_state), error)  # type: ignore[arg-type]
         updates, gathered = optimizer.gathered.update(updates, state.gathered, state.parameters)
 
         parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
         parameters = layout.constrain(parameters, layout.params)
-        moved = PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered)
-        finite = jnp.isfinite(loss.array) & jnp.isfinite(norm)
+        moved = PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered, error)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
-        return kept, StepMetrics(loss.array, jnp.sum(sums.weight.array), norm, finite)
+        return kept, StepMetrics(loss, weight, norm, finite)
+
+    def lost(self, state: PsdpState, batch: Tree) -> Lost:
+        """What quantising would lose of the gradients of a batch; for a program of its own, with `reduce` quantised."""
+        reducer = self.reducer
+        assert isinstance(reducer, QuantisedReducer)
+        sums = accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+        (weight,) = reducer.totals(sums.weight)
+        return reducer.measure(sums.gradients, weight, state.error)
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update: nothing."""
@@ -128,7 +147,7 @@ class Psdp:
 
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
-        return step * bytes_sent(eqx.filter(self.model, is_parameter), self.layout)
+        return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
 
     def trained(self, state: PsdpState) -> Tree:
         """The model with the state's parameters."""
@@ -141,6 +160,11 @@ class Psdp:
     def parameters_only(self, state: PsdpState) -> PsdpState:
         """The part of a state that `trained` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
+
+    @property
+    def reducer(self) -> Reducer:
+        """How gradients are averaged and updates given back."""
+        return reducer_of(self.reduce, self.layout)
 
     @property
     def _static(self) -> Tree:

@@ -8,6 +8,7 @@ from gregale.data.config import Corpus
 from gregale.model.generate import Sampling
 from gregale.programs.batches import GlobalBatches
 from gregale.programs.evaluation import Evaluator
+from gregale.programs.quantisation import QuantisationFigures
 from gregale.programs.resume import Start, checkpoint_metadata, converted, evaluated_model
 from gregale.programs.sample import Sampler
 from gregale.programs.setup import Setup
@@ -27,6 +28,7 @@ class Loop:
         self._setup, self._corpus, self._run = setup, corpus, run
         self._checkpoints, self._trackers = checkpoints, trackers
         self._evaluate = Evaluator(setup, corpus.held_out, corpus.tokenizer.token_bytes)
+        self._measure = QuantisationFigures(setup, corpus.held_out) if setup.config.reduce.measure else None
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
@@ -71,6 +73,8 @@ class Loop:
         config = self._setup.config
         model = evaluated_model(self._setup, state)
         self.evaluation = self._evaluate(model, config.evaluation.batches)
+        if self._measure is not None and self._setup.method_after(step) is self._setup.method:
+            self.evaluation |= self._measure(state)
         if config.samples.prompts:
             self._sample(model, step)
         self._trackers.log(step, self.evaluation)  # last: with this line a run is complete

@@ -10,10 +10,21 @@ from typing import NamedTuple
 import jax
 
 from gregale.audit.step import StepShape
-from gregale.audit.traffic import Transfer, apply_transfers, given_back, reduced, send_transfers, sent_bytes
+from gregale.audit.traffic import (
+    Transfer,
+    agreement,
+    apply_transfers,
+    given_back,
+    kept,
+    reduced,
+    send_transfers,
+    sent_bytes,
+)
 from gregale.axes.layout import is_named
+from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
+from gregale.programs.plan_messages import give_back_messages, measure_messages, send_messages
 
 
 class Legs(NamedTuple):
@@ -47,14 +58,20 @@ class Joining:
 
     def transfers(self, legs: Legs) -> list[Transfer]:
         """Everything that the legs send, as the audit finds it in the compiled program."""
-        send = [] if legs.send is None else send_transfers(self.part(legs.send), self.method.axis)
-        return send if legs.apply is None else send + apply_transfers(self.part(legs.apply))
+        send = [] if legs.send is None else self._send(self.part(legs.send))
+        return send if legs.apply is None else send + self._apply(self.part(legs.apply))
 
     def bytes_over_axis(self, legs: Legs) -> float:
         """What a device sends over the slow axis for the parameters in these legs, as `Diloco.bytes_sent` counts it."""
-        send = [] if legs.send is None else reduced(self.part(legs.send), self.method.axis)
-        apply = [] if legs.apply is None else given_back(self.part(legs.apply))
-        return self._sent(each for each in send + apply if each.axes == (self.method.axis,))
+        reducer, axis = self.method.joint.reducer, self.method.axis
+        send, apply = (None if leg is None else self.part(leg) for leg in legs)
+        if isinstance(reducer, QuantisedReducer):
+            found = [] if send is None else send_messages(reducer, send.weights)
+            found += [] if apply is None else give_back_messages(reducer, apply.weights)
+        else:
+            found = [] if send is None else reduced(send, axis)
+            found += [] if apply is None else given_back(apply)
+        return self._sent(each for each in found if each.axes == (axis,))
 
     def bytes_a_step(self) -> tuple[float, float]:
         """What a device sends over the slow axis for the parameters: average of a period, and largest step."""
@@ -66,6 +83,21 @@ class Joining:
         whole = replace(self.step, layout=self.method.outer_layout)
         transfers = [*reduced(whole, self.method.axis), *given_back(whole)]
         return self._sent(each for each in transfers if each.axes == (self.method.axis,))
+
+    def _send(self, part: StepShape) -> list[Transfer]:
+        reducer, axis = self.method.joint.reducer, self.method.axis
+        if not isinstance(reducer, QuantisedReducer):
+            return send_transfers(part, axis)
+        messages = [*send_messages(reducer, part.weights), *measure_messages(reducer, 1)]
+        return kept(part, [*messages, *agreement(part, axis)])
+
+    def _apply(self, part: StepShape) -> list[Transfer]:
+        reducer = self.method.joint.reducer
+        if not isinstance(reducer, QuantisedReducer):
+            return apply_transfers(part)
+        # With islands, the replicas inside one put their parts together, in float32.
+        inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
+        return kept(part, [*give_back_messages(reducer, part.weights), *given_back(inside)])
 
     def part(self, fragment: int) -> StepShape:
         """The sizes of a fragment, where the outer parameters live."""

@@ -16,7 +16,7 @@ from gregale.audit.traffic import Transfer, expected_transfers
 from gregale.methods.diloco import Diloco
 from gregale.programs.plan_devices import Target
 from gregale.programs.plan_outer import Joining, Legs
-from gregale.programs.plan_shapes import FAR_AXES, abstract_batch, step_shape
+from gregale.programs.plan_shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
 from gregale.programs.setup import Setup
 from gregale.training.state import abstract_state
 
@@ -63,7 +63,7 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
     """The name, the program to compile, and what it has to send."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
-    sent = expected_transfers(step_shape(setup), target.backend)
+    sent = step_transfers(setup, target.backend)
     yield STEP, stepper.program.lower(state, batch, *method.actions(1).during), sent
     if not isinstance(method, Diloco):
         return

@@ -20,6 +20,7 @@ from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
+from gregale.programs.plan_messages import psdp_messages
 from gregale.programs.plan_outer import Joining
 from gregale.programs.setup import Setup
 
@@ -97,7 +98,9 @@ class Bytes:
 def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     method, joined = state.method, isinstance(setup.method, Diloco)
-    inner, outer = (method.inner, (method.outer, method.outer_state)) if joined else (method, (None, None))
+    inner, outer = (
+        (method.inner, (method.outer.parameters, method.outer.optimizer)) if joined else (method, (None, None))
+    )
     parameters = bytes_on_device(inner.parameters)
     optimizer = bytes_on_device((inner.sharded, inner.gathered))
     theta, momentum = (bytes_on_device(tree) for tree in outer)
@@ -117,13 +120,19 @@ def estimate(setup: Setup, backend: Backend) -> Estimate:
     return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
 
 
+def step_transfers(setup: Setup, backend: Backend) -> list[Transfer]:
+    """Everything that a step of the configured method sends, but what joins DiLoCo's replicas."""
+    averages = psdp_messages(setup.method) if isinstance(setup.method, Psdp) else None
+    return expected_transfers(step_shape(setup), backend, averages)
+
+
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:
     """What a device of an accelerator sends over each link in a step, in closed form: `replica` is the slow link.
 
     What DiLoCo sends in a period to join its replicas is spread over the period's steps.
     """
     step, method = step_shape(setup), setup.method
-    sent = _sent_by_link(expected_transfers(step, ACCELERATOR), step)
+    sent = _sent_by_link(step_transfers(setup, ACCELERATOR), step)
     if isinstance(method, Diloco):
         joining = Joining(method, step)
         a_period = [transfer for _, legs in joining.period() for transfer in joining.transfers(legs)]

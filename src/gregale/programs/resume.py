@@ -12,6 +12,7 @@ from gregale.data.config import Corpus
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, DilocoState, sync_axis
+from gregale.methods.psdp import same
 from gregale.programs.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
@@ -30,14 +31,17 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
     """The state to start from, and what the run has done until then.
 
     Arguments:
-    - `before`: the configuration that the run had until now; its `sync` says what the checkpoint holds
+    - `before`: the configuration that the run had until now; its `sync` and `reduce` say what the checkpoint holds
 
     Raises `UserError` if the checkpoint does not fit the data or the mesh, or is of another version.
     """
     saved = setup
-    if before is not None and before.sync != setup.config.sync:
-        saved = set_up(replace(setup.config, sync=before.sync), setup.Vocab.size, setup.layout.mesh)
-    restored = checkpoints.latest(lambda metadata: checkpoint_template(saved, metadata))
+    if before is not None and (before.sync, before.reduce) != (setup.config.sync, setup.config.reduce):
+        as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
+        saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
+    restored = checkpoints.latest(
+        lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: not same_mesh(saved, metadata)
+    )
     if restored is None:
         return Start(setup.initial_state(), 0, 0)
     if noted(restored.metadata, "data") != corpus.fingerprint:
@@ -58,6 +62,7 @@ def checkpoint_metadata(setup: Setup, corpus: Corpus, state: TrainState, replica
         "data": corpus.fingerprint,
         "method": method.name,
         "replicas": joined(setup.layout),
+        "mesh": dict(setup.layout.mesh.shape),
         "replica_bytes": replica_bytes,
     }
 
@@ -73,9 +78,13 @@ def noted(metadata: dict, key: str):
 
 
 def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
-    """The abstract state that a checkpoint with this metadata holds."""
+    """The abstract state that a checkpoint with this metadata holds.
+
+    Errors of quantised averages are left out if they are of another mesh: they are cut as it was.
+    """
+    kept = same if same_mesh(setup, metadata) else without_errors
     if noted(metadata, "method") == setup.psdp.name:
-        return abstract_state(setup.psdp, setup.model)
+        return kept(abstract_state(setup.psdp, setup.model))
     axis, replicas = sync_axis(setup.layout), joined(setup.layout)
     saved = noted(metadata, "replicas")
     if saved != replicas:
@@ -84,7 +93,20 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
             f"with parameters and an optimizer of its own. Resume with mesh.{axis} {saved}; to change "
             f"their number, first resume with sync.type psdp until the next checkpoint, which joins them."
         )
-    return setup.abstract_state()
+    return kept(setup.abstract_state())
+
+
+def same_mesh(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint was written on the mesh of this set-up."""
+    return noted(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def without_errors(state: TrainState) -> TrainState:
+    """A state without the errors of quantised averages."""
+    method = state.method
+    if isinstance(method, DilocoState):
+        return state._replace(method=method._replace(outer=method.outer._replace(error=None)))
+    return state._replace(method=method._replace(error=None))
 
 
 def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
@@ -121,12 +143,18 @@ def parted(setup: Setup, state: TrainState) -> TrainState:
 
 
 def converted(setup: Setup, state: TrainState, step: int) -> TrainState:
-    """The state in the form of the method that takes the step after `step` steps."""
+    """The state in the form of the method that takes the step after `step` steps.
+
+    Errors of quantised averages start anew if the state has none, or others than the method.
+    """
     method = setup.method_after(step)
     if isinstance(method, Diloco) and not isinstance(state.method, DilocoState):
         return _moved(method, method.begin, state, setup)
     if not isinstance(method, Diloco) and isinstance(state.method, DilocoState):
-        return parted(setup, state)
+        state = parted(setup, state)
+    wanted = abstract_state(method, setup.model).method
+    if jax.tree.structure(state.method) != jax.tree.structure(wanted):
+        return _moved(method, method.renewed, state, setup)
     return state
 
 

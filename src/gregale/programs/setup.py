@@ -138,6 +138,8 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
     psdp = psdp_on(config, model, layout)
+    if not isinstance(config.sync, DilocoConfig):  # the steps of PSDP before DiLoCo, and inside its replicas, are exact
+        psdp = replace(psdp, reduce=config.reduce)
     return Setup(config, layout, Vocab, model, psdp, method_of(config, psdp))
 
 
@@ -194,4 +196,5 @@ def method_of(config: TrainConfig, psdp: Psdp) -> Psdp | Diloco:
         mixing=sync.mixing,
         dropout=sync.dropout,
         seed=config.seed,
+        reduce=config.reduce,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from gregale.axes.mesh import MeshConfig
+from gregale.codecs.config import ReduceConfig
 from gregale.data.config import DataConfig
 from gregale.errors import UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -111,6 +112,7 @@ class TrainConfig:
     batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "what one step sees"})
     optimizer: OptimizerConfig = field(default=AdamWConfig(), metadata={"help": "the optimizer"})
     sync: SyncConfig = field(default=PsdpConfig(), metadata={"help": "how replicas are kept together"})
+    reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
     evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss"})
     samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
@@ -143,6 +145,7 @@ MAY_CHANGE = (
     "data.workers",
     "batch.microbatches",
     "sync",
+    "reduce",
     "checkpoint",
     "evaluation",
     "samples",

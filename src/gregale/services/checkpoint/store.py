@@ -52,6 +52,7 @@ _METADATA = "metadata.json"
 _NONE = -1
 
 Tree = TypeVar("Tree")
+Partial = bool | Callable[[dict], bool]
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise UserError(f"The checkpoint's metadata {path} cannot be read: {error}.") from error
 
-    def latest(self, template: Tree | Callable[[dict], Tree], partial: bool = False) -> Restored[Tree] | None:
+    def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
         """Restores the newest sound checkpoint; None when there is no checkpoint at all.
 
         Damaged ones are reported and passed over. Arguments as for `restore`.
@@ -193,7 +194,7 @@ class Checkpoints:
             )
         return None
 
-    def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: bool = False) -> Restored[Tree]:
+    def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restores one step into a template, whatever mesh it was saved from.
 
         Args:
@@ -201,7 +202,8 @@ class Checkpoints:
             template: a pytree like the one that was saved, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings
                 to restore under; static leaves are handed back as they are. Or a function that makes it from what
                 was saved beside the arrays.
-            partial: the template may ask for a part of what was saved; only this is read.
+            partial: the template may ask for a part of what was saved; only this is read. Or a function that says so
+                of what was saved beside the arrays.
 
         Raises:
             UserError: there is no such checkpoint, it is damaged, or it does not match the template.
@@ -235,13 +237,13 @@ class Checkpoints:
                 f"step {used} is used instead."
             )
 
-    def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: bool) -> Restored[Tree]:
+    def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial) -> Restored[Tree]:
         folder = self._directory / folder_name(step)
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / _LEAVES).read_bytes()).items()}
         if isfunction(template):
             template = template(self.metadata(step))
         wanted = specs_by_name(template)
-        check_match(saved, wanted, str(folder), partial)
+        check_match(saved, wanted, str(folder), partial(self.metadata(step)) if callable(partial) else partial)
         structs = arrays_by_name(template)
         empty = {name: struct for name, struct in structs.items() if wanted[name].is_empty}
         stored = {name: struct for name, struct in structs.items() if not wanted[name].is_empty}
@@ -255,7 +257,7 @@ class Checkpoints:
             arrays = self._orbax.restore(folder / _arrays_name(step), args=args)
         for name, struct in empty.items():  # Orbax does not store arrays without elements
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
-        self._history = set() if partial else {step}
+        self._history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
 
     def _clean(self) -> None:

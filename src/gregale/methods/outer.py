@@ -1,0 +1,178 @@
+"""The outer parameters of DiLoCo: where they are kept, and how a fragment of them is sent and arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import NamedArray
+
+from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
+from gregale.communication.quantised import QuantisedReducer
+from gregale.communication.reduce import ExactReducer, give_back
+
+Tree = Any
+
+
+class Outer(NamedTuple):
+    """The outer parameters and what belongs to them, of the whole model or of a fragment."""
+
+    parameters: Tree  # theta
+    optimizer: Tree  # the outer optimizer's state, under `opt_state`
+    pending: Tree = None  # quantised: updates that no replica has yet, under `opt_state`
+    error: Tree = None  # quantised: what both legs have not sent yet
+
+
+class Sent(NamedTuple):
+    """A fragment that was sent."""
+
+    outer: Outer  # after the outer step
+    gradient: Tree  # the pseudo-gradient, under `opt_state`
+    parameters: Tree  # theta before the outer step, under `opt_state`
+
+
+@dataclass(frozen=True)
+class ExactOuter:
+    """theta lies under `opt_state`, 1 / replicas of it on a device; replicas send and get parameters in float32.
+
+        SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
+        ARRIVE: theta, under `params`                                           one all-gather
+
+    - `optimizer`: the outer optimizer
+    - `reducer`: over DiLoCo's axis; its layout's `opt_state` splits the outer parameters
+    """
+
+    optimizer: optax.GradientTransformation
+    reducer: ExactReducer
+
+    def begin(self, theta: Tree) -> Outer:
+        """The outer side before the first step, from parameters under `params`."""
+        theta = _under_opt_state(theta, self.reducer.layout)
+        return Outer(theta, self.optimizer.init(theta))
+
+    def shardings(self, outer: Outer) -> Outer:
+        """Where each array lives."""
+        layout = self.reducer.layout
+        return layout.shardings(outer, layout.opt_state)
+
+    def placed(self, outer: Outer) -> Outer:
+        """Inside jit: each array where it lives, so that the compiler does not gather what it need not."""
+        return _under_opt_state(outer, self.reducer.layout)
+
+    def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
+        """The outer step on a fragment.
+
+        Arguments:
+        - `outer`: of the fragment, as all below
+        - `own`: theta_k, [replica, ...]
+        - `weights`: w_k, [replica]; `weight`: their sum
+        """
+        theta = outer.parameters
+
+        def weighed(own: Tree, weight: NamedArray) -> Tree:
+            return jax.tree.map(lambda own: own * weight.array, own)
+
+        sums = _by_replica(weighed, self.reducer)(own, weights)
+        mean, _ = self.reducer.reduce(sums, weight, None)
+        gradient = jax.tree.map(jnp.subtract, theta, mean)
+        updates, state = self.optimizer.update(gradient, outer.optimizer, theta)
+        return Sent(Outer(optax.apply_updates(theta, updates), state), gradient, theta)
+
+    def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
+        """theta of a fragment under `params`, and what changed of it: nothing."""
+        return self.parameters(outer), _unchanged(outer)
+
+    def parameters(self, outer: Outer) -> Tree:
+        """theta under `params`: gathered over the slow axis first, so that islands send no more than they have to."""
+        layout = self.reducer.layout
+        shard = layout.constrain(outer.parameters, sending_layout(layout, self.reducer.axis).params)
+        return give_back(shard, layout)
+
+
+@dataclass(frozen=True)
+class QuantisedOuter:
+    """Every replica holds theta; differences from it and updates of it are sent, through codecs.
+
+        SEND: g = sum_k w_k (theta - theta_k) / sum_k w_k;  u = outer(g)        first leg
+        ARRIVE: theta += u                                                      second leg
+
+    Differences are small and have a scale of their own; parameters in 4 bits would be useless. u waits under
+    `opt_state` from SEND to ARRIVE, so that each leg is hidden in a step of its own. All replicas decode the same
+    bytes, so theta is the same everywhere to the last bit.
+
+    - `optimizer`, `reducer`: as of `ExactOuter`
+    """
+
+    optimizer: optax.GradientTransformation
+    reducer: QuantisedReducer
+
+    def begin(self, theta: Tree) -> Outer:
+        layout = self.reducer.layout
+        shard = _under_opt_state(theta, layout)
+        nothing = jax.tree.map(jnp.zeros_like, shard)
+        theta = layout.constrain(theta, layout.params)
+        return Outer(theta, self.optimizer.init(shard), nothing)
+
+    def shardings(self, outer: Outer) -> Outer:
+        layout = self.reducer.layout
+        theta = layout.shardings(outer.parameters, layout.params)
+        optimizer, pending = layout.shardings((outer.optimizer, outer.pending), layout.opt_state)
+        return Outer(theta, optimizer, pending, self.reducer.shardings(outer.error))
+
+    def placed(self, outer: Outer) -> Outer:
+        layout = self.reducer.layout
+        theta = layout.constrain(outer.parameters, layout.params)
+        optimizer, pending = _under_opt_state((outer.optimizer, outer.pending), layout)
+        return Outer(theta, optimizer, pending, outer.error)
+
+    def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
+        layout = self.reducer.layout
+        # Placed before it is used in shards: else the compiler takes the fragment in shards and gathers it again.
+        theta = layout.constrain(outer.parameters, layout.params)
+
+        def differences(own: Tree, weight: NamedArray) -> Tree:
+            return jax.tree.map(lambda theta, own: (theta - own) * weight.array, theta, own)
+
+        sums = _by_replica(differences, self.reducer)(own, weights)
+        gradient, error = self.reducer.reduce(sums, weight, outer.error)
+        shard = _under_opt_state(theta, layout)
+        updates, state = self.optimizer.update(gradient, outer.optimizer, shard)
+        return Sent(Outer(theta, state, updates, error), gradient, shard)
+
+    def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
+        layout = self.reducer.layout
+        given, error = self.reducer.give_back(_under_opt_state(outer.pending, layout), outer.error)
+        theta = jax.tree.map(jnp.add, layout.constrain(outer.parameters, layout.params), given)
+        nothing = jax.tree.map(jnp.zeros_like, outer.pending)
+        return theta, Outer(theta, _unchanged(outer.optimizer), nothing, error)
+
+    def parameters(self, outer: Outer) -> Tree:
+        """theta under `params`, with the updates that no replica has yet, gathered in float32."""
+        layout = self.reducer.layout
+        shards = _under_opt_state((outer.parameters, outer.pending), layout)
+        return layout.constrain(jax.tree.map(jnp.add, *shards), layout.params)
+
+
+def sending_layout(layout: Layout, axis: str) -> Layout:
+    """The layout in which messages cross `axis`: `params` splits arrays as far as `opt_state` does without it.
+
+    With islands, each replica inside one sends its own part, and they put the parts together over the faster axis.
+    """
+    inside = tuple(each for each in layout.mesh_axes((EMBED,), layout.opt_state) if each != axis)
+    return replace(layout, params={**layout.params, EMBED: inside})
+
+
+def _unchanged(tree: Tree) -> Tree:
+    """None for every array: `Fragment.put` leaves it as it is."""
+    return jax.tree.map(lambda _: None, tree, is_leaf=is_named)
+
+
+def _under_opt_state(tree: Tree, layout: Layout) -> Tree:
+    return layout.constrain(tree, layout.opt_state)
+
+
+def _by_replica(function, reducer: ExactReducer | QuantisedReducer):
+    return vmap_over(function, reducer.axis, reducer.layout)

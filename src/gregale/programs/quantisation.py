@@ -1,0 +1,27 @@
+"""What quantised averages lose, measured in a program of its own beside the held-out loss."""
+
+from __future__ import annotations
+
+import jax
+
+from gregale.data.examples import Examples
+from gregale.programs.batches import GlobalBatches
+from gregale.programs.setup import Setup
+from gregale.training.state import TrainState
+
+
+class QuantisationFigures:
+    """Measures the configured method's first leg; compiled once.
+
+    - `held_out`: its first batch is what gradients are taken of
+    """
+
+    def __init__(self, setup: Setup, held_out: Examples):
+        self._setup, self._held_out = setup, held_out
+        self._lost = jax.jit(setup.method.lost, out_shardings=setup.layout.sharding((), {}))
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """`quantisation_error`: what a message lacks, relative to what was to be sent; `feedback_norm`: what is kept."""
+        with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
+            lost = self._lost(state.method, next(iter(batches)))
+        return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}

@@ -1,0 +1,217 @@
+"""Methods whose averages are quantised: what crosses `replica`, and what becomes of the parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import haliax as hax
+import jax
+import numpy as np
+import optax
+import pytest
+from haliax import Axis
+
+from gregale.audit import audit
+from gregale.axes.layout import REPLICA, is_named
+from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.communication.quantised import QuantisedReducer
+from gregale.communication.reduce import bytes_sent
+from gregale.methods.diloco import Diloco
+from gregale.methods.fragments import Fragment
+from gregale.methods.outer import sending_layout
+from gregale.methods.psdp import Psdp
+from gregale.methods.schedule import Schedule
+from gregale.model.config import LlamaConfig
+from gregale.model.execution import Execution
+from gregale.model.llama import Llama
+from gregale.optim import AdamWConfig
+from gregale.training.state import abstract_state, initial_state
+from gregale.training.stepper import Stepper
+from tests.mesh.support import FAST_TO_COMPILE, layout_of, placed, small_model, token_batch
+
+FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+LAYERS = 2
+# Large enough that messages are mostly blocks, not their padding.
+WIDE = LlamaConfig(layers=LAYERS, hidden=128, heads=8, mlp=256)
+FLOAT32 = 4
+
+
+def llama(config: LlamaConfig = WIDE):
+    return jax.eval_shape(lambda key: Llama.init(config, Axis("vocab", 64), key), jax.random.key(0))
+
+
+def psdp_on(layout, model, reduce: ReduceConfig = FOUR_BITS) -> Psdp:
+    execution = Execution(layout=layout.inside(REPLICA))
+    built = AdamWConfig(learning_rate=1e-2).build(model, 100, layout)
+    return Psdp(model, lambda model, batch: model.loss(batch, execution), built, layout, 2, reduce=reduce)
+
+
+def diloco_on(layout, model, schedule: Schedule, reduce: ReduceConfig = FOUR_BITS) -> Diloco:
+    inner = psdp_on(layout.inside(REPLICA), model, ReduceConfig())
+    return Diloco(inner, optax.sgd(0.7, momentum=0.9, nesterov=True), layout, schedule, mixing=0.5, reduce=reduce)
+
+
+def compiled_step(method, *during):
+    state = abstract_state(method, llama())
+    batch = method.layout.abstract(token_batch(), method.layout.compute)
+    return Stepper(method, llama()).program.lower(state, batch, *during).compile(FAST_TO_COMPILE)
+
+
+def over_replica(program, layout):
+    return audit(program, layout.mesh).over(REPLICA)
+
+
+def wire(tree, layout, reduce: ReduceConfig = FOUR_BITS):
+    return QuantisedReducer(layout, reduce).wire_bytes(tree)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_a_psdp_step_sends_bytes_alone_and_as_many_as_the_closed_form_says(sizes):
+    layout, model = layout_of(*sizes), llama()
+    method = psdp_on(layout, model)
+    over = over_replica(compiled_step(method), layout)
+    assert {each.dtype for each in over} == {"u8"}, [each for each in over if each.dtype != "u8"]
+    assert not [each for each in over if each.loop]
+    scalars = 3 * FLOAT32 * layout.replicas  # weight, loss and gradient norm
+    assert sum(each.bytes for each in over) == sum(wire(model, layout)) + scalars
+    sent = sum(each.bytes_sent for each in over) - 3 * FLOAT32 * (layout.replicas - 1)
+    assert sent == method.bytes_sent(1)
+
+
+def test_four_bits_on_both_legs_send_a_seventh_of_the_exact_step():
+    """At 8 replicas and block 64; on arrays that blocks do not fill, a little more."""
+    layout, model = layout_of(replica=8), llama()
+    assert bytes_sent(model, layout) / psdp_on(layout, model).bytes_sent(1) > 7.4
+    matrix = {"up": hax.named(np.zeros((1024, 1024), np.float32), ("embed", "mlp"))}
+    assert bytes_sent(matrix, layout) / QuantisedReducer(layout, FOUR_BITS).bytes_sent(matrix) >= 7.5
+
+
+def test_an_exact_step_would_be_seen():
+    layout = layout_of(8, 1, 1)
+    over = over_replica(compiled_step(psdp_on(layout, llama(), ReduceConfig())), layout)
+    assert {each.dtype for each in over} == {"f32"}
+
+
+def test_a_diloco_step_sends_nothing_and_joining_sends_bytes_alone():
+    layout, model = layout_of(2, 2, 2), llama()
+    method = diloco_on(layout, model, Schedule(10, layers=LAYERS))
+    assert over_replica(compiled_step(method, None, None), layout) == ()
+    state = abstract_state(method, model)
+    join = Stepper(method, model).synchronise.lower(state, Fragment.at(method.schedule, 0, 10))
+    over = over_replica(join.compile(FAST_TO_COMPILE), layout)
+    assert {each.dtype for each in over} == {"u8"}, [each for each in over if each.dtype != "u8"]
+    parts = sending_layout(method.outer_layout, REPLICA)
+    scalars = 2 * FLOAT32 * layout.replicas  # weight and norm
+    assert sum(each.bytes for each in over) == sum(wire(model, parts)) + scalars
+    assert sum(each.bytes_sent for each in over) == method.bytes_sent(10) + 2 * FLOAT32
+
+
+def test_a_streaming_step_sends_and_gives_back_one_fragment_in_bytes():
+    layout, model = layout_of(2, 2, 2), llama()
+    schedule = Schedule(9, 3, 3, LAYERS)
+    method = diloco_on(layout, model, schedule)
+    send, apply = Fragment.at(schedule, 2, 3), Fragment.at(schedule, 1, 0)
+    over = over_replica(compiled_step(method, send, apply), layout)
+    assert {each.dtype for each in over} == {"u8"}
+    part = jax.eval_shape(send.take, model)
+    parts = sending_layout(method.outer_layout, REPLICA)
+    first, second = wire(part, parts), wire(jax.eval_shape(apply.take, model), parts)
+    expected = sum(first) - first.given_back + second.given_back + 2 * FLOAT32 * layout.replicas
+    assert sum(each.bytes for each in over) == expected
+
+
+@cache
+def trained(kind: str, steps: int, reduce: ReduceConfig = FOUR_BITS):
+    """The state and the losses after some steps of a small model on 4 replicas x data 2."""
+    layout, model = layout_of(4, 2, 1), small_model()
+    abstract = jax.eval_shape(lambda: model)
+    method = psdp_on(layout, abstract, reduce)
+    if kind == "diloco":
+        method = diloco_on(layout, abstract, Schedule(4, 2, 2, LAYERS), reduce)
+    state, stepper, losses = initial_state(method, small_model), Stepper(method, abstract), []
+    for step in range(1, steps + 1):
+        state, report = stepper(state, placed(token_batch(seed=step % 3), layout, layout.compute), step)
+        losses.append(float(np.mean(jax.device_get(report.metrics.loss))))
+    return method, state, losses
+
+
+def copies_differ(array: jax.Array) -> bool:
+    """Whether any two devices hold different bits for the same part of an array."""
+    held: dict = {}
+    for shard in array.addressable_shards:
+        held.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
+    return any(len(set(copies)) > 1 for copies in held.values())
+
+
+def test_replicas_stay_equal_to_the_last_bit_over_100_steps():
+    _, state, losses = trained("psdp", 100)
+    assert losses[-1] < losses[0] - 0.5, "it trains"
+    arrays = jax.tree.leaves(state.method.parameters)
+    assert len(arrays[0].addressable_shards) == 8
+    assert not [array for array in arrays if copies_differ(array)]
+
+
+def test_copies_that_differ_would_be_seen():
+    layout = layout_of(2, 1, 1)
+    differing = [jax.device_put(np.float32([n]), device) for n, device in enumerate(layout.mesh.devices.flat)]
+    array = jax.make_array_from_single_device_arrays((1,), layout.sharding((), {}), differing)
+    assert copies_differ(array)
+
+
+def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
+    method, state, losses = trained("diloco", 13)
+    assert losses[-1] < losses[0] - 0.2
+    assert not [array for array in jax.tree.leaves(state.method.outer.parameters) if copies_differ(array)]
+    reached, start = method.trained(state.method), small_model()
+    assert any(
+        np.any(np.asarray(new) != np.asarray(old))
+        for new, old in zip(jax.tree.leaves(reached), jax.tree.leaves(start), strict=True)
+    )
+
+
+def test_eight_bits_train_as_float32_does():
+    _, _, exact = trained("psdp", 20, ReduceConfig())
+    _, _, quantised = trained("psdp", 20, ReduceConfig(codec="int8", second_leg="int8"))
+    np.testing.assert_allclose(quantised, exact, atol=0.02)
+    _, _, rough = trained("psdp", 20, ReduceConfig(codec="int2", second_leg="int4", feedback=None))
+    assert np.abs(np.subtract(rough, exact)).max() > 0.02, "two bits can be told from 32"
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_loses_no_error():
+    layout, model = layout_of(4, 2, 1), small_model()
+    execution = Execution(layout=layout.inside(REPLICA))
+
+    def loss(model, batch):
+        total, weight = model.loss({k: v for k, v in batch.items() if k != "factor"}, execution)
+        return total * hax.max(batch["factor"]).scalar(), weight
+
+    built = AdamWConfig(learning_rate=1e-2).build(jax.eval_shape(lambda: model), 100, layout)
+    method = Psdp(jax.eval_shape(lambda: model), loss, built, layout, reduce=FOUR_BITS)
+    step = jax.jit(method.step)
+    state = initial_state(method, small_model).method
+
+    def batch(seed: int, factor: float):
+        rows = token_batch(seed=seed)
+        rows["factor"] = hax.full(rows["tokens"].axes[0], factor)
+        return placed(rows, layout, layout.compute)
+
+    state, metrics = step(state, batch(0, 1.0))
+    assert metrics.finite
+    assert any(np.any(np.asarray(stored.scales.array, np.float32)) for stored in state.error.first.values())
+    after, metrics = step(state, batch(1, np.inf))
+    assert not metrics.finite
+    for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.8])
+def test_the_error_lies_as_the_gradient_buffers_do(beta):
+    layout = layout_of(4, 2, 1)
+    method = psdp_on(layout, llama(), ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(beta)))
+    error = abstract_state(method, llama()).method.error
+    for stored in jax.tree.leaves(error.first, is_leaf=is_named):
+        assert stored.axes[0] == layout.Replica
+        assert stored.array.sharding.spec == layout.spec(stored.axes, layout.params)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(llama(), is_leaf=is_named) if is_named(leaf))
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(error.first))
+    assert kept / layout.replicas / parameters == pytest.approx(1.03, abs=0.02), "bytes a parameter of each replica"
