@@ -21,7 +21,7 @@ class QuantisationFigures:
         self._lost = jax.jit(setup.method.lost, out_shardings=setup.layout.sharding((), {}))
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """`quantisation_error`: what a message lacks, relative to what was to be sent; `feedback_norm`: what is kept."""
+        """`quantisation_error`: what a message lacks, relative to its values; `feedback_norm`: what is kept."""
         with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
             lost = self._lost(state.method, next(iter(batches)))
         return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}
