@@ -71,7 +71,7 @@ def test_the_schedule_is_what_a_simulation_of_queues_does(numbers):
 
 @pytest.mark.parametrize("numbers", TABLE)
 def test_every_item_passes_all_layers_in_order(numbers):
-    S, M, R, F = numbers
+    S, M, R, _ = numbers
     schedule, layers_per_stage = Schedule(*numbers), 2
     passed = {m: [] for m in range(M)}
     for t in range(schedule.iterations):

@@ -1,0 +1,121 @@
+"""The pipelined stack of a toy layer against a plain loop over its layers on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+from jax.ad_checkpoint import checkpoint_name
+
+from gregale.axes.layout import BATCH, LAYERS, Layout, standard_layout
+from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.communication.pipeline import Pipeline, pipelined
+from gregale.communication.pipeline_schedule import Schedule
+from gregale.errors import UserError
+from tests.mesh.support import fast_jit, placed
+
+Embed, Out, Position = Axis("embed", 4), Axis("out", 4), Axis("position", 3)
+
+# (S, M, R, layers per stage)
+TABLE = [
+    (2, 2, 1, 1),
+    (2, 4, 2, 1),
+    (3, 3, 2, 1),
+    (3, 9, 3, 1),
+    (4, 4, 2, 1),
+    (4, 8, 2, 1),
+    (4, 8, 1, 2),
+    (2, 4, 2, 2),
+]
+CASES = [(*numbers, F) for numbers in TABLE for F in (1, 2) if numbers[1] >= F * numbers[0]]
+GATHERS = ("per_repeat", "per_iteration", "once")
+TOLERANCE = 1e-5
+
+
+def layout_of(stage: int, data: int = 2, replica: int = 1) -> Layout:
+    devices = jax.devices()[: stage * data * replica]
+    return standard_layout(make_mesh(MeshConfig(stage=stage, data=data, replica=replica), devices))
+
+
+def toy_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
+    """tanh(x W + b + place) where the row's segment says so, else x: it is not linear, and extras matter."""
+    hidden = hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"})
+    hidden = NamedArray(checkpoint_name(hidden.array, "hidden"), hidden.axis_names)
+    new = hax.tanh(hidden + weights["bias"] + 0.1 * extras["positions"])
+    return hax.where(extras["segment_ids"] > 0, new, 0.5 * x + 0.1 * new)
+
+
+@cache
+def problem(layers: int, rows: int):
+    """Weights, inputs, extras and the weights of the outputs in the loss, as NumPy arrays."""
+    generator = np.random.default_rng(layers * 100 + rows)
+    Layers, Rows = Axis(LAYERS, layers), Axis(BATCH, rows)
+
+    def normal(*axes, scale=1.0):
+        return hax.named((generator.normal(size=[a.size for a in axes]) * scale).astype(np.float32), axes)
+
+    weights = {"matrix": normal(Layers, Embed, Out, scale=0.7), "bias": normal(Layers, Embed)}
+    extras = {
+        "positions": hax.named(generator.integers(0, 9, (rows, Position.size), np.int32), (Rows, Position)),
+        "segment_ids": hax.named(generator.integers(0, 2, (rows, Position.size), np.int32), (Rows, Position)),
+    }
+    return weights, normal(Rows, Position, Embed), extras, normal(Rows, Position, Embed)
+
+
+def plain(weights, inputs, extras):
+    """The same in plain arrays, one layer after the other."""
+    x, positions = inputs.array, extras["positions"].array[..., None]
+    for matrix, bias in zip(weights["matrix"].array, weights["bias"].array, strict=True):
+        new = jnp.tanh(x @ matrix + bias + 0.1 * positions)
+        x = jnp.where(extras["segment_ids"].array[..., None] > 0, new, 0.5 * x + 0.1 * new)
+    return NamedArray(x, inputs.axis_names)
+
+
+def loss_of(stack):
+    def loss(weights, inputs, extras, factors):
+        return jnp.sum((stack(weights, inputs, extras) * factors).array)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+@cache
+def expected(layers: int, rows: int):
+    return jax.device_get(jax.jit(loss_of(plain))(*problem(layers, rows)))
+
+
+def program_of(schedule: Schedule, layers_per_stage: int, gather: str = "per_repeat", saved=(), data: int = 2):
+    """The compiled loss and gradients of the pipelined toy, and its arguments on the mesh."""
+    pipeline = Pipeline(schedule, layout_of(schedule.stages, data), gather, saved)
+    layout = pipeline.layout
+    layers = schedule.stages * schedule.repeats * layers_per_stage
+    weights, *rest = problem(layers, 2 * data * schedule.microbatches)
+    arguments = (placed(weights, layout, layout.params), *placed(tuple(rest), layout, layout.compute))
+
+    def stack(weights, inputs, extras):
+        return pipelined(toy_layer, weights, inputs, extras, pipeline)
+
+    return fast_jit(loss_of(stack)), arguments
+
+
+def assert_equals_plain(found, layers: int, rows: int) -> None:
+    (value, (weights, inputs)), (exact, (exact_weights, exact_inputs)) = jax.device_get(found), expected(layers, rows)
+    np.testing.assert_allclose(value, exact, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, gradient in exact_weights.items():
+        np.testing.assert_allclose(weights[name].array, gradient.array, atol=TOLERANCE, err_msg=name)
+    np.testing.assert_allclose(inputs.array, exact_inputs.array, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+@pytest.mark.parametrize("case", CASES)
+def test_pipelined_equals_a_plain_loop(case, gather):
+    S, M, R, per_stage, F = case
+    step, arguments = program_of(Schedule(S, M, R, F), per_stage, gather)
+    found = step(*arguments)
+    assert_equals_plain(found, S * R * per_stage, 4 * M)
+    by_layer = np.abs(found[1][0]["matrix"].array).sum(axis=(1, 2))
+    assert np.all(by_layer > 1e-3), "every layer, so every [repeat, stage], has a gradient"
