@@ -69,11 +69,14 @@ def problem(layers: int, rows: int):
 
 def plain(weights, inputs, extras):
     """The same in plain arrays, one layer after the other."""
-    x, positions = inputs.array, extras["positions"].array[..., None]
-    for matrix, bias in zip(weights["matrix"].array, weights["bias"].array, strict=True):
-        new = jnp.tanh(x @ matrix + bias + 0.1 * positions)
-        x = jnp.where(extras["segment_ids"].array[..., None] > 0, new, 0.5 * x + 0.1 * new)
-    return NamedArray(x, inputs.axis_names)
+    positions, segments = (extras[name].array[..., None] for name in ("positions", "segment_ids"))
+
+    def layer(x, weights):
+        new = jnp.tanh(x @ weights["matrix"] + weights["bias"] + 0.1 * positions)
+        return jnp.where(segments > 0, new, 0.5 * x + 0.1 * new), None
+
+    arrays = {name: leaf.array for name, leaf in weights.items()}
+    return NamedArray(jax.lax.scan(layer, inputs.array, arrays)[0], inputs.axis_names)
 
 
 def loss_of(stack):
@@ -85,21 +88,23 @@ def loss_of(stack):
 
 @cache
 def expected(layers: int, rows: int):
-    return jax.device_get(jax.jit(loss_of(plain))(*problem(layers, rows)))
+    return jax.device_get(fast_jit(loss_of(plain))(*problem(layers, rows)))
 
 
-def program_of(schedule: Schedule, layers_per_stage: int, gather: str = "per_repeat", saved=(), data: int = 2):
-    """The compiled loss and gradients of the pipelined toy, and its arguments on the mesh."""
-    pipeline = Pipeline(schedule, layout_of(schedule.stages, data), gather, saved)
-    layout = pipeline.layout
+def stack_of(pipeline: Pipeline):
+    return lambda weights, inputs, extras: pipelined(toy_layer, weights, inputs, extras, pipeline)
+
+
+def arguments_of(pipeline: Pipeline, layers_per_stage: int):
+    """Weights, inputs, extras and factors on the mesh, with two rows of a microbatch on each device."""
+    schedule, layout = pipeline.schedule, pipeline.layout
     layers = schedule.stages * schedule.repeats * layers_per_stage
-    weights, *rest = problem(layers, 2 * data * schedule.microbatches)
-    arguments = (placed(weights, layout, layout.params), *placed(tuple(rest), layout, layout.compute))
+    weights, *rest = problem(layers, 2 * layout.mesh.shape["data"] * schedule.microbatches)
+    return placed(weights, layout, layout.params), *placed(tuple(rest), layout, layout.compute)
 
-    def stack(weights, inputs, extras):
-        return pipelined(toy_layer, weights, inputs, extras, pipeline)
 
-    return fast_jit(loss_of(stack)), arguments
+def pipeline_of(S: int, M: int, R: int, F: int = 1, **options) -> Pipeline:
+    return Pipeline(Schedule(S, M, R, F), layout_of(S), **options)
 
 
 def assert_equals_plain(found, layers: int, rows: int) -> None:
@@ -114,8 +119,42 @@ def assert_equals_plain(found, layers: int, rows: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_pipelined_equals_a_plain_loop(case, gather):
     S, M, R, per_stage, F = case
-    step, arguments = program_of(Schedule(S, M, R, F), per_stage, gather)
-    found = step(*arguments)
+    pipeline = pipeline_of(S, M, R, F, gather=gather)
+    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, per_stage))
     assert_equals_plain(found, S * R * per_stage, 4 * M)
     by_layer = np.abs(found[1][0]["matrix"].array).sum(axis=(1, 2))
     assert np.all(by_layer > 1e-3), "every layer, so every [repeat, stage], has a gradient"
+
+
+class OneSlot(Schedule):
+    """Weights by the repeat that the first stage is at: what a window of one slot would give."""
+
+    def uses_next(self, iteration):
+        return np.full(self.stages, iteration < self.items) if isinstance(iteration, int) else iteration < self.items
+
+
+@pytest.mark.parametrize("saved", [(), ("hidden",)])
+def test_what_is_kept_by_name_changes_no_number(saved):
+    pipeline = pipeline_of(3, 6, 2, 2, saved=saved)
+    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 2))
+    assert_equals_plain(found, 12, 24)
+
+
+def test_a_window_of_one_slot_would_be_wrong():
+    pipeline = Pipeline(OneSlot(3, 3, 2), layout_of(3))
+    value, (gradients, _) = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 1))
+    exact, (exact_gradients, _) = expected(6, 12)
+    assert abs(float(value) - exact) > 0.01 * abs(exact)
+    assert np.abs(np.asarray(gradients["matrix"].array) - exact_gradients["matrix"].array).max() > 0.1
+
+
+def test_rows_that_the_microbatches_do_not_divide_are_refused():
+    pipeline = pipeline_of(2, 4, 1)
+    weights, inputs, extras, _ = problem(2, 12)
+    with pytest.raises(UserError, match=r"pipeline.microbatches is 4: the 12 rows .* 2 .* 4 = 8 .* 1.5 .* 8 or 16"):
+        pipelined(toy_layer, weights, inputs, extras, pipeline)
+
+
+def test_layers_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(UserError, match=r"model\.layers is 3"):
+        pipelined(toy_layer, *problem(3, 16)[:3], pipeline_of(2, 4, 1))

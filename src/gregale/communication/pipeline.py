@@ -142,9 +142,9 @@ class _Run:
             ct_loop, ct_y = advanced_transpose(ct_loop, t, schedule)
             used = window.used(slots, t)
             ct_weights, ct_x = self.stages.backward(used, x, extras, t, kept, self._named(ct_y))
-            ct_before = stage_inputs_transpose(ct_loop, ct_x.array, t, schedule)
+            ct_loop = stage_inputs_transpose(ct_loop, ct_x.array, t, schedule)
             sums = window.added(sums, window.reduced("per_iteration", ct_weights), t)
-            return (jax.tree.map(jnp.add, ct_loop, ct_before), sums), None
+            return (ct_loop, sums), None
 
         def repeat(carry, at):
             (next_slot, ct_next, ct_loop), (r, kept) = carry, at

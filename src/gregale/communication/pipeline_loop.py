@@ -83,22 +83,41 @@ def unfinished(outputs: jax.Array, schedule: Schedule) -> Loop:
     return Loop(jnp.roll(outputs, schedule.drain, axis=1), one, held, waiting)
 
 
-def advanced_transpose(cotangent: Loop, t: jax.Array, schedule: Schedule) -> tuple[Loop, jax.Array]:
-    """Cotangents of the state before iteration t and of its outputs, from that of the state after it."""
+def advanced_transpose(after: Loop, t: jax.Array, schedule: Schedule) -> tuple[Loop, jax.Array]:
+    """Cotangents of the state before iteration t and of its outputs, from that of the state after it.
 
-    def forward(loop: Loop, outputs: jax.Array) -> Loop:
-        return advanced(loop, outputs, t, schedule)
+    By hand, because the transpose that JAX finds for a roll takes two transfers between stages.
+    """
+    column = t % schedule.columns
+    ct = _column(after.io, column)
+    is_last = _is_stage(schedule.stages - 1, ct)
+    outputs = jnp.where(is_last, ct, 0)
+    io = _with_column(after.io, column, jnp.roll(jnp.where(is_last, 0, ct), 1, axis=0))
+    shift, waiting = jnp.zeros_like(outputs), after.waiting
+    if waiting is not None:
+        slot = t % schedule.waiting
+        shift, waiting = _column(waiting, slot), _with_column(waiting, slot, shift)
+    sent = jnp.roll(after.shift, -1, axis=0)
+    if after.held is None:
+        return Loop(io, shift, None, waiting), outputs + sent
+    return Loop(io, shift, sent, waiting), outputs + after.held
 
-    return jax.linear_transpose(forward, cotangent, cotangent.shift)(cotangent)
 
-
-def stage_inputs_transpose(like: Loop, cotangent: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
-    """The cotangent of the state from that of the stages' inputs."""
-    return jax.linear_transpose(lambda loop: stage_inputs(loop, t, schedule), like)(cotangent)[0]
+def stage_inputs_transpose(before: Loop, inputs: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
+    """`before`, the cotangent of the state, with what the cotangent of the stages' inputs adds to it."""
+    is_first, entering = _is_stage(0, inputs), t < schedule.microbatches
+    first, others = jnp.where(is_first, inputs, 0), jnp.where(is_first, 0, inputs)
+    io = _with_column_added(before.io, t % schedule.columns, jnp.where(entering, first, 0))
+    back = jnp.where(entering, 0, first)
+    shift, waiting = before.shift + others, before.waiting
+    if waiting is None:
+        return Loop(io, shift + back, before.held, None)
+    return Loop(io, shift, before.held, _with_column_added(waiting, t % schedule.waiting, back))
 
 
 def _is_stage(stage: int, like: jax.Array) -> jax.Array:
-    return (jnp.arange(like.shape[0]) == stage).reshape(-1, *[1] * (like.ndim - 1))
+    """Whether an element of an array [stage, ...] is of this stage; broadcasts against it."""
+    return jnp.arange(like.shape[0]).reshape(-1, *[1] * (like.ndim - 1)) == stage
 
 
 def _column(array: jax.Array, column: jax.Array) -> jax.Array:
@@ -107,3 +126,7 @@ def _column(array: jax.Array, column: jax.Array) -> jax.Array:
 
 def _with_column(array: jax.Array, column: jax.Array, value: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(array, value, column, axis=1)
+
+
+def _with_column_added(array: jax.Array, column: jax.Array, value: jax.Array) -> jax.Array:
+    return _with_column(array, column, _column(array, column) + value)

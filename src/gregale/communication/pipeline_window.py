@@ -44,7 +44,7 @@ class Window:
         """[repeat, stage, layer, ...], gathered if that is done once."""
         return self._gathered("once", weights)
 
-    def filled(self, weights: Tree, repeat: jax.Array) -> Tree:
+    def filled(self, weights: Tree, repeat: jax.Array | int) -> Tree:
         """What a slot holds for one repeat, [stage, layer, ...]; gathered if that is done per repeat."""
 
         def one(leaf: NamedArray) -> NamedArray:
