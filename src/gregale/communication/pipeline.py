@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
@@ -82,9 +81,10 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
         names=(STAGE, *parts.axis_names[1:]),
     )
     extras = jax.tree.map(lambda leaf: _in_parts(leaf, schedule, layout), extras, is_leaf=is_named)
+    extras = layout.constrain(extras, layout.compute)
     io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
-    out = run(_by_stage(weights, schedule, layout), io, extras)
-    whole = NamedArray(_rows(out, parts, layout).reshape(inputs.array.shape), inputs.axis_names)
+    out = run(_by_stage(weights, pipeline), io, extras)
+    whole = NamedArray(jnp.moveaxis(out, 2, 0).reshape(inputs.array.shape), inputs.axis_names)
     return pipeline.layout.constrain(whole, pipeline.layout.compute)
 
 
@@ -160,7 +160,8 @@ class _Run:
         (ct_loop, sums), _ = jax.lax.scan(partial(iteration, Slots(last, last)), start, drain, reverse=True)
         start = (last, sums.now, ct_loop)
         (_, _, ct_loop), ct_weights = jax.lax.scan(repeat, start, (jnp.arange(R), kept), reverse=True)
-        return window.reduced("once", with_repeats(ct_weights)), ct_loop.io, None
+        ct_weights = window.reduced("once", with_repeats(ct_weights))
+        return jax.tree.map(lambda ct: ct.astype(window.dtype), ct_weights), ct_loop.io, None
 
     def _drain(self) -> jax.Array:
         return jnp.arange(self.schedule.items, self.schedule.iterations)
@@ -171,7 +172,11 @@ class _Run:
 
 
 def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArray:
-    """[batch, ...] -> [microbatch, data, batch / (data * M), ...]: each device cuts the rows that it has."""
+    """[batch, ...] -> [microbatch, data, batch / (data M), ...].
+
+    A device cuts the rows that it has: the `compute` mapping splits them over `data` and then `stage`, so the
+    microbatches that a stage keeps are those that it had.
+    """
     rows = rows.rearrange((BATCH, ...))
     devices, M = layout.axis(DATA).size, schedule.microbatches
     count, *rest = rows.array.shape
@@ -185,25 +190,20 @@ def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArra
             f"number of rows. {nearest} rows would work, or another number of microbatches."
         )
     cut = rows.array.reshape(devices, M, count // (devices * M), *rest).swapaxes(0, 1)
-    axes = (Axis(MICROBATCH, M), layout.axis(DATA), Axis(BATCH, cut.shape[2]), *rows.axes[1:])
-    return layout.constrain(hax.named(cut, axes), layout.compute)
+    return NamedArray(cut, (MICROBATCH, DATA, *rows.axis_names))
 
 
-def _rows(out: jax.Array, parts: NamedArray, layout: Layout) -> jax.Array:
-    """[stage, M / S, data, batch, ...] -> [data, microbatch, batch, ...]: one all-gather over `stage`."""
-    everywhere = layout.inside(STAGE)
-    named = NamedArray(out, (STAGE, "column", *parts.axis_names[1:]))
-    out = everywhere.constrain(named, everywhere.compute).array
-    return out.reshape(parts.array.shape).swapaxes(0, 1)
+def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
+    """[layers, ...] -> [repeat, stage, layer, ...] in the compute dtype, split over `data` only.
 
-
-def _by_stage(weights: Tree, schedule: Schedule, layout: Layout) -> Tree:
-    """[layers, ...] -> [repeat, stage, layer, ...] under `params`."""
+    What `params` splits over `stage` takes one all-to-all over `stage`.
+    """
+    schedule, plain, layout = pipeline.schedule, pipeline.layout, loop_layout(pipeline.layout)
 
     def one(leaf: NamedArray) -> NamedArray:
-        leaf = leaf.rearrange((LAYERS, ...))
+        leaf = plain.constrain(leaf.rearrange((LAYERS, ...)).astype(pipeline.dtype), plain.params)
         per_stage = schedule.layers_per_stage(leaf.axes[0].size)
         axes = Axis(REPEAT, schedule.repeats), layout.axis(STAGE), Axis(LAYER, per_stage)
-        return leaf.unflatten_axis(LAYERS, axes)
+        return layout.constrain(leaf.unflatten_axis(LAYERS, axes), layout.params)
 
-    return layout.constrain(jax.tree.map(one, weights, is_leaf=is_named), layout.params)
+    return jax.tree.map(one, weights, is_leaf=is_named)

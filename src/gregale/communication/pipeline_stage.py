@@ -31,7 +31,7 @@ def loop_layout(layout: Layout) -> Layout:
     """
     inside = layout.inside(DATA).inside(STAGE)
     own = {STAGE: STAGE, DATA: DATA}
-    return replace(layout, compute={**inside.compute, **own}, params={**layout.params, **own})
+    return replace(layout, compute={**inside.compute, **own}, params={**layout.inside(STAGE).params, **own})
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Window:
         )
 
     def reduced(self, level: GatherLevel, cotangent: Tree) -> Tree:
-        """The transpose of the gather, if it is done at `level`: summed over `data`, under `params`, float32.
+        """The transpose of the gather, if it is done at `level`: summed over `data`, under `params`.
 
         One reduce-scatter over `data` for each array that `params` splits by it, one all-reduce for others.
         """
@@ -113,7 +113,7 @@ class Window:
             out_specs=self.layout.spec(axes, self.layout.params),
             check_vma=False,
         )(leaf.array.astype(self.dtype))
-        return NamedArray(array.astype(jnp.float32), tuple(axis.name for axis in axes))
+        return NamedArray(array, tuple(axis.name for axis in axes))
 
 
 def with_repeats(stacked: Tree) -> Tree:

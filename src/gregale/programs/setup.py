@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
+from gregale.communication.pipeline_config import pipelined_execution
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, sync_axis
@@ -120,8 +121,39 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
     )
     inner = layout.inside_replica()
     shards = prod(mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
-    rows_per_part(batch.size, layout.replicas, shards, batch.microbatches)
+    rows = rows_per_part(batch.size, layout.replicas, shards, batch.microbatches)
+    check_pipeline(config, layout, rows)
     return layout
+
+
+def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
+    """Raises `UserError` if stages, layers, rows and the rest of the configuration do not make up a pipeline.
+
+    `rows`: of one of `batch.microbatches` on one device
+    """
+    stages = layout.mesh.shape["stage"]
+    if config.pipeline is None:
+        if stages > 1:
+            raise UserError(
+                f"mesh.stage is {stages}, but there is no `pipeline`: nothing would run in stages. Give a pipeline "
+                "(`pipeline: {repeats: 1}`), or set mesh.stage to 1 and give the devices to another axis."
+            )
+        return
+    schedule = config.pipeline.schedule(stages)
+    if (layers := getattr(config.model, "layers", None)) is not None:
+        schedule.layers_per_stage(layers)
+    if config.compute.gather == "per_step":
+        raise UserError(
+            "compute.gather is per_step, but a pipeline has its own window of gathered weights. Use compute.gather "
+            "per_layer, and pipeline.gather once to gather all layers before the first iteration."
+        )
+    parts, size = schedule.columns, config.batch.size
+    if rows % parts:
+        raise UserError(
+            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, "
+            f"which pipeline.microbatches {schedule.microbatches} / mesh.stage {stages} = {parts} does not divide. "
+            f"batch.size {-(-rows // parts) * parts * size // rows} would work, or another pipeline.microbatches."
+        )
 
 
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
@@ -164,6 +196,8 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
 def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
     """The PSDP step of a configuration on a layout, the whole one or one replica's."""
     run = execution(config.compute, layout)
+    if config.pipeline is not None:
+        run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     in_loop = replace(run, weights_ready=per_step)
     return Psdp(
