@@ -15,6 +15,7 @@ from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline_config import pipelined_execution
+from gregale.communication.pipeline_schedule import Schedule
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, sync_axis
@@ -89,6 +90,11 @@ class Setup:
         warm = min(step, sync.warmup_steps)
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
         return {"replica_bytes": sent, "steps_since_sync": step - method.schedule.last_sent(step)}
+
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule; None: the layers are not pipelined."""
+        pipeline = self.config.pipeline
+        return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 
     def evaluation_execution(self) -> Execution:
         """How held-out losses are computed: all replicas share the batch, nothing is differentiated."""
