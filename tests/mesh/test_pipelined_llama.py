@@ -12,6 +12,7 @@ from gregale.audit import Audit, audit
 from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.pipeline_config import PipelineConfig
+from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.setup import set_up
@@ -46,10 +47,12 @@ class Outcome:
 def trained(config: TrainConfig) -> Outcome:
     """A few steps of what `gregale train` compiles."""
     setup = set_up(config, 64, make_mesh(config.mesh, jax.devices()))
-    state, stepper = setup.initial_state(), setup.stepper()
+    state = setup.initial_state()
+    stepper = setup.stepper()
     batches = [placed(token_batch(seed=step), setup.layout, setup.layout.compute) for step in range(config.steps)]
-    stepper.program = stepper.program.lower(state, batches[0]).compile(FAST_TO_COMPILE)
-    outcome = Outcome([], [], [], audit(stepper.program, setup.layout.mesh))
+    stepper.program = jax.jit(stepper.program, compiler_options=FAST_TO_COMPILE)
+    compiled = stepper.program.lower(state, batches[0], *setup.method.actions(1).during).compile()
+    outcome = Outcome([], [], [], audit(compiled, setup.layout.mesh))
     for step, batch in enumerate(batches, 1):
         state, report = stepper(state, batch, step)
         outcome.losses.append(np.asarray(report.metrics.loss).tolist())
@@ -83,3 +86,12 @@ def test_a_pipelined_llama_trains_as_its_twin(changes, exact):
     assert not found.audit.unknown()
     in_loops = {(each.kind, each.axes) for each in found.audit.collectives if each.loop and "stage" in each.axes}
     assert ("collective-permute", ("stage",)) in in_loops
+
+
+def test_replicas_that_streaming_diloco_joins_have_pipelines():
+    """Fragments count layers, not stages; each replica's pipeline is its own."""
+    joined = replace(PLAIN, steps=3, sync=StreamingDilocoConfig(period=2, fragments=2, delay=0))
+    found, exact = trained(replace(joined, mesh=STAGES, pipeline=PIPELINED.pipeline)), trained(joined)
+    np.testing.assert_allclose(found.losses, exact.losses, atol=1e-5)
+    np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-4)
+    assert found.audit.over(REPLICA) == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -125,9 +124,7 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             "model.vocabulary": ("the vocabulary", Vocab),
         },
     )
-    inner = layout.inside_replica()
-    shards = prod(mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
-    rows = rows_per_part(batch.size, layout.replicas, shards, batch.microbatches)
+    rows = rows_per_part(batch.size, layout, batch.microbatches)
     check_pipeline(config, layout, rows)
     return layout
 
@@ -141,8 +138,8 @@ def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
     if config.pipeline is None:
         if stages > 1:
             raise UserError(
-                f"mesh.stage is {stages}, but there is no `pipeline`: nothing would run in stages. Give a pipeline "
-                "(`pipeline: {repeats: 1}`), or set mesh.stage to 1 and give the devices to another axis."
+                f"mesh.stage is {stages}, but there is no `pipeline`, so nothing would run in stages. Give one "
+                "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
             )
         return
     schedule = config.pipeline.schedule(stages)
