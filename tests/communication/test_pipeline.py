@@ -124,7 +124,7 @@ class OneSlot(Schedule):
     """Weights by the repeat that the first stage is at: what a window of one slot would give."""
 
     def uses_next(self, iteration):
-        return np.full(self.stages, iteration < self.items) if isinstance(iteration, int) else iteration < self.items
+        return jnp.full(self.stages, iteration < self.items)
 
 
 @pytest.mark.parametrize("saved", [(), ("hidden",)])
