@@ -158,6 +158,8 @@ def test_a_mesh_axis_that_splits_nothing_is_refused(sizes, unused):
         assert f"Set mesh.{unused} to 1" in message
 
 
-def test_a_stage_axis_is_refused_as_long_as_nothing_maps_to_it():
-    layout = standard_layout(SimpleNamespace(shape={"island": 1, "replica": 1, "stage": 2, "data": 1, "model": 1}))
-    assert "mesh.stage is 2" in refusal(layout, {"model.hidden": ("the width", Axis(EMBED, 8))})
+def test_stages_split_rows_and_parameters_as_data_does():
+    layout = layout_of(replica=2, stage=2, data=2)
+    assert layout.mesh_axes((BATCH,), layout.compute) == ("island", "replica", "data", "stage")
+    assert layout.mesh_axes((EMBED,), layout.params) == ("data", "stage")
+    assert layout.mesh_axes((EMBED,), layout.opt_state) == ("data", "stage", "replica")

@@ -87,6 +87,9 @@ def test_unknown_keys_and_wrong_types(folder, capsys, arguments, parts):
         assert part in error
 
 
+STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--pipeline.repeats", "1"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -107,6 +110,23 @@ def test_unknown_keys_and_wrong_types(folder, capsys, arguments, parts):
         (["--mesh.replica", "4"], ["mesh: ", "4 * 1 * 2 * 2 = 16 devices, but there are 8", "`cpu_devices: 16`"]),
         (["--mesh.replica", "3", "--mesh.data", "-1"], ["mesh.data is -1", "= 6 devices", "does not divide the 8"]),
         (["--mesh.replica", "1", "--mesh.stage", "2"], ["mesh.stage is 2", "Set mesh.stage to 1"]),
+        (["--pipeline.repeats", "1"], ["mesh.stage is 1", "at least 2 stages"]),
+        ([*STAGES, "--model.layers", "3"], ["model.layers is 3", "2 x pipeline.repeats 1 = 2", "model.layers 2 or 4"]),
+        ([*STAGES, "--pipeline.microbatches", "3"], ["pipeline.microbatches is 3", "3 / 2 = 1.5", "2 or 4 would work"]),
+        (
+            [*STAGES, "--pipeline.microbatches", "2", "--pipeline.delay_forwarding", "true"],
+            ["pipeline.microbatches is 2", "2 x 2 = 4", "pipeline.delay_forwarding to false"],
+        ),
+        (
+            [*STAGES, "--pipeline.microbatches", "8"],
+            ["batch.size is 8", "1 rows", "8 / mesh.stage 2 = 4", "batch.size 32"],
+        ),
+        (
+            [*STAGES, "--batch.microbatches", "4"],
+            ["data 2 x stage 2 x microbatches 4 = 16", "batch.size 16 would work"],
+        ),
+        ([*STAGES, "--compute.gather", "per_step"], ["compute.gather is per_step", "pipeline.gather once"]),
+        ([*STAGES, "--pipeline.remat", "all"], ["pipeline.remat is 'all'", "full, attention, projections"]),
         (["--mesh.replica", "-1", "--mesh.data", "-1"], ["more than one -1"]),
         (["--mesh.replica", "0"], ["mesh.replica is 0"]),
         (["--optimizer.schedule.warmup", "12"], ["optimizer.schedule.warmup is 12", "has only 12", "Less than 12"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import haliax as hax
 import jax
@@ -13,7 +14,7 @@ from haliax import Axis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.axes.layout import BATCH, EMBED
+from gregale.axes.layout import BATCH, EMBED, standard_layout
 from gregale.communication.accumulate import accumulate, rows_per_part, split_batch
 from gregale.errors import UserError
 from gregale.methods.psdp import same
@@ -104,16 +105,18 @@ parts = st.sampled_from([1, 2, 3, 4, 8])
 
 @given(st.integers(1, 200), parts, parts, parts)
 def test_the_batch_sizes_that_a_refusal_offers_work(rows, replicas, shards, microbatches):
+    shape = {"island": 1, "replica": replicas, "stage": 1, "data": shards, "model": 1}
+    layout = standard_layout(SimpleNamespace(shape=shape))
     count = replicas * shards * microbatches
     if rows % count == 0:
-        assert rows_per_part(rows, replicas, shards, microbatches) * count == rows
+        assert rows_per_part(rows, layout, microbatches) * count == rows
         return
     with pytest.raises(UserError) as error:
-        rows_per_part(rows, replicas, shards, microbatches)
+        rows_per_part(rows, layout, microbatches)
     message = str(error.value)
     assert f"batch.size is {rows}" in message
     assert f"replica {replicas} x data {shards} x microbatches {microbatches} = {count} parts" in message
     offered = re.search(r"batch.size (\d+)(?: or (\d+))? would work", message).groups()
     for value in filter(None, offered):
-        assert rows_per_part(int(value), replicas, shards, microbatches) >= 1
+        assert rows_per_part(int(value), layout, microbatches) >= 1
         assert abs(int(value) - rows) < count

@@ -23,10 +23,10 @@ ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
 
 
-def layout_of(replica: int = 1, data: int = 1, model: int = 1) -> Layout:
-    """The standard mappings on the first replica * data * model simulated devices."""
-    devices = jax.devices()[: replica * data * model]
-    return standard_layout(make_mesh(MeshConfig(replica=replica, data=data, model=model), devices))
+def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1) -> Layout:
+    """The standard mappings on the first replica * stage * data * model simulated devices."""
+    devices = jax.devices()[: replica * stage * data * model]
+    return standard_layout(make_mesh(MeshConfig(replica=replica, stage=stage, data=data, model=model), devices))
 
 
 def one_device(**options) -> Execution:

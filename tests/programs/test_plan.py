@@ -4,14 +4,17 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 
 from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
+from gregale.communication.pipeline_schedule import Schedule
 from gregale.data.config import DataConfig, prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
@@ -20,6 +23,7 @@ from gregale.programs.plan_devices import Target, device_count, simulated_target
 from gregale.programs.plan_remedies import remedies
 from gregale.programs.plan_report import report_of
 from gregale.programs.plan_step import plan_step
+from gregale.programs.plan_text import print_report
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
@@ -49,6 +53,19 @@ def planned():
 @pytest.fixture(scope="module")
 def report(planned):
     return report_of(planned, 257, None)
+
+
+def test_a_pipeline_is_shown_with_its_bubble():
+    stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
+    config = load(TrainConfig, QUICKSTART, [*SMALL, *stages])
+    report = report_of(plan_step(config, 257, simulated_target(config, None, None)), 257, None)
+    schedule = Schedule(2, 2, 2)
+    expected = {"stages": 2, "microbatches": 2, "repeats": 2, "forwarding": 1, "iterations": 5, "bubble": 1 / 5}
+    assert report["pipeline"] == {**expected, "picture": schedule.picture()}
+    written = StringIO()
+    print_report(report, Console(file=written, width=110))
+    assert "20.0% of them idle" in written.getvalue()
+    assert schedule.picture() in written.getvalue()
 
 
 def test_json_has_what_other_tools_rely_on(report):

@@ -114,7 +114,7 @@ class StepShape:
         return tuple(axis for axis, size in self.mesh.items() if axis in found and size > 1)
 
 
-BATCH_MESH_AXES = ("island", REPLICA, "data")
+BATCH_MESH_AXES = ("island", REPLICA, "data", "stage")
 
 
 def values(axes: Sequence[Axis]) -> int:

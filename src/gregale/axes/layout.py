@@ -125,13 +125,18 @@ def is_parameter(leaf) -> bool:
 
 
 def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:
-    """The three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`."""
+    """The three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`.
+
+    Outside of the layers the stages of a pipeline are further devices to split rows and parameters over: none repeats
+    another's embedding, head or optimizer, and parameters keep the plain order of layers whatever the pipeline.
+    """
     model = dict.fromkeys(tensor_parallel, "model")
+    data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
     return Layout(
         mesh=mesh,
-        compute={BATCH: (ISLAND, REPLICA, "data"), REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        params={EMBED: "data", REPLICA: REPLICA, ISLAND: ISLAND, **model},
-        opt_state={EMBED: ("data", REPLICA), **model},
+        compute={BATCH: (ISLAND, REPLICA, *data), REPLICA: REPLICA, ISLAND: ISLAND, **model},
+        params={EMBED: data, REPLICA: REPLICA, ISLAND: ISLAND, **model},
+        opt_state={EMBED: (*data, REPLICA), **model},
     )
 
 

@@ -76,7 +76,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
     shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
 
     def cut(array: jax.Array) -> jax.Array:
-        rows = rows_per_part(array.shape[0], layout.replicas, shards, microbatches)
+        rows = rows_per_part(array.shape[0], layout, microbatches)
         parts = array.reshape(layout.replicas, shards, microbatches, rows, *array.shape[1:]).swapaxes(1, 2)
         return parts.reshape(layout.replicas, microbatches, shards * rows, *array.shape[1:])
 
@@ -91,15 +91,18 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
     return jax.tree.map(one, batch, is_leaf=is_named)
 
 
-def rows_per_part(rows: int, replicas: int, shards: int, microbatches: int) -> int:
+def rows_per_part(rows: int, layout: Layout, microbatches: int) -> int:
     """Rows of a batch for one microbatch on one device; raises `UserError` if they cannot be shared evenly."""
-    parts = replicas * shards * microbatches
+    axes = layout.mesh_axes((BATCH,), layout.compute)
+    sizes = {axis: layout.mesh.shape[axis] for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
+    parts = prod(sizes.values()) * microbatches
     if rows % parts:
         below, above = rows // parts * parts, (rows // parts + 1) * parts
         nearest = f"{below} or {above}" if below else f"{above}"
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise UserError(
-            f"batch.size is {rows}: a batch is shared by replica {replicas} x data {shards} x microbatches "
-            f"{microbatches} = {parts} parts, and {rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. "
-            f"batch.size {nearest} would work, or another number of microbatches."
+            f"batch.size is {rows}: a batch is shared by {product} x microbatches {microbatches} = {parts} parts, and "
+            f"{rows} / {parts} = {rows / parts:.4g} is not a whole number of rows. batch.size {nearest} would work, or "
+            "another number of microbatches."
         )
     return rows // parts

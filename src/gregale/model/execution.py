@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import haliax as hax
 import jax.numpy as jnp
@@ -31,6 +31,10 @@ REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
 UNROLL = {"cpu": 4}
 
 
+LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
+"""layer(x [batch, ...], weights of one layer, rows [batch, ...], execution) -> x"""
+
+
 @dataclass(frozen=True)
 class Execution:
     """Everything a model needs to know about where and how it runs, passed to it explicitly.
@@ -42,6 +46,7 @@ class Execution:
     - `attention`: implementation for `jax.nn.dot_product_attention`
     - `loss_block`: tokens whose logits are held at a time on a device
     - `weights_ready`: the weights that come in are gathered already, so none is gathered again
+    - `stack`: runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     """
 
     layout: Layout
@@ -51,12 +56,25 @@ class Execution:
     attention: Literal["xla", "cudnn"] = "xla"
     loss_block: int = 1024
     weights_ready: bool = False
+    stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
 
     def gathered(self, weights):
         return weights if self.weights_ready else gathered(weights, self.layout, self.dtype)
 
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
+
+    def run_layers(self, block: LayerFunction, Layers: Axis, x: NamedArray, weights, rows) -> NamedArray:
+        """`x = block(x, weights[i], rows, execution)` for every i along the layers.
+
+        Arguments:
+        - `weights`: named arrays with the axis `Layers`, ungathered
+        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
+        """
+        if self.stack is not None:
+            return self.stack(block, x, weights, rows)
+        x, _ = self.scan_layers(lambda x, layer: (block(x, layer, rows, self), None), Layers, x, weights)
+        return x
 
     def scan_layers(self, block: Callable, Layers: Axis, carry, *stacked):
         """`carry, out_i = block(carry, *stacked[i])` over the named layers axis; returns the carry and stacked outs."""

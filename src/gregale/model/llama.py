@@ -100,10 +100,11 @@ class Llama(eqx.Module):
         """
         x = execution.placed(embed(execution.gathered(self.embedding), tokens, execution))
 
-        def block(x, weights):
-            return execution.gathered(weights)(x, positions, segments, execution), None
+        def block(x, weights, rows, execution):
+            return execution.gathered(weights)(x, rows["positions"], rows["segments"], execution)
 
-        x, _ = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        rows = {"positions": positions, "segments": segments}
+        x = execution.run_layers(block, self.config.Layers, x, self.blocks, rows)
         return execution.gathered(self.norm)(x)
 
     def output_head(self, execution: Execution) -> NamedArray:

@@ -14,6 +14,7 @@ from gregale.programs.plan_programs import Program
 from gregale.programs.plan_remedies import remedies
 from gregale.programs.plan_shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
 from gregale.programs.plan_step import Plan
+from gregale.programs.setup import Setup
 
 
 def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> di
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
+        "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": step.parameters,
         "tokens_per_step": config.batch.tokens,
@@ -46,6 +48,15 @@ def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> di
         "methods": methods_of(setup, bound, far),
         "notes": notes_of(plan),
     }
+
+
+def pipeline_of(setup: Setup) -> dict[str, Any] | None:
+    """The pipeline's schedule: its numbers, the share of idle iterations, and a picture; None: there is none."""
+    schedule = setup.schedule()
+    if schedule is None:
+        return None
+    computed = {"iterations": schedule.iterations, "bubble": schedule.bubble, "picture": schedule.picture()}
+    return {**asdict(schedule), **computed}
 
 
 def link_bytes_per_second(plan: Plan, link_gbit_per_second: float | None) -> float | None:
@@ -130,6 +141,11 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(
             f"replicas are joined over {sync.period} steps; where fragments differ in size, the programs are those of "
             "the largest. The roofline spreads what they send over those steps."
+        )
+    if plan.setup.config.pipeline is not None:
+        notes.append(
+            "the closed forms of memory and of the links' bytes are those of the same run without a pipeline; what the "
+            "compiler's programs hold and send is exact."
         )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())

@@ -120,10 +120,11 @@ def estimate(setup: Setup, backend: Backend) -> Estimate:
     return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
 
 
-def step_transfers(setup: Setup, backend: Backend) -> list[Transfer]:
-    """Everything that a step of the configured method sends, but what joins DiLoCo's replicas."""
-    averages = psdp_messages(setup.method) if isinstance(setup.method, Psdp) else None
-    return expected_transfers(step_shape(setup), backend, averages)
+def step_transfers(setup: Setup, backend: Backend, method: Psdp | None = None) -> list[Transfer]:
+    """Everything that a step of the configured method, or of another, sends, but what joins DiLoCo's replicas."""
+    stepping = method or setup.method
+    averages = psdp_messages(stepping) if isinstance(stepping, Psdp) else None
+    return expected_transfers(step_shape(setup, method), backend, averages)
 
 
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:

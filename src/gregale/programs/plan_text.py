@@ -39,6 +39,8 @@ def size(count: float | None) -> str:
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The report as tables, and the verdict."""
     _head(report, console)
+    if report["pipeline"] is not None:
+        _pipeline(report["pipeline"], console)
     memory = report["memory"]
     rows = [(label, size(memory[key])) for key, label in MEMORY_ROWS.items() if memory[key]]
     if len(report["programs"]) > 1:
@@ -74,6 +76,18 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"compiler counts {report['compiler_flops_per_device']:.4g} on a device, each loop's body once",
         highlight=False,
     )
+
+
+def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
+    """The schedule, not wrapped: a row is a stage, a column an iteration."""
+    p = pipeline
+    console.print(
+        f"\nPipeline: {p['stages']} stages x {p['repeats']} repeats, {p['microbatches']} microbatches, "
+        f"{p['iterations']} iterations, {p['bubble']:.1%} of them idle at each stage\n"
+        "(microbatch and, by letter, repeat; `.` is idle)",
+        highlight=False,
+    )
+    console.print(pipeline["picture"], highlight=False, soft_wrap=True)
 
 
 def _verdict(report: dict[str, Any], console: Console) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ from jax.sharding import Mesh
 from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
+from gregale.communication.pipeline_config import pipelined_execution
+from gregale.communication.pipeline_schedule import Schedule
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, sync_axis
@@ -89,6 +90,11 @@ class Setup:
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
         return {"replica_bytes": sent, "steps_since_sync": step - method.schedule.last_sent(step)}
 
+    def schedule(self) -> Schedule | None:
+        """The pipeline's schedule; None: the layers are not pipelined."""
+        pipeline = self.config.pipeline
+        return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
+
     def evaluation_execution(self) -> Execution:
         """How held-out losses are computed: all replicas share the batch, nothing is differentiated."""
         inside = execution(self.config.compute, self.layout)
@@ -118,10 +124,39 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
             "model.vocabulary": ("the vocabulary", Vocab),
         },
     )
-    inner = layout.inside_replica()
-    shards = prod(mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
-    rows_per_part(batch.size, layout.replicas, shards, batch.microbatches)
+    rows = rows_per_part(batch.size, layout, batch.microbatches)
+    check_pipeline(config, layout, rows)
     return layout
+
+
+def check_pipeline(config: TrainConfig, layout: Layout, rows: int) -> None:
+    """Raises `UserError` if stages, layers, rows and the rest of the configuration do not make up a pipeline.
+
+    `rows`: of one of `batch.microbatches` on one device
+    """
+    stages = layout.mesh.shape["stage"]
+    if config.pipeline is None:
+        if stages > 1:
+            raise UserError(
+                f"mesh.stage is {stages}, but there is no `pipeline`, so nothing would run in stages. Give one "
+                "(`pipeline: {repeats: 1}`). Set mesh.stage to 1 to give the devices to another axis."
+            )
+        return
+    schedule = config.pipeline.schedule(stages)
+    if (layers := getattr(config.model, "layers", None)) is not None:
+        schedule.layers_per_stage(layers)
+    if config.compute.gather == "per_step":
+        raise UserError(
+            "compute.gather is per_step, but a pipeline has its own window of gathered weights. Use compute.gather "
+            "per_layer, and pipeline.gather once to gather all layers before the first iteration."
+        )
+    parts, size = schedule.columns, config.batch.size
+    if rows % parts:
+        raise UserError(
+            f"batch.size is {size}: each of {config.batch.microbatches} microbatches has {rows} rows on a device, "
+            f"which pipeline.microbatches {schedule.microbatches} / mesh.stage {stages} = {parts} does not divide. "
+            f"batch.size {-(-rows // parts) * parts * size // rows} would work, or another pipeline.microbatches."
+        )
 
 
 def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
@@ -166,6 +201,8 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
 def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
     """The PSDP step of a configuration on a layout, the whole one or one replica's."""
     run = execution(config.compute, layout)
+    if config.pipeline is not None:
+        run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     in_loop = replace(run, weights_ready=per_step)
     return Psdp(

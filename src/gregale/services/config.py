@@ -7,6 +7,7 @@ from typing import Any
 
 from gregale.axes.mesh import MeshConfig
 from gregale.codecs.config import ReduceConfig
+from gregale.communication.pipeline_config import PipelineConfig
 from gregale.data.config import DataConfig
 from gregale.errors import UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
@@ -108,6 +109,9 @@ class TrainConfig:
     mesh: MeshConfig = field(default=MeshConfig(), metadata={"help": "sizes of the mesh axes"})
     model: ModelConfig = field(default=LlamaConfig(), metadata={"help": "the model's shape"})
     compute: ComputeConfig = field(default=ComputeConfig(), metadata={"help": "how the model is computed"})
+    pipeline: PipelineConfig | None = field(
+        default=None, metadata={"help": "layers pipelined over mesh.stage; null: no pipeline"}
+    )
     data: DataConfig = field(default=DataConfig(), metadata={"help": "what to train on"})
     batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "what one step sees"})
     optimizer: OptimizerConfig = field(default=AdamWConfig(), metadata={"help": "the optimizer"})
@@ -141,6 +145,7 @@ MAY_CHANGE = (
     "max_skipped",
     "mesh",
     "compute",
+    "pipeline",
     "data.cache",
     "data.workers",
     "batch.microbatches",

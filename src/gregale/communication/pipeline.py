@@ -1,0 +1,209 @@
+"""The pipelined layer stack: what a scan over layers computes, by stages that all work at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import BATCH, LAYERS, Layout, is_named
+from gregale.communication.pipeline_loop import (
+    Loop,
+    advanced,
+    advanced_transpose,
+    finished,
+    stage_inputs,
+    stage_inputs_transpose,
+    started,
+    unfinished,
+)
+from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline_stage import DATA, LAYER, REPEAT, STAGE, Layer, Stages, loop_layout
+from gregale.communication.pipeline_window import GatherLevel, Slots, Window, with_repeats
+from gregale.errors import UserError
+
+Tree = Any
+MICROBATCH = "microbatch"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How a stack of layers is pipelined.
+
+    - `schedule`: stages, microbatches, repeats, forwarding
+    - `layout`: mesh and mappings as one replica sees them
+    - `gather`: when weights are gathered over `data`: `per_repeat`, `per_iteration`, or `once` for the whole pass
+    - `saved`: names (`jax.ad_checkpoint.checkpoint_name`) of what an iteration keeps for the backward pass besides
+      the stages' inputs; all else is computed again
+    - `dtype`: of gathered weights
+    """
+
+    schedule: Schedule
+    layout: Layout
+    gather: GatherLevel = "per_repeat"
+    saved: tuple[str, ...] = ()
+    dtype: jnp.dtype = jnp.float32
+
+    @property
+    def inside(self) -> Layout:
+        """The layout as a layer sees it: nothing maps to `stage` and `data`."""
+        return self.layout.inside(STAGE).inside(DATA)
+
+
+def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pipeline: Pipeline) -> NamedArray:
+    """The output of the last layer, `x = layer(x, weights[i], extras)` for every i along `layers`.
+
+    Each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
+    pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
+    never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
+
+    Arguments:
+    - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
+      microbatch, with gathered weights, under `pipeline.inside`; it closes over nothing that is differentiated
+    - `weights`: named arrays of floats with an axis `layers`, in the plain order of the model
+    - `inputs`: [batch, ...]
+    - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
+      they are not differentiated
+
+    Raises `UserError` if the schedule does not divide the layers or the rows.
+    """
+    schedule, layout = pipeline.schedule, loop_layout(pipeline.layout)
+    inputs = inputs.rearrange((BATCH, ...))
+    parts = _in_parts(inputs, schedule, layout)
+    run = _Run(
+        schedule=schedule,
+        stages=Stages(layer, schedule, layout, pipeline.saved),
+        window=Window(pipeline.gather, schedule, layout, pipeline.dtype),
+        names=(STAGE, *parts.axis_names[1:]),
+    )
+    extras = jax.tree.map(lambda leaf: _in_parts(leaf, schedule, layout), extras, is_leaf=is_named)
+    extras = layout.constrain(extras, layout.compute)
+    io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
+    out = run(_by_stage(weights, pipeline), io, extras)
+    whole = NamedArray(jnp.moveaxis(out, 2, 0).reshape(inputs.array.shape), inputs.axis_names)
+    return pipeline.layout.constrain(whole, pipeline.layout.compute)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The pass through the pipeline, forward and backward.
+
+    `names`: of the axes of the stages' inputs and outputs, [stage, data, batch, ...]
+    """
+
+    schedule: Schedule
+    stages: Stages
+    window: Window
+    names: tuple[str, ...]
+
+    def __call__(self, weights: Tree, io: jax.Array, extras: Tree) -> jax.Array:
+        run = jax.custom_vjp(lambda weights, io, extras: self.forward(weights, io, extras)[0])
+        run.defvjp(self.forward, self.backward)
+        return run(weights, io, extras)
+
+    def forward(self, weights: Tree, io: jax.Array, extras: Tree):
+        """Outputs [stage, M / S, data, batch, ...], and what `backward` needs."""
+        schedule, window = self.schedule, self.window
+        M, R = schedule.microbatches, schedule.repeats
+        ready = window.ready(weights)
+
+        def iteration(slots: Slots, loop: Loop, t: jax.Array):
+            x = self._named(stage_inputs(loop, t, schedule))
+            y, kept = self.stages.forward(window.used(slots, t), x, extras, t)
+            return advanced(loop, y.array, t, schedule), (x, kept)
+
+        def repeat(carry, r: jax.Array):
+            now, loop = carry
+            slots = Slots(now, window.filled(ready, r))
+            loop, kept = jax.lax.scan(partial(iteration, slots), loop, r * M + jnp.arange(M))
+            return (slots.next, loop), kept
+
+        start = (window.empty(ready), started(io, schedule))
+        (last, loop), kept = jax.lax.scan(repeat, start, jnp.arange(R))
+        loop, kept_in_drain = jax.lax.scan(partial(iteration, Slots(last, last)), loop, self._drain())
+        return finished(loop, schedule), (ready, extras, last, kept, kept_in_drain)
+
+    def backward(self, residuals, ct_outputs: jax.Array):
+        """Cotangents of the weights and the inputs; the extras have none.
+
+        Going backwards, the weights of repeat r are complete in their use as `now` when those of r + 1 are done, and
+        leave as `next` of repeat r. So each repeat gathers one slot, of repeat r - 1, and reduces one, of repeat r.
+        """
+        schedule, window = self.schedule, self.window
+        M, R = schedule.microbatches, schedule.repeats
+        ready, extras, last, kept, kept_in_drain = residuals
+
+        def iteration(slots: Slots, carry, at):
+            (ct_loop, sums), (t, (x, kept)) = carry, at
+            ct_loop, ct_y = advanced_transpose(ct_loop, t, schedule)
+            used = window.used(slots, t)
+            ct_weights, ct_x = self.stages.backward(used, x, extras, t, kept, self._named(ct_y))
+            ct_loop = stage_inputs_transpose(ct_loop, ct_x.array, t, schedule)
+            sums = window.added(sums, window.reduced("per_iteration", ct_weights), t)
+            return (ct_loop, sums), None
+
+        def repeat(carry, at):
+            (next_slot, ct_next, ct_loop), (r, kept) = carry, at
+            slots = Slots(window.filled(ready, jnp.maximum(r - 1, 0)), next_slot)
+            sums = Slots(window.no_cotangent(slots.now), ct_next)
+            times = r * M + jnp.arange(M)
+            (ct_loop, sums), _ = jax.lax.scan(partial(iteration, slots), (ct_loop, sums), (times, kept), reverse=True)
+            return (slots.now, sums.now, ct_loop), window.reduced("per_repeat", sums.next)
+
+        none = window.no_cotangent(last)
+        start = (unfinished(ct_outputs, schedule), Slots(none, none))
+        drain = (self._drain(), kept_in_drain)
+        (ct_loop, sums), _ = jax.lax.scan(partial(iteration, Slots(last, last)), start, drain, reverse=True)
+        start = (last, sums.now, ct_loop)
+        (_, _, ct_loop), ct_weights = jax.lax.scan(repeat, start, (jnp.arange(R), kept), reverse=True)
+        ct_weights = window.reduced("once", with_repeats(ct_weights))
+        return jax.tree.map(lambda ct: ct.astype(window.dtype), ct_weights), ct_loop.io, None
+
+    def _drain(self) -> jax.Array:
+        return jnp.arange(self.schedule.items, self.schedule.iterations)
+
+    def _named(self, array: jax.Array) -> NamedArray:
+        layout = self.stages.layout
+        return layout.constrain(NamedArray(array, self.names), layout.compute)
+
+
+def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArray:
+    """[batch, ...] -> [microbatch, data, batch / (data M), ...].
+
+    A device cuts the rows that it has: the `compute` mapping splits them over `data` and then `stage`, so the
+    microbatches that a stage keeps are those that it had.
+    """
+    rows = rows.rearrange((BATCH, ...))
+    devices, M = layout.axis(DATA).size, schedule.microbatches
+    count, *rest = rows.array.shape
+    if count % (devices * M):
+        step = devices * M
+        below, above = count // step * step, (count // step + 1) * step
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UserError(
+            f"pipeline.microbatches is {M}: the {count} rows that go through the pipeline are shared by data {devices} "
+            f"x pipeline.microbatches {M} = {step} parts, and {count} / {step} = {count / step:.4g} is not a whole "
+            f"number of rows. {nearest} rows would work, or another number of microbatches."
+        )
+    cut = rows.array.reshape(devices, M, count // (devices * M), *rest).swapaxes(0, 1)
+    return NamedArray(cut, (MICROBATCH, DATA, *rows.axis_names))
+
+
+def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
+    """[layers, ...] -> [repeat, stage, layer, ...] in the compute dtype, split over `data` only.
+
+    What `params` splits over `stage` takes one all-to-all over `stage`.
+    """
+    schedule, plain, layout = pipeline.schedule, pipeline.layout, loop_layout(pipeline.layout)
+
+    def one(leaf: NamedArray) -> NamedArray:
+        leaf = plain.constrain(leaf.rearrange((LAYERS, ...)).astype(pipeline.dtype), plain.params)
+        per_stage = schedule.layers_per_stage(leaf.axes[0].size)
+        axes = Axis(REPEAT, schedule.repeats), layout.axis(STAGE), Axis(LAYER, per_stage)
+        return layout.constrain(leaf.unflatten_axis(LAYERS, axes), layout.params)
+
+    return jax.tree.map(one, weights, is_leaf=is_named)

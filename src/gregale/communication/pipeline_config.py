@@ -1,0 +1,59 @@
+"""The pipeline by its configuration, and as the way in which a model runs its stack of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from haliax import NamedArray
+
+from gregale.communication.pipeline import Pipeline, pipelined
+from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline_stage import STAGE
+from gregale.communication.pipeline_window import GatherLevel
+from gregale.model.config import check_choice
+from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
+
+# What an iteration keeps for the backward pass beside the stages' inputs, by the names that a layer gives.
+SAVED: dict[str, tuple[str, ...]] = {"full": (), "attention": ("attention",), "projections": tuple(PROJECTIONS)}
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the layers are pipelined over the mesh axis `stage`; none of it changes the model but for rounding."""
+
+    repeats: int = field(default=1, metadata={"help": "times that a microbatch passes all stages"})
+    microbatches: int | None = field(
+        default=None,
+        metadata={"help": "in the pipeline at a time, out of each of batch.microbatches; null: as few as possible"},
+    )
+    delay_forwarding: bool = field(
+        default=False,
+        metadata={"help": "hand outputs on an iteration later, so that the transfer hides behind compute"},
+    )
+    gather: GatherLevel = field(
+        default="per_repeat", metadata={"help": f"weights over data: {', '.join(get_args(GatherLevel))} in a pass"}
+    )
+    remat: str = field(default="full", metadata={"help": f"what an iteration saves, by name: {', '.join(SAVED)}"})
+
+    def __post_init__(self):
+        check_choice("pipeline.remat", self.remat, SAVED)
+
+    def schedule(self, stages: int) -> Schedule:
+        """The schedule for so many stages; raises `UserError` if the numbers do not fit together."""
+        forwarding = 2 if self.delay_forwarding else 1
+        microbatches = forwarding * stages if self.microbatches is None else self.microbatches
+        return Schedule(stages, microbatches, self.repeats, forwarding)
+
+
+def pipelined_execution(config: PipelineConfig, execution: Execution) -> Execution:
+    """The execution that runs a model's stack of layers through the pipeline, and all else as before."""
+    layout = execution.layout
+    schedule = config.schedule(layout.mesh.shape[STAGE])
+    pipeline = Pipeline(schedule, layout, config.gather, SAVED[config.remat], execution.dtype)
+    inside = replace(execution, layout=pipeline.inside, weights_ready=True)
+
+    def stack(block: LayerFunction, x: NamedArray, weights: Any, rows: Any) -> NamedArray:
+        return pipelined(lambda x, weights, rows: block(x, weights, rows, inside), weights, x, rows, pipeline)
+
+    return replace(execution, stack=stack)

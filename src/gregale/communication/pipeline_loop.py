@@ -1,0 +1,132 @@
+"""What a pipeline carries from iteration to iteration, and how it moves between the stages.
+
+All of it is linear in the activations and needs nothing but the iteration's number, so its transpose needs no saved
+values. Every array has the stage as its first dimension and lives on the mesh axis `stage`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gregale.communication.pipeline_schedule import Schedule
+
+
+class Loop(NamedTuple):
+    """The loop state.
+
+    - `io`: [stage, M / S, ...] inputs, replaced by the outputs; microbatch m enters at (m div (M/S), m mod (M/S))
+    - `shift`: [stage, ...] what each stage was handed by the stage before it; stage 0 by the last
+    - `held`: [stage, ...] outputs that are on their way with delayed forwarding, else None
+    - `waiting`: [stage, M - F S, ...] what came round to stage 0 before its next repeat began; None if nothing waits
+    """
+
+    io: jax.Array
+    shift: jax.Array
+    held: jax.Array | None
+    waiting: jax.Array | None
+
+
+def started(io: jax.Array, schedule: Schedule) -> Loop:
+    """The state before the first iteration.
+
+    Stages that have not begun compute all the same. They do so with real inputs, not with zeros, at which a layer's
+    derivative need not be finite; nothing of it reaches an output.
+    """
+    idle = jax.lax.stop_gradient(io[:, 0])
+    waits = schedule.waiting
+    waiting = jnp.zeros((io.shape[0], waits, *io.shape[2:]), io.dtype) if waits else None
+    return Loop(io, idle, idle if schedule.forwarding == 2 else None, waiting)
+
+
+def stage_inputs(loop: Loop, t: jax.Array, schedule: Schedule) -> jax.Array:
+    """What the stages work on in iteration t: [stage, ...].
+
+    Stage 0 takes a new microbatch while there are any, then what came round; the others take what they were handed.
+    """
+    entering = _column(loop.io, t % schedule.columns)
+    back = loop.shift if loop.waiting is None else _column(loop.waiting, t % schedule.waiting)
+    return jnp.where(_is_stage(0, back), jnp.where(t < schedule.microbatches, entering, back), loop.shift)
+
+
+def advanced(loop: Loop, outputs: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
+    """The state after iteration t, in which the stages put out `outputs` [stage, ...].
+
+    The outputs go one stage on. The column of `io` that was read goes one stage towards stage 0, and the last stage's
+    output enters at its end. What stage 0 was handed takes the slot of `waiting` that was read.
+    """
+    column = t % schedule.columns
+    moved = jnp.roll(_column(loop.io, column), -1, axis=0)
+    io = _with_column(loop.io, column, jnp.where(_is_stage(schedule.stages - 1, outputs), outputs, moved))
+    waiting = loop.waiting
+    if waiting is not None:
+        waiting = _with_column(waiting, t % schedule.waiting, loop.shift)
+    sent, held = (outputs, None) if loop.held is None else (loop.held, outputs)
+    return Loop(io, jnp.roll(sent, 1, axis=0), held, waiting)
+
+
+def finished(loop: Loop, schedule: Schedule) -> jax.Array:
+    """The outputs [stage, M / S, ...] after the last iteration, each where its input was.
+
+    An output enters F (S - 1) iterations after its input left, so many columns further on.
+    """
+    return jnp.roll(loop.io, -schedule.drain, axis=1)
+
+
+def unfinished(outputs: jax.Array, schedule: Schedule) -> Loop:
+    """The transpose of `finished`: the cotangent of the last state, of which only the outputs are used."""
+    one, waits = jnp.zeros_like(outputs[:, 0]), schedule.waiting
+    waiting = jnp.zeros((outputs.shape[0], waits, *outputs.shape[2:]), outputs.dtype) if waits else None
+    held = one if schedule.forwarding == 2 else None
+    return Loop(jnp.roll(outputs, schedule.drain, axis=1), one, held, waiting)
+
+
+def advanced_transpose(after: Loop, t: jax.Array, schedule: Schedule) -> tuple[Loop, jax.Array]:
+    """Cotangents of the state before iteration t and of its outputs, from that of the state after it.
+
+    By hand, because the transpose that JAX finds for a roll takes two transfers between stages.
+    """
+    column = t % schedule.columns
+    ct = _column(after.io, column)
+    is_last = _is_stage(schedule.stages - 1, ct)
+    outputs = jnp.where(is_last, ct, 0)
+    io = _with_column(after.io, column, jnp.roll(jnp.where(is_last, 0, ct), 1, axis=0))
+    shift, waiting = jnp.zeros_like(outputs), after.waiting
+    if waiting is not None:
+        slot = t % schedule.waiting
+        shift, waiting = _column(waiting, slot), _with_column(waiting, slot, shift)
+    sent = jnp.roll(after.shift, -1, axis=0)
+    if after.held is None:
+        return Loop(io, shift, None, waiting), outputs + sent
+    return Loop(io, shift, sent, waiting), outputs + after.held
+
+
+def stage_inputs_transpose(before: Loop, inputs: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
+    """`before`, the cotangent of the state, with what the cotangent of the stages' inputs adds to it."""
+    is_first, entering = _is_stage(0, inputs), t < schedule.microbatches
+    first, others = jnp.where(is_first, inputs, 0), jnp.where(is_first, 0, inputs)
+    io = _with_column_added(before.io, t % schedule.columns, jnp.where(entering, first, 0))
+    back = jnp.where(entering, 0, first)
+    shift, waiting = before.shift + others, before.waiting
+    if waiting is None:
+        return Loop(io, shift + back, before.held, None)
+    return Loop(io, shift, before.held, _with_column_added(waiting, t % schedule.waiting, back))
+
+
+def _is_stage(stage: int, like: jax.Array) -> jax.Array:
+    """Whether an element of an array [stage, ...] is of this stage; broadcasts against it."""
+    return jnp.arange(like.shape[0]).reshape(-1, *[1] * (like.ndim - 1)) == stage
+
+
+def _column(array: jax.Array, column: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(array, column, axis=1, keepdims=False)
+
+
+def _with_column(array: jax.Array, column: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(array, value, column, axis=1)
+
+
+def _with_column_added(array: jax.Array, column: jax.Array, value: jax.Array) -> jax.Array:
+    return _with_column(array, column, _column(array, column) + value)

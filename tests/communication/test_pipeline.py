@@ -1,0 +1,154 @@
+"""The pipelined stack of a toy layer against a plain loop over its layers on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis, NamedArray
+from jax.ad_checkpoint import checkpoint_name
+
+from gregale.axes.layout import BATCH, LAYERS
+from gregale.communication.pipeline import Pipeline, pipelined
+from gregale.communication.pipeline_schedule import Schedule
+from gregale.errors import UserError
+from tests.mesh.support import fast_jit, layout_of, placed
+
+Embed, Out, Position = Axis("embed", 24), Axis("out", 24), Axis("position", 3)  # 24: for 3 or 4 stages x data 2
+
+# (S, M, R, layers per stage)
+TABLE = [
+    (2, 2, 1, 1),
+    (2, 4, 2, 1),
+    (3, 3, 2, 1),
+    (3, 9, 3, 1),
+    (4, 4, 2, 1),
+    (4, 8, 2, 1),
+    (4, 8, 1, 2),
+    (2, 4, 2, 2),
+]
+CASES = [(*numbers, F) for numbers in TABLE for F in (1, 2) if numbers[1] >= F * numbers[0]]
+GATHERS = ("per_repeat", "per_iteration", "once")
+TOLERANCE = 1e-5
+
+
+def toy_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
+    """tanh(x W + b + place) where the row's segment says so, else x: it is not linear, and extras matter."""
+    hidden = hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"})
+    hidden = NamedArray(checkpoint_name(hidden.array, "hidden"), hidden.axis_names)
+    new = hax.tanh(hidden + weights["bias"] + 0.1 * extras["positions"])
+    return hax.where(extras["segment_ids"] > 0, new, 0.5 * x + 0.1 * new)
+
+
+@cache
+def problem(layers: int, rows: int):
+    """Weights, inputs, extras and the weights of the outputs in the loss, as NumPy arrays."""
+    generator = np.random.default_rng(layers * 100 + rows)
+    Layers, Rows = Axis(LAYERS, layers), Axis(BATCH, rows)
+
+    def normal(*axes, scale=1.0):
+        return hax.named((generator.normal(size=[a.size for a in axes]) * scale).astype(np.float32), axes)
+
+    weights = {"matrix": normal(Layers, Embed, Out, scale=0.3), "bias": normal(Layers, Embed)}
+    extras = {
+        "positions": hax.named(generator.integers(0, 9, (rows, Position.size), np.int32), (Rows, Position)),
+        "segment_ids": hax.named(generator.integers(0, 2, (rows, Position.size), np.int32), (Rows, Position)),
+    }
+    return weights, normal(Rows, Position, Embed), extras, normal(Rows, Position, Embed)
+
+
+def plain(weights, inputs, extras):
+    """The same in plain arrays, one layer after the other."""
+    positions, segments = (extras[name].array[..., None] for name in ("positions", "segment_ids"))
+
+    def layer(x, weights):
+        new = jnp.tanh(x @ weights["matrix"] + weights["bias"] + 0.1 * positions)
+        return jnp.where(segments > 0, new, 0.5 * x + 0.1 * new), None
+
+    arrays = {name: leaf.array for name, leaf in weights.items()}
+    return NamedArray(jax.lax.scan(layer, inputs.array, arrays)[0], inputs.axis_names)
+
+
+def loss_of(stack):
+    def loss(weights, inputs, extras, factors):
+        return jnp.sum((stack(weights, inputs, extras) * factors).array)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+@cache
+def expected(layers: int, rows: int):
+    return jax.device_get(fast_jit(loss_of(plain))(*problem(layers, rows)))
+
+
+def stack_of(pipeline: Pipeline):
+    return lambda weights, inputs, extras: pipelined(toy_layer, weights, inputs, extras, pipeline)
+
+
+def arguments_of(pipeline: Pipeline, layers_per_stage: int):
+    """Weights, inputs, extras and factors on the mesh, with two rows of a microbatch on each device."""
+    schedule, layout = pipeline.schedule, pipeline.layout
+    layers = schedule.stages * schedule.repeats * layers_per_stage
+    weights, *rest = problem(layers, 2 * layout.mesh.shape["data"] * schedule.microbatches)
+    return placed(weights, layout, layout.params), *placed(tuple(rest), layout, layout.compute)
+
+
+def pipeline_of(S: int, M: int, R: int, F: int = 1, **options) -> Pipeline:
+    return Pipeline(Schedule(S, M, R, F), layout_of(stage=S, data=2), **options)
+
+
+def assert_equals_plain(found, layers: int, rows: int) -> None:
+    (value, (weights, inputs)), (exact, (exact_weights, exact_inputs)) = jax.device_get(found), expected(layers, rows)
+    np.testing.assert_allclose(value, exact, rtol=TOLERANCE, atol=TOLERANCE)
+    for name, gradient in exact_weights.items():
+        np.testing.assert_allclose(weights[name].array, gradient.array, atol=TOLERANCE, err_msg=name)
+    np.testing.assert_allclose(inputs.array, exact_inputs.array, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+@pytest.mark.parametrize("case", CASES)
+def test_pipelined_equals_a_plain_loop(case, gather):
+    S, M, R, per_stage, F = case
+    pipeline = pipeline_of(S, M, R, F, gather=gather)
+    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, per_stage))
+    assert_equals_plain(found, S * R * per_stage, 4 * M)
+    by_layer = np.abs(found[1][0]["matrix"].array).sum(axis=(1, 2))
+    assert np.all(by_layer > 1e-3), "every layer, so every [repeat, stage], has a gradient"
+
+
+class OneSlot(Schedule):
+    """Weights by the repeat that the first stage is at: what a window of one slot would give."""
+
+    def uses_next(self, iteration):
+        return jnp.full(self.stages, iteration < self.items)
+
+
+@pytest.mark.parametrize("saved", [(), ("hidden",)])
+def test_what_is_kept_by_name_changes_no_number(saved):
+    pipeline = pipeline_of(3, 6, 2, 2, saved=saved)
+    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 2))
+    assert_equals_plain(found, 12, 24)
+
+
+def test_a_window_of_one_slot_would_be_wrong():
+    pipeline = Pipeline(OneSlot(3, 3, 2), layout_of(stage=3, data=2))
+    value, (gradients, _) = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 1))
+    exact, (exact_gradients, _) = expected(6, 12)
+    assert abs(float(value) - exact) > 0.01 * abs(exact)
+    assert np.abs(np.asarray(gradients["matrix"].array) - exact_gradients["matrix"].array).max() > 0.1
+
+
+def test_rows_that_the_microbatches_do_not_divide_are_refused():
+    pipeline = pipeline_of(2, 4, 1)
+    weights, inputs, extras, _ = problem(2, 12)
+    with pytest.raises(UserError, match=r"pipeline.microbatches is 4: the 12 rows .* 2 .* 4 = 8 .* 1.5 .* 8 or 16"):
+        pipelined(toy_layer, weights, inputs, extras, pipeline)
+
+
+def test_layers_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(UserError, match=r"model\.layers is 3"):
+        pipelined(toy_layer, *problem(3, 16)[:3], pipeline_of(2, 4, 1))
