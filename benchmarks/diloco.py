@@ -12,13 +12,13 @@ the end. The table is of the other seeds. Runs are kept in RUNS: a second call g
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from runs import rows_of
 
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.services.config import TrainConfig
@@ -69,14 +69,9 @@ class Trainer:
         return self._run(folder, sync, inner_rate, seed)
 
     def _run(self, folder: str, sync: SyncConfig, inner_rate: float, seed: int) -> Run:
-        from gregale.programs.train import TrainOptions, main
-
-        print(f"--- {folder}", flush=True)
         config = load(TrainConfig, CONFIG, [f"--optimizer.learning_rate={inner_rate}", f"--seed={seed}"])
         config = replace(config, sync=sync, runs=str(self.runs / folder))
-        if main(TrainOptions(), config):
-            raise SystemExit("stopped; the same command goes on from there")
-        return measured(self.runs / folder / config.name / "metrics.jsonl", config.batch.tokens)
+        return measured(rows_of(config), config.batch.tokens)
 
     def _start_from(self, psdp: Path, folder: Path) -> None:
         """A copy of a run as it was after the warm-up, made under a temporary name."""
@@ -89,12 +84,8 @@ class Trainer:
         partial.rename(folder)
 
 
-def measured(metrics: Path, tokens_per_step: int) -> Run:
+def measured(rows: dict[int, dict], tokens_per_step: int) -> Run:
     """Tokens, bytes and loss at each evaluation of a run."""
-    rows: dict[int, dict] = {}
-    for line in metrics.read_text().splitlines():
-        row = json.loads(line)
-        rows.setdefault(row["step"], {}).update(row)
     evaluated = [row for row in rows.values() if "eval_loss" in row]
     return Run(
         tokens=np.array([row["step"] * tokens_per_step for row in evaluated]),
