@@ -38,9 +38,7 @@ class ReduceConfig:
 
     codec: str = field(default="none", metadata={"help": f"of the first leg: {', '.join(CODECS)}"})
     block: int = field(default=DEFAULT_BLOCK, metadata={"help": "values that share a scale"})
-    feedback: FeedbackConfig | None = field(
-        default=FeedbackConfig(), metadata={"help": "error feedback of the legs that quantise; null: none"}
-    )
+    feedback: FeedbackConfig | None = field(default=FeedbackConfig(), metadata={"help": "error feedback; null: none"})
     second_leg: str = field(default="none", metadata={"help": f"codec of the second leg: {', '.join(SECOND_LEGS)}"})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
     measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from haliax import NamedArray
 
@@ -25,16 +25,14 @@ class PipelineConfig:
     repeats: int = field(default=1, metadata={"help": "times that a microbatch passes all stages"})
     microbatches: int | None = field(
         default=None,
-        metadata={"help": "in the pipeline at a time, out of each of batch.microbatches; null: as few as possible"},
+        metadata={"help": "in it at a time; null: as few as possible"},
     )
     delay_forwarding: bool = field(
         default=False,
-        metadata={"help": "hand outputs on an iteration later, so that the transfer hides behind compute"},
+        metadata={"help": "hand on an iteration later, behind compute"},
     )
-    gather: GatherLevel = field(
-        default="per_repeat", metadata={"help": f"weights over data: {', '.join(get_args(GatherLevel))} in a pass"}
-    )
-    remat: str = field(default="full", metadata={"help": f"what an iteration saves, by name: {', '.join(SAVED)}"})
+    gather: GatherLevel = field(default="per_repeat", metadata={"help": "when weights are gathered"})
+    remat: str = field(default="full", metadata={"help": f"saved by name: {', '.join(SAVED)}"})
 
     def __post_init__(self):
         check_choice("pipeline.remat", self.remat, SAVED)

@@ -41,13 +41,11 @@ class DataConfig:
         default_factory=BytesConfig, metadata={"help": "what turns text into tokens: bytes, file or bpe"}
     )
     held_out: float = field(default=0.02, metadata={"help": "fraction of the documents kept for evaluation"})
-    shuffle: bool = field(default=True, metadata={"help": "draw training examples in random order, anew each epoch"})
-    cross_documents: bool = field(
-        default=False, metadata={"help": "let attention and loss cross from one document into the next"}
-    )
+    shuffle: bool = field(default=True, metadata={"help": "random order, anew each epoch"})
+    cross_documents: bool = field(default=False, metadata={"help": "let attention and loss cross documents"})
     replica_mixtures: list[dict[str, float]] = field(
         default_factory=list,
-        metadata={"help": "DiLoCo: for each replica in turn, its own weights of the sources by name; empty: all alike"},
+        metadata={"help": "for each DiLoCo replica its own weights"},
     )
     cache: str = field(default="cache", metadata={"help": "folder for tokenized text, reused by later runs"})
     workers: int = field(default=0, metadata={"help": "processes that tokenize; 0: one for each core"})

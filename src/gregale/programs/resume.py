@@ -120,7 +120,7 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
         part = setup.method.parameters_only(setup.abstract_state().method)
     else:
         inner = checkpoint_template(setup, metadata).method.inner
-        part = DilocoState(setup.psdp.parameters_only(inner), None, None, None)  # type: ignore[arg-type]
+        part = DilocoState(setup.psdp.parameters_only(inner), None, None)  # type: ignore[arg-type]
     return TrainState(None, part, None, None)
 
 

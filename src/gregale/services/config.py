@@ -74,7 +74,7 @@ class DistributedConfig:
     """How the processes of a run on several hosts find one another."""
 
     coordinator: str | None = field(
-        default=None, metadata={"help": "HOST:PORT of process 0; auto: TPU VMs and SLURM know it; null: one process"}
+        default=None, metadata={"help": "HOST:PORT of process 0; auto: the cluster knows it"}
     )
     processes: int = field(default=1, metadata={"help": "number of processes"})
     process: int = field(default=0, metadata={"help": "this process's number, from 0"})
@@ -102,7 +102,7 @@ class TrainConfig:
     seed: int = field(default=0, metadata={"help": "of the initial weights and the data order"})
     runs: str = field(default="runs", metadata={"help": "folder of the run directories"})
     cpu_devices: int | None = field(
-        default=None, metadata={"help": "train on this many simulated CPU devices instead of the accelerators"}
+        default=None, metadata={"help": "simulate this many CPU devices instead of accelerators"}
     )
     log_every: int = field(default=1, metadata={"help": "steps between lines of metrics.jsonl"})
     max_skipped: int = field(default=10, metadata={"help": "stop after this many non-finite steps in a row"})

@@ -21,9 +21,7 @@ class CheckpointConfig:
 
     every: int = field(default=1000, metadata={"help": "Save a checkpoint every this many steps."})
     keep_last: int = field(default=3, metadata={"help": "Number of newest checkpoints to keep."})
-    keep_every: int | None = field(
-        default=None, metadata={"help": "Keep checkpoints at multiples of this many steps for ever (null: none)."}
-    )
+    keep_every: int | None = field(default=None, metadata={"help": "Keep multiples of this many steps for ever."})
 
     def __post_init__(self):
         for name in ("every", "keep_last", "keep_every"):
