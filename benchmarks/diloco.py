@@ -1,12 +1,13 @@
 """Held-out loss of one small model under PSDP, DiLoCo and Streaming DiLoCo, against tokens and against bytes sent.
 
-    python benchmarks/diloco.py RUNS [--seeds 1] [--figure docs/figures/diloco-small.svg]
+    python benchmarks/diloco.py RUNS [--seeds 1 2] [--rates 1e-3 0.3 0.5 0.7 0.5] [--figure FILE.svg]
 
 Every run is `gregale train config/diloco_small.yaml` with another `sync`: the same tokens in the same order, the same
 inner optimizer and learning rate. All start with the same steps of PSDP (`sync.warmup_steps`; the paper pretrains
 too), which are trained once a seed: the methods go on from that checkpoint. The inner rate is the best of a few for
 PSDP, the outer rate of each other method the best of a few for it; both are chosen on seed 0, by the held-out loss at
-the end. The table is of the other seeds. Runs are kept in RUNS: a second call goes on where the first one stopped.
+the end; `--rates` gives them instead, the inner one and that of each method. The table is of the other seeds. Runs are
+kept in RUNS: a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations
@@ -106,10 +107,14 @@ def tuned(train: Trainer) -> tuple[float, dict[str, DilocoConfig]]:
     inner = best({rate: train.psdp(rate, TUNING_SEED).loss[-1] for rate in INNER_RATES}, "inner rate")
     methods = {}
     for label, sync in METHODS.items():
-        tried = {rate: replace(sync, outer=replace(sync.outer, learning_rate=rate)) for rate in OUTER_RATES}
+        tried = {rate: with_outer_rate(sync, rate) for rate in OUTER_RATES}
         losses = {rate: train.diloco(each, inner, TUNING_SEED).loss[-1] for rate, each in tried.items()}
         methods[label] = tried[best(losses, f"outer rate of {label}")]
     return inner, methods
+
+
+def with_outer_rate(sync: DilocoConfig, rate: float) -> DilocoConfig:
+    return replace(sync, outer=replace(sync.outer, learning_rate=rate))
 
 
 def table(methods: dict[str, DilocoConfig], results: dict[str, list[Run]]) -> Iterable[str]:
@@ -151,11 +156,16 @@ def draw(path: Path, results: dict[str, list[Run]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss of PSDP, DiLoCo and Streaming DiLoCo.")
     parser.add_argument("runs", type=Path, help="folder for the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rates", type=float, nargs=1 + len(METHODS), help="inner, and each method's outer: not tuned")
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
     train = Trainer(options.runs)
-    inner, methods = tuned(train)
+    if options.rates:
+        inner, *outer = options.rates
+        methods = {label: with_outer_rate(METHODS[label], rate) for label, rate in zip(METHODS, outer, strict=True)}
+    else:
+        inner, methods = tuned(train)
     results = {PSDP: [train.psdp(inner, seed) for seed in options.seeds]}
     for label, sync in methods.items():
         results[label] = [train.diloco(sync, inner, seed) for seed in options.seeds]

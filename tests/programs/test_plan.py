@@ -27,18 +27,11 @@ from gregale.programs.plan_text import print_report
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
+from tests.programs.tiny import SMALL_QUICKSTART
 
 CONFIGS = Path(__file__).parent.parent.parent / "config"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
-SMALL = [
-    "--model.layers=2",
-    "--model.hidden=64",
-    "--model.mlp=128",
-    "--batch.sequence_length=32",
-    "--batch.microbatches=2",
-    "--compute.unroll=1",
-    "--compute.remat=full",
-]
+SMALL = [*SMALL_QUICKSTART, "--model.layers=2"]
 JSON_KEYS = {"collectives", "bytes_per_step", "memory", "flops_per_step", "devices"}
 COLLECTIVE_KEYS = {"kind", "dtype", "bytes", "axes", "loop", "times", "link"}
 

@@ -10,6 +10,7 @@ import pytest
 from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
+from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
 from gregale.methods.schedule import Schedule
 from gregale.programs.plan_devices import simulated_target
@@ -22,17 +23,10 @@ from gregale.programs.plan_step import plan_step
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
+from tests.programs.tiny import SMALL_QUICKSTART
 
 QUICKSTART = str(Path(__file__).parent.parent.parent / "config" / "quickstart.yaml")
-SMALL = [
-    "--model.layers=3",
-    "--model.hidden=64",
-    "--model.mlp=128",
-    "--batch.sequence_length=32",
-    "--batch.microbatches=2",
-    "--compute.unroll=1",
-    "--compute.remat=full",
-]
+SMALL = [*SMALL_QUICKSTART, "--model.layers=3"]
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism
 FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4"]
 STREAMING = [*TWO_AXES, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3"]
@@ -225,3 +219,9 @@ def test_command_prints_every_program(tmp_path, capsys):
     for part in ("outer parameters", "of synchronise", "Collectives of warm_up between slices", "diloco (H 5, conf"):
         assert part in text
     assert {each.name for each in tmp_path.iterdir()} == {"step.hlo", "step.synchronise.hlo", "step.warm_up.hlo"}
+
+
+def test_mixtures_for_other_replicas_are_refused():
+    config = config_of(*CASES["diloco"][0], "--data.replica_mixtures", "[{python: 1}]")
+    with pytest.raises(UserError, match=r"data\.replica_mixtures has 1 mixtures, but mesh\.replica is 2"):
+        plan_step(config, 257, simulated_target(config, None, None))

@@ -36,6 +36,16 @@ CONFIG: dict[str, Any] = {
 FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 EVALUATE = ["--evaluation.every", "6"]
 
+# Options that make the quickstart quick to compile, without its number of layers.
+SMALL_QUICKSTART = [
+    "--model.hidden=64",
+    "--model.mlp=128",
+    "--batch.sequence_length=32",
+    "--batch.microbatches=2",
+    "--compute.unroll=1",
+    "--compute.remat=full",
+]
+
 
 def write_inputs(folder: Path) -> Path:
     """A few text files and `tiny.yaml` in a folder; returns the folder."""

@@ -80,7 +80,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
     """[axis, *names] under `params` -> its sum over the first axis, [*names] under `opt_state`."""
     if axis not in layout.params:
         return array[0]
-    cuts = [_added(name, layout) for name in names]
+    cuts = [further_split(name, layout) for name in names]
 
     def add(shard: jax.Array) -> jax.Array:
         shard, summed = shard[0], False
@@ -90,9 +90,7 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
                     shard = jax.lax.psum_scatter(shard, axis, scatter_dimension=dimension, tiled=True)
                     summed = True
                 else:
-                    size = shard.shape[dimension] // layout.mesh.shape[mesh_axis]
-                    start = jax.lax.axis_index(mesh_axis) * size
-                    shard = jax.lax.dynamic_slice_in_dim(shard, start, size, dimension)
+                    shard = own_part(shard, dimension, mesh_axis)
         return shard if summed else jax.lax.psum(shard, axis)
 
     before = PartitionSpec(axis, *layout.spec(names, layout.params))
@@ -100,10 +98,16 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
     return jax.shard_map(add, mesh=layout.mesh, in_specs=before, out_specs=after, check_vma=False)(array)
 
 
-def _added(name: str, layout: Layout) -> tuple[str, ...]:
+def further_split(name: str, layout: Layout) -> tuple[str, ...]:
     """The mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
     coarse = layout.mesh_axes((name,), layout.params)
     return layout.mesh_axes((name,), layout.opt_state)[len(coarse) :]
+
+
+def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
+    """Inside `shard_map`: what a device keeps of its shard when a dimension is split over one more mesh axis."""
+    size = shard.shape[dimension] // jax.lax.axis_size(mesh_axis)
+    return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
 
 
 def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:

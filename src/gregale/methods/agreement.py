@@ -11,6 +11,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import Layout, is_named
+from gregale.communication.reduce import further_split, own_part
 
 Tree = Any
 
@@ -51,8 +52,7 @@ def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) 
 
 def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
     """[axis, *names] under `params`, [*names] and [*names] under `opt_state` -> [axis] and [axis]."""
-    coarse = [layout.mesh_axes((name,), layout.params) for name in names]
-    cuts = [layout.mesh_axes((name,), layout.opt_state)[len(c) :] for name, c in zip(names, coarse, strict=True)]
+    cuts = [further_split(name, layout) for name in names]
     split = layout.mesh_axes(names, layout.opt_state)
     inside = tuple(mesh_axis for mesh_axis in split if mesh_axis != axis)
     share = layout.mesh.shape[axis] if axis in split else 1
@@ -61,9 +61,7 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
         own = own[0]
         for dimension, mesh_axes in enumerate(cuts):
             for mesh_axis in mesh_axes:
-                size = own.shape[dimension] // layout.mesh.shape[mesh_axis]
-                start = jax.lax.axis_index(mesh_axis) * size
-                own = jax.lax.dynamic_slice_in_dim(own, start, size, dimension)
+                own = own_part(own, dimension, mesh_axis)
         mine = theta - own
         sums = share * jnp.stack([jnp.sum(mine * mine), jnp.sum(mine * gradient)])
         square, product = jax.lax.psum(sums, inside) if inside else sums

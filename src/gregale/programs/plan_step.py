@@ -12,7 +12,7 @@ from gregale.methods.diloco import Diloco
 from gregale.programs.plan_devices import Target, for_accelerators
 from gregale.programs.plan_programs import STEP, Program, programs_of
 from gregale.programs.plan_shapes import estimated_link_bytes, estimated_work
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.setup import Setup, check_replicas, set_up
 from gregale.services.config import TrainConfig
 
 
@@ -68,4 +68,5 @@ def plan_step(config: TrainConfig, tokens: int, target: Target) -> Plan:
     """
     config = for_accelerators(config, target)
     setup = set_up(config, tokens, make_mesh(config.mesh, target.devices))
+    check_replicas(config, setup.layout)
     return Plan(setup, target, programs_of(setup, target))
