@@ -75,8 +75,11 @@ def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventi
 def test_each_update_crosses_once_and_is_sent_behind_compute(plan):
     far = [each for each in plan.step.audit.collectives if each.link == BETWEEN]
     assert {each.times for each in far} == {1}
-    gathered = sum(each.bytes for each in far if each.kind == "all-gather")
-    assert gathered == pytest.approx(tree_bytes(plan.setup).parameters, rel=0.01)
+    parameters = tree_bytes(plan.setup).parameters
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sum(each.bytes for each in far if each.kind == kind) == pytest.approx(parameters, rel=0.001)
+    closed_form = sum(each.bytes * each.times for each in plan.step.expected if "replica" in each.axes)
+    assert sum(each.bytes for each in far) == pytest.approx(closed_form, rel=0.001), "scalars are padded"
     assert all(each.is_async for each in far)
     assert sum(plan.step.hidden(each) for each in far) > len(far) / 2
 
