@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import equinox as eqx
 import haliax as hax
 import jax
 import numpy as np
 import optax
 import pytest
-from haliax import Axis
+from haliax import Axis, NamedArray
 
 from gregale.audit import audit
 from gregale.axes.layout import REPLICA, is_named
@@ -27,7 +28,7 @@ from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig
 from gregale.training.state import abstract_state, initial_state
 from gregale.training.stepper import Stepper
-from tests.mesh.support import FAST_TO_COMPILE, layout_of, placed, small_model, token_batch
+from tests.mesh.support import FAST_TO_COMPILE, layout_of, placed, token_batch
 
 FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
 LAYERS = 2
@@ -120,17 +121,56 @@ def test_a_streaming_step_sends_and_gives_back_one_fragment_in_bytes():
     assert sum(each.bytes for each in over) == expected
 
 
+Layers, Embed, Mlp, Rows = Axis("layers", LAYERS), Axis("embed", 16), Axis("mlp", 16), Axis("batch", 32)
+
+
+class Net(eqx.Module):
+    """x -> readout . (x + tanh(x up) down, layer after layer): few arrays, so that steps are quick to compile."""
+
+    up: NamedArray  # [layers, embed, mlp]
+    down: NamedArray  # [layers, mlp, embed]
+    readout: NamedArray  # [embed]
+
+    @staticmethod
+    def init() -> Net:
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = (Layers, Embed, Mlp), (Layers, Mlp, Embed), (Embed,)
+        return Net(*(0.3 * hax.random.normal(key, axes) for key, axes in zip(keys, shapes, strict=True)))
+
+
+def squared_error(net: Net, batch):
+    def layer(x, up, down):
+        return (x + hax.dot(hax.tanh(hax.dot(x, up, axis=Embed)), down, axis=Mlp)).rearrange(x.axes)
+
+    out = hax.dot(hax.fold(layer, Layers)(batch["x"], net.up, net.down), net.readout, axis=Embed)
+    error = batch["factor"] * (out - batch["y"])
+    return hax.sum(error * error).scalar(), hax.sum(hax.ones_like(error)).scalar()
+
+
+def rows_of(layout, step: int, factor: float = 1.0):
+    """Rows of which y is a function of x; `factor` multiplies the errors."""
+    x = np.random.default_rng(step).normal(size=(Rows.size, Embed.size)).astype(np.float32)
+    batch = {"x": hax.named(x, (Rows, Embed)), "y": hax.named(np.sin(x.sum(axis=1)), Rows)}
+    return placed({**batch, "factor": hax.full(Rows, factor)}, layout, layout.compute)
+
+
+def net_on(layout, reduce: ReduceConfig) -> Psdp:
+    built = AdamWConfig(learning_rate=1e-2).build(jax.eval_shape(Net.init), 100, layout)
+    return Psdp(jax.eval_shape(Net.init), squared_error, built, layout, 2, reduce=reduce)
+
+
 @cache
 def trained(kind: str, steps: int, reduce: ReduceConfig = FOUR_BITS):
-    """The state and the losses after some steps of a small model on 4 replicas x data 2."""
-    layout, model = layout_of(4, 2, 1), small_model()
-    abstract = jax.eval_shape(lambda: model)
-    method = psdp_on(layout, abstract, reduce)
+    """The method, the state and the losses after some steps of `Net` on 4 replicas x data 2."""
+    layout = layout_of(4, 2, 1)
+    method = net_on(layout, reduce)
     if kind == "diloco":
-        method = diloco_on(layout, abstract, Schedule(4, 2, 2, LAYERS), reduce)
-    state, stepper, losses = initial_state(method, small_model), Stepper(method, abstract), []
+        inner = net_on(layout.inside(REPLICA), ReduceConfig())
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        method = Diloco(inner, outer, layout, Schedule(4, 2, 2, LAYERS), mixing=0.5, reduce=reduce)
+    state, stepper, losses = initial_state(method, Net.init), Stepper(method, jax.eval_shape(Net.init)), []
     for step in range(1, steps + 1):
-        state, report = stepper(state, placed(token_batch(seed=step % 3), layout, layout.compute), step)
+        state, report = stepper(state, rows_of(layout, step), step)
         losses.append(float(np.mean(jax.device_get(report.metrics.loss))))
     return method, state, losses
 
@@ -145,7 +185,7 @@ def copies_differ(array: jax.Array) -> bool:
 
 def test_replicas_stay_equal_to_the_last_bit_over_100_steps():
     _, state, losses = trained("psdp", 100)
-    assert losses[-1] < losses[0] - 0.5, "it trains"
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5]), "it trains"
     arrays = jax.tree.leaves(state.method.parameters)
     assert len(arrays[0].addressable_shards) == 8
     assert not [array for array in arrays if copies_differ(array)]
@@ -159,10 +199,10 @@ def test_copies_that_differ_would_be_seen():
 
 
 def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
-    method, state, losses = trained("diloco", 13)
-    assert losses[-1] < losses[0] - 0.2
+    method, state, losses = trained("diloco", 25)
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5]), "it trains"
     assert not [array for array in jax.tree.leaves(state.method.outer.parameters) if copies_differ(array)]
-    reached, start = method.trained(state.method), small_model()
+    reached, start = method.trained(state.method), Net.init()
     assert any(
         np.any(np.asarray(new) != np.asarray(old))
         for new, old in zip(jax.tree.leaves(reached), jax.tree.leaves(start), strict=True)
@@ -172,33 +212,18 @@ def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
 def test_eight_bits_train_as_float32_does():
     _, _, exact = trained("psdp", 20, ReduceConfig())
     _, _, quantised = trained("psdp", 20, ReduceConfig(codec="int8", second_leg="int8"))
-    np.testing.assert_allclose(quantised, exact, atol=0.02)
+    np.testing.assert_allclose(quantised, exact, rtol=0.01)
     _, _, rough = trained("psdp", 20, ReduceConfig(codec="int2", second_leg="int4", feedback=None))
-    assert np.abs(np.subtract(rough, exact)).max() > 0.02, "two bits can be told from 32"
+    assert np.abs(np.subtract(rough, exact) / exact).max() > 0.02, "two bits can be told from 32"
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_loses_no_error():
-    layout, model = layout_of(4, 2, 1), small_model()
-    execution = Execution(layout=layout.inside(REPLICA))
-
-    def loss(model, batch):
-        total, weight = model.loss({k: v for k, v in batch.items() if k != "factor"}, execution)
-        return total * hax.max(batch["factor"]).scalar(), weight
-
-    built = AdamWConfig(learning_rate=1e-2).build(jax.eval_shape(lambda: model), 100, layout)
-    method = Psdp(jax.eval_shape(lambda: model), loss, built, layout, reduce=FOUR_BITS)
+    method, state, _ = trained("psdp", 100)
     step = jax.jit(method.step)
-    state = initial_state(method, small_model).method
-
-    def batch(seed: int, factor: float):
-        rows = token_batch(seed=seed)
-        rows["factor"] = hax.full(rows["tokens"].axes[0], factor)
-        return placed(rows, layout, layout.compute)
-
-    state, metrics = step(state, batch(0, 1.0))
+    state, metrics = step(state.method, rows_of(method.layout, 100))
     assert metrics.finite
     assert any(np.any(np.asarray(stored.scales.array, np.float32)) for stored in state.error.first.values())
-    after, metrics = step(state, batch(1, np.inf))
+    after, metrics = step(state, rows_of(method.layout, 101, factor=np.inf))
     assert not metrics.finite
     for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(np.asarray(new), np.asarray(old))

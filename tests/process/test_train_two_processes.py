@@ -112,7 +112,8 @@ def test_one_process_goes_on_with_what_two_saved(inputs, cache, one, two):
 
 
 DILOCO = [
-    *["--steps", "4", "--cpu_devices", "8", "--batch.microbatches", "1", "--sync.type", "diloco", "--sync.period", "2"],
+    *["--steps", "4", "--cpu_devices", "4", "--mesh.model", "1", "--batch.microbatches", "1"],
+    *["--sync.type", "diloco", "--sync.period", "2"],
     *["--optimizer.schedule.warmup", "1", "--evaluation.batches", "1"],
 ]
 
