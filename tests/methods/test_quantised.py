@@ -32,8 +32,8 @@ from tests.mesh.support import FAST_TO_COMPILE, layout_of, placed, token_batch
 
 FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
 LAYERS = 2
-# Large enough that messages are mostly blocks, not their padding.
-WIDE = LlamaConfig(layers=LAYERS, hidden=128, heads=8, mlp=256)
+# Large enough that blocks are full in every array; it is compiled for, never held.
+WIDE = LlamaConfig(layers=LAYERS, hidden=1024, heads=8, mlp=2048)
 FLOAT32 = 4
 
 
@@ -75,16 +75,10 @@ def test_a_psdp_step_sends_bytes_alone_and_as_many_as_the_closed_form_says(sizes
     assert not [each for each in over if each.loop]
     scalars = 3 * FLOAT32 * layout.replicas  # weight, loss and gradient norm
     assert sum(each.bytes for each in over) == sum(wire(model, layout)) + scalars
-    sent = sum(each.bytes_sent for each in over) - 3 * FLOAT32 * (layout.replicas - 1)
-    assert sent == method.bytes_sent(1)
-
-
-def test_four_bits_on_both_legs_send_a_seventh_of_the_exact_step():
-    """At 8 replicas and block 64; on arrays that blocks do not fill, a little more."""
-    layout, model = layout_of(replica=8), llama()
-    assert bytes_sent(model, layout) / psdp_on(layout, model).bytes_sent(1) > 7.4
-    matrix = {"up": hax.named(np.zeros((1024, 1024), np.float32), ("embed", "mlp"))}
-    assert bytes_sent(matrix, layout) / QuantisedReducer(layout, FOUR_BITS).bytes_sent(matrix) >= 7.5
+    sent = sum(each.bytes_sent for each in over)
+    assert sent - 3 * FLOAT32 * (layout.replicas - 1) == method.bytes_sent(1)
+    if layout.replicas == 8:
+        assert bytes_sent(model, layout) / sent >= 7.5, "4 bits and block 64 on both legs, beside float32"
 
 
 def test_an_exact_step_would_be_seen():
