@@ -133,19 +133,20 @@ def table(methods: dict[str, DilocoConfig], results: dict[str, list[Run]]) -> It
 
 
 def draw(path: Path, results: dict[str, list[Run]]) -> None:
-    """Loss against tokens and against bytes, mean over seeds."""
+    """Loss since the warm-up against tokens and against bytes, mean over seeds."""
     from gregale.timeline.plot import new_figure, save_figure
 
     figure = new_figure(path, (9.0, 4.2))
     over_tokens, over_bytes = figure.subplots(1, 2, sharey=True)
     for label, runs in results.items():
         loss = np.mean([run.loss for run in runs], axis=0)
-        over_tokens.plot(runs[0].tokens / 1e6, loss, label=label, marker=".")
-        sent = runs[0].bytes_sent > 0
-        over_bytes.plot(runs[0].bytes_sent[sent] / 1e6, loss[sent], marker=".")
+        sent = runs[0].bytes_sent - runs[0].warmup_bytes
+        since = sent >= 0
+        over_tokens.plot(runs[0].tokens[since] / 1e6, loss[since], label=label, marker=".")
+        over_bytes.plot(sent[sent > 0] / 1e6, loss[sent > 0], marker=".")
     over_bytes.set_xscale("log")
     over_tokens.set_xlabel("tokens, millions")
-    over_bytes.set_xlabel("sent over replica by a device, MB")
+    over_bytes.set_xlabel("sent over replica by a device since the warm-up, MB")
     over_tokens.set_ylabel("held-out loss, nats a token")
     for axes in (over_tokens, over_bytes):
         axes.grid(alpha=0.3)
