@@ -135,14 +135,14 @@ def test_what_is_kept_by_name_changes_no_number(saved):
 
 
 def dropout_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
-    """x + drop(tanh(x W)), doubled in some layers; each row draws by its own key and the layer's number."""
+    """x / 2 + drop(tanh(x W)), twice as large in some layers; rows draw by their keys and the layer's number."""
 
     def draw(key):
         return jax.random.bernoulli(jax.random.fold_in(key, weights["number"].scalar()), 0.5, x.array.shape[1:])
 
     new = hax.tanh(hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"}))
     dropped = hax.where(NamedArray(jax.vmap(draw)(extras["keys"].array), x.axis_names), new, 0)
-    return x + hax.where(weights["doubled"], 2 * dropped, dropped)
+    return 0.5 * x + hax.where(weights["doubled"], 2 * dropped, dropped)
 
 
 def test_layers_have_constants_and_rows_their_dropout_keys():
@@ -160,7 +160,7 @@ def test_layers_have_constants_and_rows_their_dropout_keys():
         for number in range(layers):
             drawn = [jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.array.shape[1:]) for key in keys]
             new = jnp.where(jnp.stack(drawn), jnp.tanh(x.array @ matrix.array[number]), 0)
-            x = NamedArray(x.array + (2 * new if number % 3 == 1 else new), x.axis_names)
+            x = NamedArray(0.5 * x.array + (2 * new if number % 3 == 1 else new), x.axis_names)
         return jnp.sum((x * factors).array)
 
     keys = list(extras["keys"].array)

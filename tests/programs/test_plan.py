@@ -71,6 +71,8 @@ def test_a_pipeline_is_shown_with_its_bubble(pipelined):
     print_report(report, Console(file=written, width=110))
     assert "20.0% of them idle" in written.getvalue()
     assert schedule.picture() in written.getvalue()
+    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
+    assert compiled == report["closed_form_bytes_per_step"]
     assert "closed form on an accelerator" not in written.getvalue(), "of memory there is none"
 
 

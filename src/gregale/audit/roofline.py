@@ -81,7 +81,7 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     head = size_of(step.weights, "embed") * size_of(step.weights, "vocab")
     forward = FORWARD * tokens / devices * (model_flops_per_token(step) / (FORWARD + BACKWARD) - head)
     again = {"none": 0.0, "projections": 0.2}.get(step.remat, 1.0)
-    idle = step.pipeline.idle if step.pipeline else 0.0
+    idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0.0
     return Work(
         model_flops=model_flops,
         flops=model_flops + (again + idle * (3 + again)) * forward,

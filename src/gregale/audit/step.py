@@ -49,9 +49,9 @@ class PipelineShape:
     gather: str
 
     @property
-    def idle(self) -> float:
-        """Iterations in which a stage idles, of those in which it works."""
-        return self.iterations / (self.microbatches * self.repeats) - 1
+    def drain(self) -> int:
+        """Iterations in which a stage idles."""
+        return self.iterations - self.microbatches * self.repeats
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,11 @@ def expected_transfers(
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
     """A stack of layers that is scanned in each microbatch."""
-    weights, layers = step.stacked(), step.microbatches * step.layers
+    weights, layers, size = step.stacked(), step.microbatches * step.layers, activation_bytes(step, backend)
     return [
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
-        Transfer("activations", "all-reduce", (MODEL,), _sums(step, backend) * activation_bytes(step, backend), layers),
+        Transfer("activations", "all-reduce", (MODEL,), sums_of_a_layer(step, backend) * size, layers),
     ]
 
 
@@ -149,14 +149,27 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        found.append(Transfer("gradients", kind, SHARDS, size, times * _uses(step, weight)))
-        if not {axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT:
+        found += _summed(step, kind, size, times * _uses(step, weight))
+        if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
     return found
 
 
+def _summed(step: StepShape, kind: str, size: int, times: int) -> list[Transfer]:
+    """A sum over the devices of a replica that share rows; one that is scattered goes a mesh axis after the other."""
+    if kind == "all-reduce":
+        return [Transfer("gradients", kind, SHARDS, size, times)]
+    scattered = Transfer("gradients", kind, (STAGE,), size // step.mesh[DATA], times)
+    return [Transfer("gradients", kind, (DATA,), size, times), scattered]
+
+
 ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
+
+
+def is_on_model(weight: NamedArray) -> bool:
+    """Whether each device of `model` has the gradient of its weight whole."""
+    return bool({axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT)
 
 
 def _uses(step: StepShape, weight: NamedArray) -> int:
@@ -165,14 +178,10 @@ def _uses(step: StepShape, weight: NamedArray) -> int:
     return 2 if tables == 1 and any(axis.name == "vocab" for axis in weight.axes) else 1
 
 
-def _sums(step: StepShape, backend: Backend) -> int:
+def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     """How often a layer sums activations over `model`: after each half of it, and their gradients before it."""
-    return 2 + RECOMPUTED_SUMS.get(step.remat, 0) + backward_sums(backend)
-
-
-def backward_sums(backend: Backend) -> int:
-    """Sums over `model` of a layer's backward pass alone."""
-    return 2 if backend.merges_sums else 5  # query, key, value; gate, up
+    backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
+    return 2 + RECOMPUTED_SUMS.get(step.remat, 0) + backward
 
 
 def activation_bytes(step: StepShape, backend: Backend) -> int:
