@@ -4,7 +4,7 @@
 
 Gradients of a stack of layers of 2 MiB, compiled for simulated CPU devices; nothing is run. Memory is what the compiler
 says of temporaries on one device. The window with the backward pass by hand stands beside gathers in each iteration,
-with the same backward pass and with the one that JAX derives. Compile times are medians.
+with the same backward pass and with the one that JAX derives. Times are CPU seconds of all threads, medians.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from statistics import median
-from time import perf_counter
+from time import process_time
 from unittest.mock import patch
 
 HIDDEN, WIDE, ROWS = 256, 1024, 4  # a layer's widths; rows of a microbatch on a device
@@ -64,7 +64,9 @@ def lowered(options: argparse.Namespace, microbatches: int, repeats: int, gather
 
 def temporaries(options: argparse.Namespace, *case) -> float:
     """MiB on one device."""
-    return lowered(options, *case)[0].compile().memory_analysis().temp_size_in_bytes / MIB
+    from gregale.audit.memory import compiler_memory
+
+    return compiler_memory(lowered(options, *case)[0].compile()).temporaries / MIB
 
 
 def memory_table(options: argparse.Namespace) -> None:
@@ -87,11 +89,11 @@ def compile_table(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         for repeats, found in seconds.items():
             jax.clear_caches()
-            start = perf_counter()
+            start = process_time()
             lowered(options, 8, repeats, "per_repeat", True)[0].compile()
-            found.append(perf_counter() - start)
+            found.append(process_time() - start)
     few, many = (median(found) for found in seconds.values())
-    print(f"\nseconds to trace and compile, M = 8, median of {options.rounds}: ", end="")
+    print(f"\nCPU seconds to trace and compile, M = 8, median of {options.rounds}: ", end="")
     print(f"{few:.2f} with R = 2, {many:.2f} with R = 8, ratio {many / few:.2f}")
     print("all: " + "; ".join(f"R = {R}: {', '.join(f'{s:.2f}' for s in found)}" for R, found in seconds.items()))
 
