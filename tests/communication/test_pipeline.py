@@ -134,6 +134,42 @@ def test_what_is_kept_by_name_changes_no_number(saved):
     assert_equals_plain(found, 12, 24)
 
 
+def dropout_layer(x: NamedArray, weights: dict, extras: dict) -> NamedArray:
+    """x / 2 + drop(tanh(x W)), twice as large in some layers; rows draw by their keys and the layer's number."""
+
+    def draw(key):
+        return jax.random.bernoulli(jax.random.fold_in(key, weights["number"].scalar()), 0.5, x.array.shape[1:])
+
+    new = hax.tanh(hax.dot(x, weights["matrix"], axis="embed").rename({"out": "embed"}))
+    dropped = hax.where(NamedArray(jax.vmap(draw)(extras["keys"].array), x.axis_names), new, 0)
+    return 0.5 * x + hax.where(weights["doubled"], 2 * dropped, dropped)
+
+
+def test_layers_have_constants_and_rows_their_dropout_keys():
+    layers, rows = 8, 16
+    pipeline = pipeline_of(2, 4, 2, 2)
+    weights, inputs, _, factors = problem(layers, rows)
+    constants = {"number": hax.arange(Axis(LAYERS, layers)), "doubled": hax.arange(Axis(LAYERS, layers)) % 3 == 1}
+    extras = {"keys": NamedArray(jax.random.split(jax.random.key(0), rows), (BATCH,))}
+
+    def pipelined_loss(matrix, inputs):
+        found = pipelined(dropout_layer, {"matrix": matrix, **constants}, inputs, extras, pipeline)
+        return jnp.sum((found * factors).array)
+
+    def plain_loss(matrix, x):
+        for number in range(layers):
+            drawn = [jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, x.array.shape[1:]) for key in keys]
+            new = jnp.where(jnp.stack(drawn), jnp.tanh(x.array @ matrix.array[number]), 0)
+            x = NamedArray(0.5 * x.array + (2 * new if number % 3 == 1 else new), x.axis_names)
+        return jnp.sum((x * factors).array)
+
+    keys = list(extras["keys"].array)
+    found = fast_jit(jax.value_and_grad(pipelined_loss, argnums=(0, 1)))(weights["matrix"], inputs)
+    exact = jax.value_and_grad(plain_loss, argnums=(0, 1))(weights["matrix"], inputs)
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_a_window_of_one_slot_would_be_wrong():
     pipeline = Pipeline(OneSlot(3, 3, 2), layout_of(stage=3, data=2))
     value, (gradients, _) = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 1))

@@ -15,8 +15,12 @@ from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 
-# Compiling takes most of a test's time; these leave partitioning and results alone and halve it.
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Compiling takes most of a test's time; these leave partitioning alone and take most of that. As in tests/conftest.py.
+FAST_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 fast_jit = partial(jax.jit, compiler_options=FAST_TO_COMPILE)
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64

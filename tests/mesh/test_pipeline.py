@@ -16,7 +16,7 @@ from gregale.axes.layout import BATCH, REPLICA, is_named, vmap_over
 from gregale.communication.accumulate import split_batch
 from gregale.communication.pipeline import Pipeline
 from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import DATA, LAYER, STAGE, Stages, loop_layout
+from gregale.communication.pipeline_stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
 from tests.communication.test_pipeline import (
     TOLERANCE,
     Embed,
@@ -122,9 +122,9 @@ def test_an_iteration_keeps_what_is_named_and_no_weights(saved):
     Stage, Data, Layer, Rows = layout.axis(STAGE), layout.axis(DATA), Axis(LAYER, 3), Axis(BATCH, 5)
     weights = {"matrix": hax.zeros((Stage, Layer, Embed, Out)), "bias": hax.zeros((Stage, Layer, Embed))}
     of_rows = hax.zeros((Axis("microbatch", 2), Data, Rows, Position))
-    extras = {"positions": of_rows, "segment_ids": of_rows}
+    fixed = Fixed({"positions": of_rows, "segment_ids": of_rows}, dict.fromkeys(weights))
     stages = Stages(toy_layer, Schedule(2, 2), layout, saved)
-    _, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), extras, 0)
+    _, kept = jax.eval_shape(stages.forward, weights, hax.zeros((Stage, Data, Rows, Position, Embed)), fixed, 0)
     shape = tuple(axis.size for axis in (Stage, Data, Layer, Rows, Position, Embed))
     assert [leaf.shape for leaf in kept] == [shape for _ in saved]
 

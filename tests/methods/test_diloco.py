@@ -227,7 +227,7 @@ def test_a_period_of_one_with_sgd_inside_is_data_parallel_sgd():
 
 
 def test_replicas_that_keep_everything_never_talk():
-    """alpha = 1: bit for bit the same as if nothing were ever applied."""
+    """alpha = 1: the same as if nothing were ever applied, but that two programs round differently."""
     schedule = Schedule(3, 3, 1, LAYERS)
     talking, silent = (make(MeshConfig(replica=4, data=2), s, 1.0) for s in (schedule, Schedule(1000, layers=LAYERS)))
     states = []
@@ -236,7 +236,7 @@ def test_replicas_that_keep_everything_never_talk():
         for t in range(1, 9):
             state, _ = stepper(state, named_batch(rows(t)), t)
         states.append(values_of(state.method.inner.parameters))
-    np.testing.assert_array_equal(*states)
+    np.testing.assert_allclose(*states, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

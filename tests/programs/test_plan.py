@@ -48,10 +48,15 @@ def report(planned):
     return report_of(planned, 257, None)
 
 
-def test_a_pipeline_is_shown_with_its_bubble():
+@pytest.fixture(scope="module")
+def pipelined():
     stages = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
     config = load(TrainConfig, QUICKSTART, [*SMALL, *stages])
-    report = report_of(plan_step(config, 257, simulated_target(config, None, None)), 257, None)
+    return plan_step(config, 257, simulated_target(config, None, None))
+
+
+def test_a_pipeline_is_shown_with_its_bubble(pipelined):
+    report = report_of(pipelined, 257, None)
     schedule = Schedule(2, 2, 2)
     expected = {"stages": 2, "microbatches": 2, "repeats": 2, "forwarding": 1, "iterations": 5, "bubble": 1 / 5}
     assert report["pipeline"] == {**expected, "picture": schedule.picture()}
@@ -59,6 +64,16 @@ def test_a_pipeline_is_shown_with_its_bubble():
     print_report(report, Console(file=written, width=110))
     assert "20.0% of them idle" in written.getvalue()
     assert schedule.picture() in written.getvalue()
+    compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}
+    assert compiled == report["closed_form_bytes_per_step"]
+    assert "closed form on an accelerator" not in written.getvalue(), "of memory there is none"
+
+
+def test_a_pipeline_that_does_not_fit_has_no_remedies(pipelined):
+    tight = replace(chip("H100"), memory_bytes=pipelined.memory.peak - 1)
+    report = report_of(replace(pipelined, target=replace(pipelined.target, chip=tight)), 257, None)
+    assert not report["fits"]
+    assert report["remedies"] == []
 
 
 def test_json_has_what_other_tools_rely_on(report):

@@ -33,7 +33,9 @@ CONFIG: dict[str, Any] = {
     "checkpoint": {"every": 4},
 }
 
-FAST_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST_TO_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
 EVALUATE = ["--evaluation.every", "6"]
 
 # Options that make the quickstart quick to compile, without its number of layers.

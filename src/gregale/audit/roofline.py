@@ -19,7 +19,7 @@ class Work:
 
     Attributes:
         model_flops: of the model itself, by the closed form.
-        flops: with what is computed a second time in the backward pass.
+        flops: with what is computed a second time in the backward pass, and by idle stages of a pipeline.
         memory_bytes: read from or written to the device's memory, at the least.
         link_bytes: sent by the device over each link.
     """
@@ -81,9 +81,10 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     head = size_of(step.weights, "embed") * size_of(step.weights, "vocab")
     forward = FORWARD * tokens / devices * (model_flops_per_token(step) / (FORWARD + BACKWARD) - head)
     again = {"none": 0.0, "projections": 0.2}.get(step.remat, 1.0)
+    idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0.0
     return Work(
         model_flops=model_flops,
-        flops=model_flops + again * forward,
+        flops=model_flops + (again + idle * (3 + again)) * forward,
         memory_bytes=_memory_bytes(step, optimizer_bytes),
         link_bytes=link_bytes,
     )

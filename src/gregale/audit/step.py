@@ -33,6 +33,28 @@ ACCELERATOR = Backend(narrowest_bytes=2, hoists_gathers=False, merges_sums=True,
 
 
 @dataclass(frozen=True)
+class PipelineShape:
+    """A pipeline of the layers by its numbers.
+
+    Attributes:
+        microbatches: M, in the pipeline at a time.
+        repeats: R, times that each passes all stages.
+        iterations: T of a pass.
+        gather: when weights are gathered: `per_repeat`, `per_iteration` or `once`.
+    """
+
+    microbatches: int
+    repeats: int
+    iterations: int
+    gather: str
+
+    @property
+    def drain(self) -> int:
+        """Iterations in which a stage idles."""
+        return self.iterations - self.microbatches * self.repeats
+
+
+@dataclass(frozen=True)
 class StepShape:
     """A PSDP step of a Llama by its sizes.
 
@@ -50,6 +72,7 @@ class StepShape:
         per_step: weights are gathered once a step, not once a layer.
         loss_block: tokens whose logits are held at a time.
         unrolled: no loop over layers is left.
+        pipeline: of the layers; None: they are scanned.
     """
 
     layout: Layout
@@ -65,6 +88,7 @@ class StepShape:
     per_step: bool
     loss_block: int
     unrolled: bool = False
+    pipeline: PipelineShape | None = None
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ from haliax import NamedArray
 from gregale.audit.step import Backend, StepShape, is_stacked, values
 from gregale.axes.layout import REPLICA
 
-DATA, MODEL = "data", "model"
+STAGE, DATA, MODEL = "stage", "data", "model"
+SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
 FLOAT32 = 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 RECOMPUTED_SUMS = {"full": 1, "attention": 1, "offload": 1}  # the attention's output projection runs again
@@ -41,15 +42,32 @@ class Transfer:
     times: int = 1
 
 
-def expected_transfers(step: StepShape, backend: Backend, averages: list[Transfer] | None = None) -> list[Transfer]:
+def expected_transfers(
+    step: StepShape,
+    backend: Backend,
+    averages: list[Transfer] | None = None,
+    stack: list[Transfer] | None = None,
+) -> list[Transfer]:
     """Everything that one step sends; of DiLoCo, if the layout is that of one replica.
 
     Arguments:
     - `averages`: what averaging gradients over replicas, taking their norm and giving updates back sends; None: float32
+    - `stack`: what the stack of layers sends in all microbatches; None: it is scanned
     """
-    found = [*_weights(step, backend), *_gradients(step, backend), *_tensor_parallel(step, backend)]
-    found += [*_vocabulary(step, backend), Transfer("loss and weight", "all-reduce", (DATA,), 8, step.microbatches)]
+    found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
+    found += _scanned(step, backend) if stack is None else stack
+    found += [*_vocabulary(step, backend), Transfer("loss and weight", "all-reduce", SHARDS, 8, step.microbatches)]
     return kept(step, [*found, *(_exact_averages(step) if averages is None else averages)])
+
+
+def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
+    """A stack of layers that is scanned in each microbatch."""
+    weights, layers, size = step.stacked(), step.microbatches * step.layers, activation_bytes(step, backend)
+    return [
+        *_weights(step, weights, backend),
+        *_gradients(step, weights, backend),
+        Transfer("activations", "all-reduce", (MODEL,), sums_of_a_layer(step, backend) * size, layers),
+    ]
 
 
 def send_transfers(step: StepShape, axis: str) -> list[Transfer]:
@@ -101,13 +119,13 @@ def _per_execution(step: StepShape, weight: NamedArray) -> int:
     return whole // step.layers if is_stacked(weight) else whole
 
 
-def _weights(step: StepShape, backend: Backend) -> list[Transfer]:
+def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:
     """Weights gathered over `data`: in the forward pass, and where a layer is recomputed again in the backward pass."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     passes = 1 if step.remat == "none" else 2
     found = []
-    for weight in step.weights:
-        if DATA not in step.split_by(weight, step.layout.params):
+    for weight in weights:
+        if not {*SHARDS} & {*step.split_by(weight, step.layout.params)}:
             continue
         once = step.per_step or (step.unrolled and backend.hoists_gathers)
         if once and is_stacked(weight):
@@ -117,28 +135,41 @@ def _weights(step: StepShape, backend: Backend) -> list[Transfer]:
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
             times *= 1 if step.per_step else _uses(step, weight)
-        found.append(Transfer("weights", "all-gather", (DATA,), size * width, times))
+        found.append(Transfer("weights", "all-gather", SHARDS, size * width, times))
     return found
 
 
-def _gradients(step: StepShape, backend: Backend) -> list[Transfer]:
+def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> list[Transfer]:
     """Gradients summed over `data` in every microbatch."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
     found = []
-    for weight in step.weights:
+    for weight in weights:
         matrix = len(step.split_by(weight, step.layout.params)) > 0 and len(weight.axes) > 1
         table = not is_stacked(weight) and matrix
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        found.append(Transfer("gradients", kind, (DATA,), size, times * _uses(step, weight)))
-        if not {axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT:
+        found += _summed(step, kind, size, times * _uses(step, weight))
+        if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
     return found
 
 
+def _summed(step: StepShape, kind: str, size: int, times: int) -> list[Transfer]:
+    """A sum over the devices of a replica that share rows; one that is scattered goes a mesh axis after the other."""
+    if kind == "all-reduce":
+        return [Transfer("gradients", kind, SHARDS, size, times)]
+    scattered = Transfer("gradients", kind, (STAGE,), size // step.mesh[DATA], times)
+    return [Transfer("gradients", kind, (DATA,), size, times), scattered]
+
+
 ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
+
+
+def is_on_model(weight: NamedArray) -> bool:
+    """Whether each device of `model` has the gradient of its weight whole."""
+    return bool({axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT)
 
 
 def _uses(step: StepShape, weight: NamedArray) -> int:
@@ -147,13 +178,15 @@ def _uses(step: StepShape, weight: NamedArray) -> int:
     return 2 if tables == 1 and any(axis.name == "vocab" for axis in weight.axes) else 1
 
 
-def _tensor_parallel(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Activations summed over `model`: after each half of a layer, and their gradients before it."""
-    width = max(step.compute_bytes, backend.narrowest_bytes)
+def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
+    """How often a layer sums activations over `model`: after each half of it, and their gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
-    sums = 2 + RECOMPUTED_SUMS.get(step.remat, 0) + backward
-    size = step.tokens * step.embed * width
-    return [Transfer("activations", "all-reduce", (MODEL,), sums * size, step.microbatches * step.layers)]
+    return 2 + RECOMPUTED_SUMS.get(step.remat, 0) + backward
+
+
+def activation_bytes(step: StepShape, backend: Backend) -> int:
+    """A microbatch's activations [rows, position, embed] on a device."""
+    return step.tokens * step.embed * max(step.compute_bytes, backend.narrowest_bytes)
 
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:

@@ -17,15 +17,17 @@ Tree = TypeVar("Tree")
 
 
 def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
-    """The weights of `tree` in `dtype` under the `compute` mapping, ready for use in a layer.
+    """The weights of `tree` in `dtype` under the `compute` mapping, ready for use in a layer; what is no float stays.
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
     way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
     """
 
     def one(leaf):
-        if not isinstance(leaf, NamedArray):
-            return leaf.astype(dtype) if _is_float(leaf) else leaf
+        if not _is_float(leaf.array if is_named(leaf) else leaf):
+            return leaf
+        if not is_named(leaf):
+            return leaf.astype(dtype)
         compute = layout.sharding(leaf.axes, layout.compute)
         params = layout.sharding(leaf.axes, layout.params)
         return NamedArray(_gather(leaf.array, dtype, compute, params), leaf.axis_names)

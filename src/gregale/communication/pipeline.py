@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from gregale.axes.layout import BATCH, LAYERS, Layout, is_named
+from gregale.axes.layout import BATCH, LAYERS, Layout, is_named, is_parameter
 from gregale.communication.pipeline_loop import (
     Loop,
     advanced,
@@ -22,7 +23,7 @@ from gregale.communication.pipeline_loop import (
     unfinished,
 )
 from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import DATA, LAYER, REPEAT, STAGE, Layer, Stages, loop_layout
+from gregale.communication.pipeline_stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
 from gregale.communication.pipeline_window import GatherLevel, Slots, Window, with_repeats
 from gregale.errors import UserError
 
@@ -64,7 +65,8 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
     Arguments:
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
       microbatch, with gathered weights, under `pipeline.inside`; it closes over nothing that is differentiated
-    - `weights`: named arrays of floats with an axis `layers`, in the plain order of the model
+    - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are no floats (a
+      layer's number, its window) are constants of their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
     - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
       they are not differentiated
@@ -81,9 +83,10 @@ def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pip
         names=(STAGE, *parts.axis_names[1:]),
     )
     extras = jax.tree.map(lambda leaf: _in_parts(leaf, schedule, layout), extras, is_leaf=is_named)
-    extras = layout.constrain(extras, layout.compute)
+    weights, constants = eqx.partition(weights, lambda leaf: is_parameter(leaf.array), is_leaf=is_named)
+    fixed = Fixed(layout.constrain(extras, layout.compute), layout.constrain(_grouped(constants, schedule), {}))
     io = parts.array.reshape(schedule.stages, schedule.columns, *parts.array.shape[1:])
-    out = run(_by_stage(weights, pipeline), io, extras)
+    out = run(_by_stage(weights, pipeline), io, fixed)
     whole = NamedArray(jnp.moveaxis(out, 2, 0).reshape(inputs.array.shape), inputs.axis_names)
     return pipeline.layout.constrain(whole, pipeline.layout.compute)
 
@@ -100,12 +103,12 @@ class _Run:
     window: Window
     names: tuple[str, ...]
 
-    def __call__(self, weights: Tree, io: jax.Array, extras: Tree) -> jax.Array:
-        run = jax.custom_vjp(lambda weights, io, extras: self.forward(weights, io, extras)[0])
+    def __call__(self, weights: Tree, io: jax.Array, fixed: Fixed) -> jax.Array:
+        run = jax.custom_vjp(lambda weights, io, fixed: self.forward(weights, io, fixed)[0])
         run.defvjp(self.forward, self.backward)
-        return run(weights, io, extras)
+        return run(weights, io, fixed)
 
-    def forward(self, weights: Tree, io: jax.Array, extras: Tree):
+    def forward(self, weights: Tree, io: jax.Array, fixed: Fixed):
         """Outputs [stage, M / S, data, batch, ...], and what `backward` needs."""
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
@@ -113,7 +116,7 @@ class _Run:
 
         def iteration(slots: Slots, loop: Loop, t: jax.Array):
             x = self._named(stage_inputs(loop, t, schedule))
-            y, kept = self.stages.forward(window.used(slots, t), x, extras, t)
+            y, kept = self.stages.forward(window.used(slots, t), x, fixed, t)
             return advanced(loop, y.array, t, schedule), (x, kept)
 
         def repeat(carry, r: jax.Array):
@@ -125,23 +128,23 @@ class _Run:
         start = (window.empty(ready), started(io, schedule))
         (last, loop), kept = jax.lax.scan(repeat, start, jnp.arange(R))
         loop, kept_in_drain = jax.lax.scan(partial(iteration, Slots(last, last)), loop, self._drain())
-        return finished(loop, schedule), (ready, extras, last, kept, kept_in_drain)
+        return finished(loop, schedule), (ready, fixed, last, kept, kept_in_drain)
 
     def backward(self, residuals, ct_outputs: jax.Array):
-        """Cotangents of the weights and the inputs; the extras have none.
+        """Cotangents of the weights and the inputs; what is fixed has none.
 
         Going backwards, the weights of repeat r are complete in their use as `now` when those of r + 1 are done, and
         leave as `next` of repeat r. So each repeat gathers one slot, of repeat r - 1, and reduces one, of repeat r.
         """
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
-        ready, extras, last, kept, kept_in_drain = residuals
+        ready, fixed, last, kept, kept_in_drain = residuals
 
         def iteration(slots: Slots, carry, at):
             (ct_loop, sums), (t, (x, kept)) = carry, at
             ct_loop, ct_y = advanced_transpose(ct_loop, t, schedule)
             used = window.used(slots, t)
-            ct_weights, ct_x = self.stages.backward(used, x, extras, t, kept, self._named(ct_y))
+            ct_weights, ct_x = self.stages.backward(used, x, fixed, t, kept, self._named(ct_y))
             ct_loop = stage_inputs_transpose(ct_loop, ct_x.array, t, schedule)
             sums = window.added(sums, window.reduced("per_iteration", ct_weights), t)
             return (ct_loop, sums), None
@@ -198,12 +201,22 @@ def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
 
     What `params` splits over `stage` takes one all-to-all over `stage`.
     """
-    schedule, plain, layout = pipeline.schedule, pipeline.layout, loop_layout(pipeline.layout)
+    plain, layout = pipeline.layout, loop_layout(pipeline.layout)
+
+    def cast(leaf: NamedArray) -> NamedArray:
+        return plain.constrain(leaf.rearrange((LAYERS, ...)).astype(pipeline.dtype), plain.params)
+
+    weights = jax.tree.map(cast, weights, is_leaf=is_named)
+    return layout.constrain(_grouped(weights, pipeline.schedule), layout.params)
+
+
+def _grouped(tree: Tree, schedule: Schedule) -> Tree:
+    """[layers, ...] -> [repeat, stage, layer, ...]."""
 
     def one(leaf: NamedArray) -> NamedArray:
-        leaf = plain.constrain(leaf.rearrange((LAYERS, ...)).astype(pipeline.dtype), plain.params)
+        leaf = leaf.rearrange((LAYERS, ...))
         per_stage = schedule.layers_per_stage(leaf.axes[0].size)
-        axes = Axis(REPEAT, schedule.repeats), layout.axis(STAGE), Axis(LAYER, per_stage)
-        return layout.constrain(leaf.unflatten_axis(LAYERS, axes), layout.params)
+        axes = Axis(REPEAT, schedule.repeats), Axis(STAGE, schedule.stages), Axis(LAYER, per_stage)
+        return leaf.unflatten_axis(LAYERS, axes)
 
-    return jax.tree.map(one, weights, is_leaf=is_named)
+    return jax.tree.map(one, tree, is_leaf=is_named)

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from gregale.communication.pipeline_schedule import Schedule
 
+# What is on its way between stages, by the names in a compiled program's metadata and in a profile.
+IO, OUTPUTS = "pipeline_io", "pipeline_outputs"
+
 
 class Loop(NamedTuple):
     """The loop state.
@@ -58,13 +61,16 @@ def advanced(loop: Loop, outputs: jax.Array, t: jax.Array, schedule: Schedule) -
     output enters at its end. What stage 0 was handed takes the slot of `waiting` that was read.
     """
     column = t % schedule.columns
-    moved = jnp.roll(_column(loop.io, column), -1, axis=0)
+    with jax.named_scope(IO):
+        moved = jnp.roll(_column(loop.io, column), -1, axis=0)
     io = _with_column(loop.io, column, jnp.where(_is_stage(schedule.stages - 1, outputs), outputs, moved))
     waiting = loop.waiting
     if waiting is not None:
         waiting = _with_column(waiting, t % schedule.waiting, loop.shift)
     sent, held = (outputs, None) if loop.held is None else (loop.held, outputs)
-    return Loop(io, jnp.roll(sent, 1, axis=0), held, waiting)
+    with jax.named_scope(OUTPUTS):
+        shift = jnp.roll(sent, 1, axis=0)
+    return Loop(io, shift, held, waiting)
 
 
 def finished(loop: Loop, schedule: Schedule) -> jax.Array:
@@ -92,12 +98,15 @@ def advanced_transpose(after: Loop, t: jax.Array, schedule: Schedule) -> tuple[L
     ct = _column(after.io, column)
     is_last = _is_stage(schedule.stages - 1, ct)
     outputs = jnp.where(is_last, ct, 0)
-    io = _with_column(after.io, column, jnp.roll(jnp.where(is_last, 0, ct), 1, axis=0))
+    with jax.named_scope(IO):
+        moved = jnp.roll(jnp.where(is_last, 0, ct), 1, axis=0)
+    io = _with_column(after.io, column, moved)
     shift, waiting = jnp.zeros_like(outputs), after.waiting
     if waiting is not None:
         slot = t % schedule.waiting
         shift, waiting = _column(waiting, slot), _with_column(waiting, slot, shift)
-    sent = jnp.roll(after.shift, -1, axis=0)
+    with jax.named_scope(OUTPUTS):
+        sent = jnp.roll(after.shift, -1, axis=0)
     if after.held is None:
         return Loop(io, shift, None, waiting), outputs + sent
     return Loop(io, shift, sent, waiting), outputs + after.held

@@ -106,6 +106,10 @@ class Schedule:
         """The microbatch of every stage, [stage], in [0, M) for idle stages too."""
         return self.item_numbers(iteration) % self.microbatches
 
+    def repeat_numbers(self, iteration):
+        """The repeat of every stage, [stage], in [0, R) for idle stages too."""
+        return (self.item_numbers(iteration) // self.microbatches).clip(0, self.repeats - 1)
+
     def uses_next(self, iteration):
         """Which window slot every stage uses, [stage]: true for `w_next`, false for `w_now`.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import Layout, is_named, vmap_over
@@ -34,6 +36,17 @@ def loop_layout(layout: Layout) -> Layout:
     return replace(layout, compute={**inside.compute, **own}, params={**layout.inside(STAGE).params, **own})
 
 
+class Fixed(NamedTuple):
+    """What layers are given and nothing is differentiated by.
+
+    - `extras`: [microbatch, data, batch, ...], travel with their rows
+    - `constants`: [repeat, stage, layer, ...], stay with their layers; None where the tree of weights has a weight
+    """
+
+    extras: Tree
+    constants: Tree
+
+
 @dataclass(frozen=True)
 class Stages:
     """What the stages compute in an iteration.
@@ -48,46 +61,45 @@ class Stages:
     layout: Layout
     saved: tuple[str, ...]
 
-    def forward(self, weights: Tree, x: NamedArray, extras: Tree, t: jax.Array) -> tuple[NamedArray, list[jax.Array]]:
+    def forward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array) -> tuple[NamedArray, list[jax.Array]]:
         """The outputs of all stages, and what is kept by name for `backward`.
 
         Arguments:
         - `weights`: gathered, [stage, layer, ...]
         - `x`: [stage, data, batch, ...]
-        - `extras`: [microbatch, data, batch, ...]
         """
 
-        def one(weights, x, extras):
-            y, pullback = jax.vjp(self._stage(), weights, x, extras)
+        def one(weights, x, fixed):
+            y, pullback = jax.vjp(self._stage(), weights, x, fixed)
             return y, pullback.opaque_residuals
 
-        y, kept = self._everywhere(one)(weights, x, self._extras_at(extras, t))
+        y, kept = self._everywhere(one)(weights, x, self._at(fixed, t))
         return self.layout.constrain(y, self.layout.compute), kept
 
-    def backward(self, weights: Tree, x: NamedArray, extras: Tree, t: jax.Array, kept: list[jax.Array], ct: NamedArray):
+    def backward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array, kept: list[jax.Array], ct: NamedArray):
         """Cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`), from that of the outputs.
 
         Each device's addend of the weights' gradient stands alone: nothing is added up over `data`.
         """
 
-        def one(weights, x, extras, kept, ct):
+        def one(weights, x, fixed, kept, ct):
             # The forward pass that this traces is dead code but for what is not kept.
-            _, pullback = jax.vjp(self._stage(), weights, x, extras)
+            _, pullback = jax.vjp(self._stage(), weights, x, fixed)
             pullback.opaque_residuals = kept
             ct_weights, ct_x, _ = pullback(ct)
             return jax.tree.map(lambda g: g.astype(jnp.float32), ct_weights), ct_x
 
-        ct_weights, ct_x = self._everywhere(one)(weights, x, self._extras_at(extras, t), kept, ct)
+        ct_weights, ct_x = self._everywhere(one)(weights, x, self._at(fixed, t), kept, ct)
         return self.layout.constrain(ct_weights, self.layout.compute), self.layout.constrain(ct_x, self.layout.compute)
 
     def _stage(self) -> Callable:
         """All layers of a stage for one repeat; of its values only its arguments and those `saved` are kept."""
 
-        def stage(weights: Tree, x: NamedArray, extras: Tree) -> NamedArray:
+        def stage(weights: Tree, x: NamedArray, fixed: Fixed) -> NamedArray:
             def layer(x, weights):
-                return self.layer(x, weights, extras).rearrange(x.axes)
+                return self.layer(x, weights, fixed.extras).rearrange(x.axes)
 
-            return hax.fold(layer, LAYER)(x, weights)
+            return hax.fold(layer, LAYER)(x, eqx.combine(weights, fixed.constants, is_leaf=is_named))
 
         policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
         return jax.checkpoint(stage, policy=policy, prevent_cse=False)
@@ -95,12 +107,24 @@ class Stages:
     def _everywhere(self, function: Callable) -> Callable:
         return vmap_over(vmap_over(function, DATA, self.layout), STAGE, self.layout)
 
-    def _extras_at(self, extras: Tree, t: jax.Array) -> Tree:
-        """The extras of the microbatch that each stage works on: [stage, data, batch, ...]."""
-        numbers = self.schedule.microbatch_numbers(t)
+    def _at(self, fixed: Fixed, t: jax.Array) -> Fixed:
+        """The extras of the microbatch that each stage works on, and the constants of its repeat's layers.
 
-        def one(leaf: NamedArray) -> NamedArray:
-            taken = NamedArray(jnp.take(leaf.array, numbers, axis=0), (STAGE, *leaf.axis_names[1:]))
-            return self.layout.constrain(taken, self.layout.compute)
+        [stage, data, batch, ...] and [stage, layer, ...].
+        """
+        microbatches, repeats = self.schedule.microbatch_numbers(t), self.schedule.repeat_numbers(t)
+        stages = np.arange(self.schedule.stages)
 
-        return jax.tree.map(one, extras, is_leaf=is_named)
+        def placed(array: jax.Array, names: tuple) -> NamedArray:
+            return self.layout.constrain(NamedArray(array, names), self.layout.compute)
+
+        def of_rows(leaf: NamedArray) -> NamedArray:
+            return placed(leaf.array[microbatches], (STAGE, *leaf.axis_names[1:]))
+
+        def of_layers(leaf: NamedArray) -> NamedArray:
+            return placed(leaf.array[repeats, stages], leaf.axis_names[1:])
+
+        return Fixed(
+            jax.tree.map(of_rows, fixed.extras, is_leaf=is_named),
+            jax.tree.map(of_layers, fixed.constants, is_leaf=is_named),
+        )

@@ -68,8 +68,9 @@ class Execution:
         """`x = block(x, weights[i], rows, execution)` for every i along the layers.
 
         Arguments:
-        - `weights`: named arrays with the axis `Layers`, ungathered
-        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids); not differentiated
+        - `weights`: named arrays with the axis `Layers`, ungathered; integers and booleans are constants of a layer
+        - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
+          differentiated
         """
         if self.stack is not None:
             return self.stack(block, x, weights, rows)

@@ -14,7 +14,6 @@ from gregale.audit.overlap import compute_behind
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.traffic import Transfer
 from gregale.methods.diloco import Diloco
-from gregale.methods.psdp import Psdp
 from gregale.programs.plan_devices import Target
 from gregale.programs.plan_outer import Joining, Legs
 from gregale.programs.plan_shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
@@ -64,7 +63,7 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
     """The name, the program to compile, and what it has to send."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
-    sent = sent_by_step(setup, target)
+    sent = step_transfers(setup, target.backend)
     yield STEP, stepper.program.lower(state, batch, *method.actions(1).during), sent
     if not isinstance(method, Diloco):
         return
@@ -77,14 +76,7 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
             yield name, stepper.program.lower(state, batch, *actions.during), sent + joining.transfers(legs)
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
-        yield WARM_UP, program.lower(start, batch), sent_by_step(setup, target, setup.psdp)
-
-
-def sent_by_step(setup: Setup, target: Target, method: Psdp | None = None) -> list[Transfer]:
-    """What a step of the configured method, or of another, sends in closed form; that of a pipeline has none."""
-    if setup.schedule() is not None:
-        return []
-    return step_transfers(setup, target.backend, method)
+        yield WARM_UP, program.lower(start, batch), step_transfers(setup, target.backend, setup.psdp)
 
 
 def _largest_of_each_kind(joining: Joining) -> dict[str, tuple[int, Legs]]:

@@ -38,7 +38,12 @@ class Remedy:
 
 
 def remedies(plan: Plan, tokens: int) -> list[Remedy]:
-    """The cheapest changes that take less memory: those that fit first, then by step time; one of each kind."""
+    """The cheapest changes that take less memory: those that fit first, then by step time; one of each kind.
+
+    None for a pipeline, whose memory has no closed form.
+    """
+    if plan.setup.config.pipeline is not None:
+        return []
     kinds = [_microbatches, _remat, _gather, _mesh]
     best = [min(found, key=_cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]
     return sorted(best, key=_cost)[:SHOWN]

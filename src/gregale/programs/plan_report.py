@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gregale.audit.roofline import Roofline, model_flops_per_token
-from gregale.audit.step import ACCELERATOR
+from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.config import DilocoConfig
 from gregale.programs.plan_methods import GBIT, methods_of
@@ -81,10 +81,15 @@ def memory_of(plan: Plan) -> dict[str, Any]:
         "temporaries": temporaries,
         "peak": plan.memory.peak,
         "peak_program": plan.largest,
-        "closed_form": estimate(plan.setup, plan.target.backend).peak,
-        "closed_form_on_accelerator": estimate(plan.setup, ACCELERATOR).peak,
+        "closed_form": estimated_peak(plan.setup, plan.target.backend),
+        "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
         "chip": plan.target.memory_bytes,
     }
+
+
+def estimated_peak(setup: Setup, backend: Backend) -> int | None:
+    """The closed form of a step's peak; None: there is a pipeline, which has none."""
+    return estimate(setup, backend).peak if setup.config.pipeline is None else None
 
 
 def traffic_of(program: Program) -> dict[str, Any]:
@@ -144,8 +149,8 @@ def notes_of(plan: Plan) -> list[str]:
         )
     if plan.setup.config.pipeline is not None:
         notes.append(
-            "the closed forms of memory and of the links' bytes are those of the same run without a pipeline; what the "
-            "compiler's programs hold and send is exact."
+            "a pipeline's memory has no closed form, so that no remedies are offered; the compiler's peak is exact. "
+            "Idle stages compute too, and the roofline counts it."
         )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
+from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Work, work_of
-from gregale.audit.step import ACCELERATOR, Backend, StepShape
+from gregale.audit.step import ACCELERATOR, Backend, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, sent_bytes
 from gregale.axes.layout import REPLICA, is_named
 from gregale.methods.diloco import Diloco
@@ -56,11 +57,19 @@ def step_shape(setup: Setup, method: Psdp | Diloco | None = None) -> StepShape:
         heads=model.heads,
         head_size=model.HeadSize.size,
         compute_bytes=jnp.dtype(DTYPES[compute.dtype]).itemsize,
-        remat=compute.remat,
+        remat=compute.remat if config.pipeline is None else config.pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
         unrolled=execution(compute, setup.layout).unroll >= model.layers,
+        pipeline=pipeline_shape(setup),
     )
+
+
+def pipeline_shape(setup: Setup) -> PipelineShape | None:
+    pipeline, schedule = setup.config.pipeline, setup.schedule()
+    if pipeline is None or schedule is None:
+        return None
+    return PipelineShape(schedule.microbatches, schedule.repeats, schedule.iterations, pipeline.gather)
 
 
 @dataclass(frozen=True)
@@ -116,7 +125,7 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
-    """The step's memory in closed form."""
+    """The memory in closed form of a step whose layers are scanned."""
     return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
 
 
@@ -124,7 +133,9 @@ def step_transfers(setup: Setup, backend: Backend, method: Psdp | None = None) -
     """Everything that a step of the configured method, or of another, sends, but what joins DiLoCo's replicas."""
     stepping = method or setup.method
     averages = psdp_messages(stepping) if isinstance(stepping, Psdp) else None
-    return expected_transfers(step_shape(setup, method), backend, averages)
+    step = step_shape(setup, method)
+    stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
+    return expected_transfers(step, backend, averages, stack)
 
 
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:

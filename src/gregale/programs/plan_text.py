@@ -96,7 +96,8 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
     if report["fits"]:
         console.print(f"It fits: {share}.", highlight=False)
         return
-    console.print(f"It does not fit: {share}. The cheapest remedies, estimated:", highlight=False)
+    remedies = " The cheapest remedies, estimated:" if report["remedies"] else ""
+    console.print(f"It does not fit: {share}.{remedies}", highlight=False)
     for remedy in report["remedies"]:
         fits = "fits" if remedy["fits"] else "does not fit alone"
         effect = f"{size(remedy['peak_bytes'])}, {fits}; {remedy['step_time']:.2f} times the step time"

@@ -49,7 +49,8 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     if evaluated(config) != "outer":
         devices = None
     if devices is not None:
-        config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=devices if config.cpu_devices else None)
+        cpu_devices = devices if config.cpu_devices else None
+        config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=cpu_devices, pipeline=None)
     start_devices(config.cpu_devices, DistributedConfig())
     tokens = load_tokenizer(run.path).vocabulary_size
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))

@@ -1,0 +1,82 @@
+"""The bytes that a pipelined stack of layers has to send in a step, in closed form, counted as in `audit.traffic`."""
+
+from __future__ import annotations
+
+from haliax import NamedArray
+
+from gregale.audit.step import Backend, PipelineShape, StepShape
+from gregale.audit.traffic import (
+    DATA,
+    MODEL,
+    RECOMPUTED_SUMS,
+    STAGE,
+    Transfer,
+    activation_bytes,
+    is_on_model,
+    sums_of_a_layer,
+)
+
+INTEGER = 4
+EXTRAS = 2  # positions and segments travel with their rows
+HANDED_ON = 4  # outputs, a column of inputs, and the cotangents of both
+
+
+def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
+    """What the layers send in all microbatches of a step.
+
+    In each pass weights change from the order of devices of their rows to that of their stages, and gradients back;
+    weights are gathered over `data` for the window; each iteration hands on activations.
+    """
+    stages, passes, iterations = step.mesh[STAGE], step.microbatches, step.microbatches * pipeline.iterations
+    layers_of_a_stage = step.layers // (pipeline.repeats * stages)
+    activations = activation_bytes(step, backend) * stages // pipeline.microbatches
+    handed_on = HANDED_ON * iterations
+    if pipeline.drain == 1:  # it is no loop: nobody needs its last outputs, and the cotangent of these is zero
+        handed_on -= 2 * passes - backend.hoists_gathers
+    sums = sums_of_a_layer(step, backend)
+    if layers_of_a_stage > 1 and step.remat in RECOMPUTED_SUMS:
+        sums += 1  # the next layer is recomputed from the whole output
+    return [
+        *(each for weight in step.stacked() for each in _weight(step, weight, pipeline, backend)),
+        Transfer("activations", "collective-permute", (STAGE,), activations, handed_on),
+        Transfer("positions and segments", "all-gather", (STAGE,), EXTRAS * INTEGER * step.tokens * stages, passes),
+        Transfer("activations", "all-reduce", (MODEL,), sums * activations, layers_of_a_stage * iterations),
+    ]
+
+
+def _weight(step: StepShape, weight: NamedArray, pipeline: PipelineShape, backend: Backend) -> list[Transfer]:
+    """One weight of all layers: to its stages and back, gathered, and its gradient summed."""
+    width, passes, iterations = max(step.compute_bytes, backend.narrowest_bytes), step.microbatches, pipeline.iterations
+    split = step.split_by(weight, step.layout.params)
+    moved = step.on_device(weight, step.layout.params) * width
+    slot = step.on_device(weight, step.layout.compute) * width // (step.mesh[STAGE] * pipeline.repeats)
+    found = []
+    if STAGE in split:
+        found.append(Transfer("to stages", "all-to-all", (STAGE,), moved, 1 if backend.hoists_gathers else passes))
+        found.append(Transfer("from stages", "all-to-all", (STAGE,), moved, passes))
+    else:
+        found.append(Transfer("from stages", "all-gather", (STAGE,), moved, passes))
+    size, sums = {
+        "per_repeat": (slot, pipeline.repeats),
+        "per_iteration": (slot, iterations),
+        "once": (slot * pipeline.repeats, 1),
+    }[pipeline.gather]
+    if DATA in split:
+        found.append(Transfer("weights", "all-gather", (DATA,), size, _gathers(passes, pipeline, backend)))
+    kind = "reduce-scatter" if DATA in split else "all-reduce"
+    found.append(Transfer("gradients", kind, (DATA,), size, passes * sums))
+    if not is_on_model(weight):
+        found.append(Transfer("gradients", "all-reduce", (MODEL,), slot, passes * iterations))
+    return found
+
+
+def _gathers(passes: int, pipeline: PipelineShape, backend: Backend) -> int:
+    """How often a weight is gathered in a step; a gather that is the same in every pass may be done once."""
+    same = 1 if backend.hoists_gathers else passes
+    with_one_repeat = same if pipeline.repeats == 1 else passes
+    match pipeline.gather:
+        case "per_repeat":
+            return 2 * pipeline.repeats * with_one_repeat
+        case "per_iteration":
+            return 2 * (pipeline.microbatches * pipeline.repeats * passes + with_one_repeat)
+    return same
