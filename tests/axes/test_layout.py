@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH, EMBED, REPLICA, check_divides, standard_layout, vmap_over
 from gregale.errors import UserError
-from tests.mesh.support import fast_jit, layout_of, named_leaves, placed, small_model
+from tests.mesh.support import layout_of, named_leaves, placed, small_model
 
 MESHES = [(r, d, 8 // (r * d)) for r in (1, 2, 4, 8) for d in (1, 2, 4, 8) if r * d <= 8]
 
@@ -92,7 +92,7 @@ def test_vmap_over_replicas_keeps_each_on_its_own_devices():
         return hax.sum(x) * plain[0]
 
     plain = jnp.array([[1.0, 0.0], [10.0, 0.0]])
-    result = fast_jit(lambda x, plain: vmap_over(one, REPLICA, layout)(x, plain))(
+    result = jax.jit(lambda x, plain: vmap_over(one, REPLICA, layout)(x, plain))(
         placed(x, layout, layout.params), plain
     )
     assert seen[0] == ((Rows,), (2,))

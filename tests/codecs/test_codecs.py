@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,6 @@ from gregale.codecs.config import ReduceConfig
 from gregale.codecs.formats import BLOCK_BITS, CODECS
 from gregale.codecs.message import decode_all, encode_all
 from tests.codecs.oracle import quantised, rows_quantised, scale_of
-from tests.mesh.support import fast_jit
 
 SMALLEST = np.float32(2.0**-126)
 SIZES = st.sampled_from([1, 61, 131])  # few, as each is compiled once
@@ -26,12 +26,12 @@ def codec_of(name, block=64, **options):
     return ReduceConfig(codec=name, block=block, **options).first_codec()
 
 
-@partial(fast_jit, static_argnames=("codec",))
+@partial(jax.jit, static_argnames=("codec",))
 def encode(values, codec):
     return codec.encode(values)
 
 
-@partial(fast_jit, static_argnames=("codec",))
+@partial(jax.jit, static_argnames=("codec",))
 def round_trip(values, codec):
     return codec.decode(codec.encode(values), values.shape[-1])
 
@@ -211,8 +211,8 @@ def test_rotated_blocks_come_back(values):
 def test_one_message_of_many_arrays():
     codec = codec_of("int4")
     many = [normal(2, size, seed=size) for size in (1, 61, 131)]
-    message = fast_jit(lambda arrays: encode_all(arrays, codec))(many)
+    message = jax.jit(lambda arrays: encode_all(arrays, codec))(many)
     assert message.shape == (2, codec.message_bytes(1) + codec.message_bytes(61) + codec.message_bytes(131))
-    decoded = fast_jit(lambda message: decode_all(message, [1, 61, 131], codec))(message)
+    decoded = jax.jit(lambda message: decode_all(message, [1, 61, 131], codec))(message)
     for array, got in zip(many, decoded, strict=True):
         np.testing.assert_array_equal(got, rows_quantised("int4", array))

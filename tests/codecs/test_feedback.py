@@ -1,12 +1,12 @@
 """What is kept between steps: its 8-bit form, and what error feedback promises."""
 
+import jax
 import numpy as np
 import pytest
 
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import load, next_error, store, stored_block
 from tests.codecs.oracle import quantised
-from tests.mesh.support import fast_jit
 
 
 @pytest.mark.parametrize(("size", "block"), [(1, 1), (64, 64), (96, 96), (128, 64), (13, 13), (509, 509), (1536, 64)])
@@ -16,7 +16,7 @@ def test_stored_blocks_divide_the_last_axis(size, block):
 
 def test_stored_as_eight_bits():
     values = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
-    stored = fast_jit(store)(values)
+    stored = jax.jit(store)(values)
     assert stored.codes.dtype == "uint8"
     assert stored.codes.shape == (3, 128)
     assert stored.scales.dtype == "bfloat16"
@@ -29,7 +29,7 @@ def test_stored_as_eight_bits():
 def test_what_was_sent_is_what_went_in_less_the_error_kept(codec, beta):
     """sum of sent = sum of gone in - (e_K - e_0) / (1 - beta), with the error kept in float32."""
     random, codec = np.random.default_rng(1), ReduceConfig(codec=codec).first_codec()
-    step = fast_jit(lambda h: codec.decode(codec.encode(h), 100))
+    step = jax.jit(lambda h: codec.decode(codec.encode(h), 100))
     start = error = random.normal(size=100).astype(np.float32) * 0.1
     gone_in, sent = np.zeros(100), np.zeros(100)
     for _ in range(50):

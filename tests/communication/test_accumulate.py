@@ -18,7 +18,7 @@ from gregale.axes.layout import BATCH, EMBED, standard_layout
 from gregale.communication.accumulate import accumulate, rows_per_part, split_batch
 from gregale.errors import UserError
 from gregale.methods.psdp import same
-from tests.mesh.support import fast_jit, layout_of, placed
+from tests.mesh.support import layout_of, placed
 
 Rows, Embed = Axis(BATCH, 16), Axis(EMBED, 8)
 
@@ -47,7 +47,7 @@ def test_sums_of_each_replica_are_those_of_its_own_rows(sizes, microbatches):
     def call(weights, batch):
         return accumulate(loss, weights, batch, layout, microbatches, same)
 
-    sums = fast_jit(call)(placed(weights, layout, layout.params), placed(batch, layout, layout.compute))
+    sums = jax.jit(call)(placed(weights, layout, layout.params), placed(batch, layout, layout.compute))
     each = Rows.size // layout.replicas
     assert sums.gradients.axes == (layout.Replica, Embed)
     expected = layout.sharding(sums.gradients.axes, layout.params)
@@ -77,7 +77,7 @@ def test_what_is_prepared_is_prepared_once_and_outside_of_the_loop():
         calls.append(weights)
         return weights * 2.0
 
-    sums = fast_jit(lambda weights, batch: accumulate(loss, weights, batch, layout, 4, prepare))(weights, batch)
+    sums = jax.jit(lambda weights, batch: accumulate(loss, weights, batch, layout, 4, prepare))(weights, batch)
     gradient = jax.grad(lambda weights: loss(weights, batch)[0])(weights * 2.0)
     assert len(calls) == 1
     np.testing.assert_allclose(sums.gradients.array[0], gradient.array, atol=1e-5, rtol=1e-5)
@@ -86,7 +86,7 @@ def test_what_is_prepared_is_prepared_once_and_outside_of_the_loop():
 def test_every_device_keeps_its_own_rows():
     layout = layout_of(2, 4, 1)
     rows = placed({"row": hax.arange(Axis(BATCH, 32))}, layout, layout.compute)
-    split = fast_jit(lambda batch: split_batch(batch, layout, 2))(rows)["row"]
+    split = jax.jit(lambda batch: split_batch(batch, layout, 2))(rows)["row"]
     assert [axis.name for axis in split.axes] == ["replica", "microbatch", "batch"]
     before = {shard.device: set(np.asarray(shard.data).ravel()) for shard in rows["row"].array.addressable_shards}
     after = {shard.device: set(np.asarray(shard.data).ravel()) for shard in split.array.addressable_shards}

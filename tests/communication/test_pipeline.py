@@ -16,7 +16,7 @@ from gregale.axes.layout import BATCH, LAYERS
 from gregale.communication.pipeline import Pipeline, pipelined
 from gregale.communication.pipeline_schedule import Schedule
 from gregale.errors import UserError
-from tests.mesh.support import fast_jit, layout_of, placed
+from tests.mesh.support import layout_of, placed
 
 Embed, Out, Position = Axis("embed", 24), Axis("out", 24), Axis("position", 3)  # 24: for 3 or 4 stages x data 2
 
@@ -82,7 +82,7 @@ def loss_of(stack):
 
 @cache
 def expected(layers: int, rows: int):
-    return jax.device_get(fast_jit(loss_of(plain))(*problem(layers, rows)))
+    return jax.device_get(jax.jit(loss_of(plain))(*problem(layers, rows)))
 
 
 def stack_of(pipeline: Pipeline):
@@ -114,7 +114,7 @@ def assert_equals_plain(found, layers: int, rows: int) -> None:
 def test_pipelined_equals_a_plain_loop(case, gather):
     S, M, R, per_stage, F = case
     pipeline = pipeline_of(S, M, R, F, gather=gather)
-    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, per_stage))
+    found = jax.jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, per_stage))
     assert_equals_plain(found, S * R * per_stage, 4 * M)
     by_layer = np.abs(found[1][0]["matrix"].array).sum(axis=(1, 2))
     assert np.all(by_layer > 1e-3), "every layer, so every [repeat, stage], has a gradient"
@@ -130,7 +130,7 @@ class OneSlot(Schedule):
 @pytest.mark.parametrize("saved", [(), ("hidden",)])
 def test_what_is_kept_by_name_changes_no_number(saved):
     pipeline = pipeline_of(3, 6, 2, 2, saved=saved)
-    found = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 2))
+    found = jax.jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 2))
     assert_equals_plain(found, 12, 24)
 
 
@@ -164,7 +164,7 @@ def test_layers_have_constants_and_rows_their_dropout_keys():
         return jnp.sum((x * factors).array)
 
     keys = list(extras["keys"].array)
-    found = fast_jit(jax.value_and_grad(pipelined_loss, argnums=(0, 1)))(weights["matrix"], inputs)
+    found = jax.jit(jax.value_and_grad(pipelined_loss, argnums=(0, 1)))(weights["matrix"], inputs)
     exact = jax.value_and_grad(plain_loss, argnums=(0, 1))(weights["matrix"], inputs)
     for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
@@ -172,7 +172,7 @@ def test_layers_have_constants_and_rows_their_dropout_keys():
 
 def test_a_window_of_one_slot_would_be_wrong():
     pipeline = Pipeline(OneSlot(3, 3, 2), layout_of(stage=3, data=2))
-    value, (gradients, _) = fast_jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 1))
+    value, (gradients, _) = jax.jit(loss_of(stack_of(pipeline)))(*arguments_of(pipeline, 1))
     exact, (exact_gradients, _) = expected(6, 12)
     assert abs(float(value) - exact) > 0.01 * abs(exact)
     assert np.abs(np.asarray(gradients["matrix"].array) - exact_gradients["matrix"].array).max() > 0.1

@@ -17,7 +17,7 @@ from gregale.codecs.feedback import load
 from gregale.communication.feedback import ErrorState
 from gregale.communication.quantised import QuantisedReducer
 from tests.codecs.oracle import BITS, quantised, rows_quantised
-from tests.mesh.support import FAST_TO_COMPILE, layout_of
+from tests.mesh.support import layout_of
 
 EMBED = Axis("embed", 64)
 SHAPES = {
@@ -76,7 +76,7 @@ def program(replica: int, data: int, config: ReduceConfig, dtype=np.float32) -> 
         return averages, given, error
 
     inputs = Program(layout, config, None, start)._place(tree, None, start)
-    return Program(layout, config, jax.jit(step).lower(*inputs).compile(FAST_TO_COMPILE), start)
+    return Program(layout, config, jax.jit(step).lower(*inputs).compile(), start)
 
 
 def gradients(replicas: int, seed: int = 0, dtype=np.float32):
@@ -363,7 +363,7 @@ def test_four_bits_on_both_legs_send_a_seventh_of_float32():
 
         places = (layout.shardings(tree, layout.params), None, reducer.shardings(start))
         weights = hax.ones(layout.Replica)
-        compiled = jax.jit(step, in_shardings=places).lower(tree, weights, start).compile(FAST_TO_COMPILE)
+        compiled = jax.jit(step, in_shardings=places).lower(tree, weights, start).compile()
         sent[config] = sum(c.bytes_sent for c in audit(compiled, layout.mesh).over(REPLICA))
     float32 = 2 * 7 / 8 * 4 * 256 * 512
     assert sent[ReduceConfig()] == pytest.approx(float32, rel=1e-3)

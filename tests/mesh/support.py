@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import haliax as hax
 import jax
@@ -14,14 +14,6 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
-
-# Compiling takes most of a test's time; these leave partitioning alone and take most of that. As in tests/conftest.py.
-FAST_TO_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
-fast_jit = partial(jax.jit, compiler_options=FAST_TO_COMPILE)
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
 SMALL = LlamaConfig(layers=2, hidden=32, heads=8, mlp=64, init_scale=0.2)
@@ -40,7 +32,7 @@ def one_device(**options) -> Execution:
 
 @cache
 def small_model(config: LlamaConfig = SMALL, vocabulary: int = VOCABULARY, seed: int = 0) -> Llama:
-    return fast_jit(lambda key: Llama.init(config, Axis("vocab", vocabulary), key))(jax.random.key(seed))
+    return jax.jit(lambda key: Llama.init(config, Axis("vocab", vocabulary), key))(jax.random.key(seed))
 
 
 def token_batch(

@@ -17,7 +17,7 @@ from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig
 from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper
-from tests.mesh.support import FAST_TO_COMPILE, fast_jit, layout_of, token_batch
+from tests.mesh.support import layout_of, token_batch
 
 LAYERS = 3
 CONFIG = LlamaConfig(layers=LAYERS, hidden=32, heads=8, mlp=64)
@@ -50,13 +50,13 @@ def abstract_batch(layout):
 def compiled_step(method: Diloco, *during):
     state = abstract_state(method, method.inner.model)
     program = Stepper(method, method.inner.model).program
-    return program.lower(state, abstract_batch(method.layout), *during).compile(FAST_TO_COMPILE)
+    return program.lower(state, abstract_batch(method.layout), *during).compile()
 
 
 def compiled_synchronise(method: Diloco, fragment: Fragment):
     state = abstract_state(method, method.inner.model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.method)
-    program = fast_jit(method.synchronise, out_shardings=(shardings, None))
+    program = jax.jit(method.synchronise, out_shardings=(shardings, None))
     return program.lower(state.method, fragment).compile()
 
 

@@ -30,7 +30,7 @@ from tests.communication.test_pipeline import (
     stack_of,
     toy_layer,
 )
-from tests.mesh.support import fast_jit, layout_of, placed
+from tests.mesh.support import layout_of, placed
 
 S, M, R, F, PER_STAGE = 4, 8, 3, 2, 2
 SCHEDULE = Schedule(S, M, R, F)
@@ -44,7 +44,7 @@ def audited(gather: str, gradients: bool) -> Audit:
     loss = loss_of(stack_of(pipeline))
     step = loss if gradients else lambda *arguments: stack_of(pipeline)(*arguments[:3])
     with captured_compiler_warnings() as warnings:
-        program = fast_jit(step).lower(*arguments_of(pipeline, PER_STAGE)).compile()
+        program = jax.jit(step).lower(*arguments_of(pipeline, PER_STAGE)).compile()
     assert warnings.rematerializations == []
     return audit(program, pipeline.layout.mesh)
 
@@ -108,7 +108,7 @@ def test_nothing_else_is_sent():
 @cache
 def dots(repeats: int) -> int:
     pipeline = pipeline_of(2, 2, repeats)
-    program = fast_jit(loss_of(stack_of(pipeline))).lower(*arguments_of(pipeline, 1)).compile()
+    program = jax.jit(loss_of(stack_of(pipeline))).lower(*arguments_of(pipeline, 1)).compile()
     return (program.as_text() or "").count(" dot(")
 
 
@@ -143,10 +143,10 @@ def test_replicas_run_their_own_pipelines():
         return vmap_over(one, REPLICA, layout)(each)
 
     arguments = placed(weights, layout, layout.params), placed(batch, layout, layout.compute)
-    program = fast_jit(step).lower(*arguments).compile()
+    program = jax.jit(step).lower(*arguments).compile()
     assert audit(program, layout.mesh).over(REPLICA) == ()
     losses, (gradients, _) = jax.device_get(program(*arguments))
-    exact = fast_jit(loss_of(plain))
+    exact = jax.jit(loss_of(plain))
     for k in range(2):
         half = jax.tree.map(lambda leaf: leaf[BATCH, 16 * k : 16 * (k + 1)], batch, is_leaf=is_named)  # noqa: B023
         value, (exact_gradients, _) = exact(weights, *half)

@@ -21,7 +21,7 @@ from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan_shapes import step_transfers
 from gregale.programs.setup import Setup, set_up
 from gregale.services.config import BatchConfig, TrainConfig
-from tests.mesh.support import FAST_TO_COMPILE, POSITIONS, ROWS, placed, token_batch
+from tests.mesh.support import POSITIONS, ROWS, placed, token_batch
 
 STEPS = 2
 # Of a tensor's norm. AdamW's moments after the first step are the gradients and their squares. Later gradients are
@@ -56,7 +56,7 @@ def trained(config: TrainConfig) -> Outcome:
     state = setup.initial_state()
     stepper = setup.stepper()
     batches = [placed(token_batch(seed=step), setup.layout, setup.layout.compute) for step in range(config.steps)]
-    stepper.program = jax.jit(stepper.program, compiler_options=FAST_TO_COMPILE)
+    stepper.program = jax.jit(stepper.program)
     compiled = stepper.program.lower(state, batches[0], *setup.method.actions(1).during).compile()
     outcome = Outcome(setup, [], [], [], audit(compiled, setup.layout.mesh))
     for step, batch in enumerate(batches, 1):

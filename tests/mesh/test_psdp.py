@@ -21,7 +21,7 @@ from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout
 from gregale.methods.psdp import Psdp
 from gregale.model.execution import Execution
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
-from tests.mesh.support import SMALL, fast_jit, layout_of, named_leaves, placed, small_model, token_batch
+from tests.mesh.support import SMALL, layout_of, named_leaves, placed, small_model, token_batch
 from tests.model import oracle
 
 STEPS = 2
@@ -77,8 +77,8 @@ class Trainer:
     def __init__(self, method: Psdp):
         shardings = method.shardings(jax.eval_shape(method.init))
         self.method = method
-        self.init = fast_jit(method.init, out_shardings=shardings)
-        self.step = fast_jit(method.step, out_shardings=(shardings, None))
+        self.init = jax.jit(method.init, out_shardings=shardings)
+        self.step = jax.jit(method.step, out_shardings=(shardings, None))
 
     def run(self, uneven: bool) -> Outcome:
         layout, state, losses, norms = self.method.layout, self.init(), [], []
@@ -139,7 +139,7 @@ def plain_step(loss):
         updates, state = plain_adamw().update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state, value, optax.global_norm(gradients)
 
-    return fast_jit(step)
+    return jax.jit(step)
 
 
 def plain_run(loss, uneven: bool) -> Outcome:
@@ -221,7 +221,7 @@ def compiled(step, layout: Layout, *arguments) -> Program:
 def compiled_psdp(optimizer: OptimizerConfig) -> Program:
     layout = layout_of(2, 2, 2)
     method = psdp(layout, 4, optimizer)
-    state = fast_jit(method.init)()
+    state = jax.jit(method.init)()
     return compiled(method.step, layout, state, placed(token_batch(), layout, layout.compute))
 
 
@@ -237,7 +237,7 @@ def conventional() -> Program:
     parameters = placed(small_model(), layout, layout.params)
     optimizer = ADAMW.build(parameters, STEPS).whole()
     step = conventional_step(lambda model, batch: model.loss(batch, run), optimizer, layout, microbatches=4)
-    state = fast_jit(optimizer.init)(parameters)
+    state = jax.jit(optimizer.init)(parameters)
     return compiled(step, layout, parameters, state, placed(token_batch(), layout, layout.compute))
 
 
@@ -325,7 +325,7 @@ def test_muon_sends_over_replica_what_adamw_sends(program):
 def test_a_shard_of_the_optimizer_state_is_one_of_replica_times_data(sizes):
     replica, data, _ = sizes
     method = psdp(layout_of(*sizes), 1)
-    state = fast_jit(method.init)()
+    state = jax.jit(method.init)()
     moments = [leaf for leaf in named_leaves(state.sharded) if leaf.ndim]
     assert len(moments) == 2 * len(named_leaves(method.model))
     for leaf in moments:

@@ -12,7 +12,6 @@ from gregale.programs.plan_shapes import abstract_batch
 from gregale.programs.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
-from tests.mesh.support import FAST_TO_COMPILE
 
 QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 LARGEST_SCALAR_BYTES = 64
@@ -24,7 +23,7 @@ def compiled():
     setup = set_up(config, vocabulary_size(config.data.tokenizer))
     program = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
     with captured_compiler_warnings() as warnings:
-        step = program.compile(FAST_TO_COMPILE)
+        step = program.compile()
     return setup, audit(step, setup.layout.mesh), warnings
 
 

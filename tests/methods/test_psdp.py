@@ -11,7 +11,7 @@ import pytest
 
 from gregale.methods.psdp import Psdp
 from gregale.optim import ConstantSchedule, SgdConfig
-from tests.mesh.support import fast_jit, layout_of
+from tests.mesh.support import layout_of
 
 STEPS, ROWS = 8, 32
 
@@ -69,7 +69,7 @@ def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
     config = SgdConfig(learning_rate=0.1, momentum=0.5, schedule=ConstantSchedule(), clip_norm=None)
     optimizer = config.build(eqx.filter(line, eqx.is_inexact_array), STEPS)
     method = Psdp(line, loss, optimizer, layout_of(*sizes), microbatches)
-    state, step, losses = fast_jit(method.init)(), fast_jit(method.step), []
+    state, step, losses = jax.jit(method.init)(), jax.jit(method.step), []
     for batch in batches():
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
@@ -87,7 +87,7 @@ def test_what_is_not_a_parameter_stays_as_it_is():
     line = new_line()
     optimizer = SgdConfig(schedule=ConstantSchedule()).build(eqx.filter(line, eqx.is_inexact_array), STEPS)
     method = Psdp(line, loss, optimizer, layout_of())
-    state, metrics = fast_jit(method.step)(fast_jit(method.init)(), next(batches()))
+    state, metrics = jax.jit(method.step)(jax.jit(method.init)(), next(batches()))
     trained = method.trained(state)
     assert (trained.name, trained.points_seen.dtype, int(trained.points_seen)) == ("line", jnp.int32, 0)
     assert float(trained.slope) != 0.5

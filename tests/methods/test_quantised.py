@@ -28,7 +28,7 @@ from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig
 from gregale.training.state import abstract_state, initial_state
 from gregale.training.stepper import Stepper
-from tests.mesh.support import FAST_TO_COMPILE, layout_of, placed, token_batch
+from tests.mesh.support import layout_of, placed, token_batch
 
 FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
 LAYERS = 2
@@ -55,7 +55,7 @@ def diloco_on(layout, model, schedule: Schedule, reduce: ReduceConfig = FOUR_BIT
 def compiled_step(method, *during):
     state = abstract_state(method, llama())
     batch = method.layout.abstract(token_batch(), method.layout.compute)
-    return Stepper(method, llama()).program.lower(state, batch, *during).compile(FAST_TO_COMPILE)
+    return Stepper(method, llama()).program.lower(state, batch, *during).compile()
 
 
 def over_replica(program, layout):
@@ -93,7 +93,7 @@ def test_a_diloco_step_sends_nothing_and_joining_sends_bytes_alone():
     assert over_replica(compiled_step(method, None, None), layout) == ()
     state = abstract_state(method, model)
     join = Stepper(method, model).synchronise.lower(state, Fragment.at(method.schedule, 0, 10))
-    over = over_replica(join.compile(FAST_TO_COMPILE), layout)
+    over = over_replica(join.compile(), layout)
     assert {each.dtype for each in over} == {"u8"}, [each for each in over if each.dtype != "u8"]
     parts = sending_layout(method.outer_layout, REPLICA)
     scalars = 2 * FLOAT32 * layout.replicas  # weight and norm

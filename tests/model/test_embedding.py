@@ -12,7 +12,7 @@ from haliax import Axis
 from gregale.axes.layout import BATCH
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
-from tests.mesh.support import fast_jit, layout_of, placed
+from tests.mesh.support import layout_of, placed
 
 Rows, Position, Vocab, Embed = Axis(BATCH, 8), Axis("position", 512), Axis("vocab", 8), Axis("embed", 16)
 MESHES = [(1, 1), (4, 1), (1, 8), (2, 4)]
@@ -28,7 +28,7 @@ def lookup_and_gradient(data: int, model: int, dtype):
     cotangent = generator.uniform(0.5, 1.5, (Rows.size, Position.size, Embed.size)).astype(np.float32)
     cotangent = np.asarray(jnp.asarray(cotangent, dtype), np.float32)
 
-    @fast_jit
+    @jax.jit
     def call(table, ids):
         found, back = jax.vjp(lambda table: embed(run.gathered(table), ids, run).array, table)
         return found, back(jnp.asarray(cotangent, dtype))[0].array

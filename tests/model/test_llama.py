@@ -17,7 +17,7 @@ from gregale.model.attention import Cache
 from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.model.execution import UNROLL, execution
 from gregale.model.llama import Llama, parameter_count
-from tests.mesh.support import assert_trees_close, fast_jit, layout_of, one_device, small_model, token_batch
+from tests.mesh.support import assert_trees_close, layout_of, one_device, small_model, token_batch
 from tests.model import oracle
 
 # A context of 8 tokens makes all three cases of the scaling appear among a head's few frequencies.
@@ -51,7 +51,7 @@ def loss_and_gradients(model: Llama, batch, run):
         total, weight = model.loss(batch, run)
         return total / weight
 
-    return fast_jit(jax.value_and_grad(mean))(model)
+    return jax.jit(jax.value_and_grad(mean))(model)
 
 
 def oracle_loss_and_gradients(model: Llama, batch):
@@ -59,7 +59,7 @@ def oracle_loss_and_gradients(model: Llama, batch):
         total, weight = oracle.loss(weights, oracle.plain_batch(batch), model.config)
         return total / weight
 
-    return fast_jit(jax.value_and_grad(mean))(oracle.plain_weights(model))
+    return jax.jit(jax.value_and_grad(mean))(oracle.plain_weights(model))
 
 
 def without(batch, name: str):
@@ -115,7 +115,7 @@ def saved_bytes(remat: str) -> int:
     model = small_model(replace(BASE, layers=8, hidden=32), VOCABULARY)
     batch = token_batch(8, 64, VOCABULARY)
     run = one_device(remat=remat)
-    compiled = fast_jit(jax.grad(lambda model: model.loss(batch, run)[0])).lower(model).compile()
+    compiled = jax.jit(jax.grad(lambda model: model.loss(batch, run)[0])).lower(model).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -131,7 +131,7 @@ def value_and_gradients_in(dtype, config: LlamaConfig):
         total, weight = oracle.loss({name: array.astype(dtype) for name, array in weights.items()}, batch, config)
         return total / weight
 
-    return fast_jit(jax.value_and_grad(mean))
+    return jax.jit(jax.value_and_grad(mean))
 
 
 def test_bfloat16_is_as_close_to_float32_as_a_plain_model_in_bfloat16():
@@ -143,7 +143,7 @@ def test_bfloat16_is_as_close_to_float32_as_a_plain_model_in_bfloat16():
         total, weight = model.loss(batch, run)
         return total / weight
 
-    ours = fast_jit(jax.value_and_grad(mean))
+    ours = jax.jit(jax.value_and_grad(mean))
     exact, plain = (value_and_gradients_in(dtype, model.config) for dtype in (jnp.float32, jnp.bfloat16))
     errors = {name: np.zeros(2) for name in weights}
     for seed in range(8):
@@ -170,7 +170,7 @@ def test_later_tokens_and_other_segments_have_no_gradient():
     direction = jax.random.normal(jax.random.key(3), (BASE.hidden,))
     run = one_device()
 
-    @fast_jit
+    @jax.jit
     def by_embedding(row, place):
         def output(model):
             hidden = model.hidden(tokens, positions, segments, run).rearrange((BATCH, "position", "embed"))
@@ -195,7 +195,7 @@ def test_decode_equals_the_full_forward(name):
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
     zeros = jnp.zeros(POSITIONS, int)
     full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
-    decode = fast_jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
+    decode = jax.jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
     cache = Cache.empty(model.config, Rows, POSITIONS, jnp.float32)
     pieces = ((0, 4, 4), (4, 7, 3), *((place, place + 1, 1) for place in range(7, POSITIONS)))
     for start, stop, width in pieces:
@@ -209,7 +209,7 @@ def test_decode_equals_the_full_forward(name):
 
 def test_filling_after_the_last_token_of_a_prompt_changes_nothing():
     model, run, Rows, Width = made("mistral"), one_device(), Axis(BATCH, 1), Axis("position", 6)
-    decode = fast_jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
+    decode = jax.jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
     results = []
     for filling in (0, 9):
         cache = Cache.empty(model.config, Rows, 16, jnp.float32)

@@ -15,7 +15,7 @@ from gregale.audit.hlo import parse
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
 from gregale.model.loss import next_token_loss
-from tests.mesh.support import assert_trees_close, fast_jit, layout_of, one_device, placed
+from tests.mesh.support import assert_trees_close, layout_of, one_device, placed
 
 Rows, Position, Embed, Vocab = Axis(BATCH, 8), Axis("position", 7), Axis("embed", 16), Axis("vocab", 24)
 TOKENS = Rows.size * Position.size
@@ -45,7 +45,7 @@ def blocked(run: Execution):
 
 
 def both(loss, arguments):
-    return fast_jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arguments)
 
 
 @pytest.mark.parametrize("weights", ["uneven", "ones", "zeros"])
@@ -56,7 +56,7 @@ def test_blocks_give_the_plain_loss(block, weights):
     expected, expected_gradients = both(plain, arguments)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
-    assert fast_jit(blocked(one_device(loss_block=block)))(*arguments) == pytest.approx(float(loss), rel=1e-6)
+    assert jax.jit(blocked(one_device(loss_block=block)))(*arguments) == pytest.approx(float(loss), rel=1e-6)
 
 
 @pytest.mark.parametrize(("data", "model"), [(8, 1), (1, 8), (2, 4)])
