@@ -129,7 +129,7 @@ def test_the_sizes_that_a_refusal_offers_work(replica, data, model, key, size):
         check_divides(layout, axes(size))
         return
     message = refusal(layout, axes(size))
-    assert message.startswith(f"{key} is {size}: it is split over ")
+    assert message.startswith(f"{key} is {size}: it would be split over ")
     assert f"= {divisor} devices, and {size} / {divisor} = {size / divisor:.4g} is not a whole number" in message
     offered = [int(value) for value in re.search(rf"{key} (\d+)(?: or (\d+))? would work", message).groups() if value]
     assert offered

@@ -172,7 +172,7 @@ def _does_not_divide(key: str, meaning: str, size: int, mesh_axes: tuple[str, ..
     nearest = f"{below} or {above}" if below else f"{above}"
     product = " x ".join(f"{name} {n}" for name, n in zip(mesh_axes, sizes, strict=True))
     return (
-        f"{key} is {size}: {meaning} is split over {product} = {divisor} devices, and {size} / {divisor} = "
+        f"{key} is {size}: {meaning} would be split over {product} = {divisor} devices, and {size} / {divisor} = "
         f"{size / divisor:.4g} is not a whole number. {key} {nearest} would work, or a smaller mesh."
     )
 
