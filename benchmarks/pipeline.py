@@ -36,12 +36,12 @@ def lowered(options: argparse.Namespace, microbatches: int, repeats: int, gather
 
     from gregale.axes.layout import LAYERS, standard_layout
     from gregale.axes.mesh import MeshConfig, make_mesh
-    from gregale.communication import pipeline
-    from gregale.communication.pipeline_schedule import Schedule
+    from gregale.communication.pipeline import stack
+    from gregale.communication.pipeline.schedule import Schedule
 
     layout = standard_layout(make_mesh(MeshConfig(stage=options.stages, data=options.data)))
     schedule = Schedule(options.stages, microbatches, repeats)
-    chosen = pipeline.Pipeline(schedule, layout, gather)  # type: ignore[arg-type]
+    chosen = stack.Pipeline(schedule, layout, gather)  # type: ignore[arg-type]
     Layers, Hidden, Wide = Axis(LAYERS, options.stages * repeats), Axis("embed", HIDDEN), Axis("wide", WIDE)
     axes = {"up": (Layers, Hidden, Wide), "down": (Layers, Wide, Hidden)}
     weights = jax.eval_shape(lambda: {name: hax.zeros(each) for name, each in axes.items()})
@@ -52,13 +52,13 @@ def lowered(options: argparse.Namespace, microbatches: int, repeats: int, gather
         return x + hax.dot(hax.tanh(hax.dot(x, weights["up"], axis=Hidden)), weights["down"], axis=Wide)
 
     def loss(weights, inputs):
-        return jnp.sum(jnp.square(pipeline.pipelined(layer, weights, inputs, {}, chosen).array))
+        return jnp.sum(jnp.square(stack.pipelined(layer, weights, inputs, {}, chosen).array))
 
     def derived(run, *arguments):
         return run.forward(*arguments)[0]
 
     abstract = layout.abstract(weights, layout.params), layout.abstract(inputs, layout.compute)
-    with patch.object(pipeline._Run, "__call__", pipeline._Run.__call__ if by_hand else derived):
+    with patch.object(stack._Run, "__call__", stack._Run.__call__ if by_hand else derived):
         return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*abstract), schedule
 
 
@@ -70,7 +70,7 @@ def temporaries(options: argparse.Namespace, *case) -> float:
 
 
 def memory_table(options: argparse.Namespace) -> None:
-    from gregale.communication.pipeline_schedule import Schedule
+    from gregale.communication.pipeline.schedule import Schedule
 
     print("MiB of temporaries on a device. `stage inputs` is what T iterations keep of the loop's state.")
     print("| M | R | stage inputs | window, by hand | per iteration, by hand | per iteration, JAX's |")

@@ -14,10 +14,10 @@ from haliax import Axis
 from gregale.audit import Audit, audit, captured_compiler_warnings
 from gregale.axes.layout import BATCH, REPLICA, is_named, vmap_over
 from gregale.communication.accumulate import split_batch
-from gregale.communication.pipeline import Pipeline
-from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
-from tests.communication.test_pipeline import (
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stack import Pipeline
+from gregale.communication.pipeline.stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
+from tests.communication.pipeline.test_stack import (
     TOLERANCE,
     Embed,
     Out,

@@ -14,7 +14,7 @@ from gregale.audit import Audit, audit
 from gregale.audit.step import CPU
 from gregale.axes.layout import REPLICA
 from gregale.axes.mesh import AXES, MeshConfig, make_mesh
-from gregale.communication.pipeline_config import PipelineConfig
+from gregale.communication.pipeline.config import PipelineConfig
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule

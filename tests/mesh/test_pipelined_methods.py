@@ -18,8 +18,8 @@ from gregale.audit import Audit, audit
 from gregale.audit.traffic import bytes_by_axes
 from gregale.axes.layout import REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline import Pipeline
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stack import Pipeline
 from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
@@ -27,7 +27,7 @@ from gregale.optim import Optimizer
 from gregale.programs.plan_messages import psdp_messages
 from gregale.training.state import Method, initial_state
 from gregale.training.stepper import Stepper
-from tests.communication.test_pipeline import TOLERANCE, Embed, plain, problem, stack_of
+from tests.communication.pipeline.test_stack import TOLERANCE, Embed, plain, problem, stack_of
 from tests.mesh.support import layout_of, placed
 
 LAYER_COUNT, ROWS, STEPS = 4, 32, 3

@@ -12,9 +12,9 @@ from gregale.audit import audit
 from gregale.audit.hlo import Computation, Instruction, parse
 from gregale.axes.layout import BATCH, LAYERS, Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.communication.pipeline import Pipeline, pipelined
-from gregale.communication.pipeline_loop import IO, OUTPUTS
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.loop import IO, OUTPUTS
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stack import Pipeline, pipelined
 
 STAGES, MICROBATCHES, REPEATS, PER_STAGE, ROWS = 2, 4, 2, 2, 512
 Embed, Wide = Axis("embed", 256), Axis("wide", 1024)

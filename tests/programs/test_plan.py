@@ -14,7 +14,7 @@ from rich.console import Console
 from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.schedule import Schedule
 from gregale.data.config import DataConfig, prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from gregale.axes.layout import BATCH, Layout, check_divides, standard_layout
 from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
-from gregale.communication.pipeline_config import pipelined_execution
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.config import pipelined_execution
+from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, sync_axis

@@ -7,7 +7,7 @@ from typing import Any
 
 from gregale.axes.mesh import MeshConfig
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.pipeline_config import PipelineConfig
+from gregale.communication.pipeline.config import PipelineConfig
 from gregale.data.config import DataConfig
 from gregale.errors import UserError
 from gregale.methods.config import PsdpConfig, SyncConfig

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import BATCH, LAYERS, Layout, is_named, is_parameter
-from gregale.communication.pipeline_loop import (
+from gregale.communication.pipeline.loop import (
     Loop,
     advanced,
     advanced_transpose,
@@ -22,9 +22,9 @@ from gregale.communication.pipeline_loop import (
     started,
     unfinished,
 )
-from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
-from gregale.communication.pipeline_window import GatherLevel, Slots, Window, with_repeats
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stage import DATA, LAYER, REPEAT, STAGE, Fixed, Layer, Stages, loop_layout
+from gregale.communication.pipeline.window import GatherLevel, Slots, Window, with_repeats
 from gregale.errors import UserError
 
 Tree = Any

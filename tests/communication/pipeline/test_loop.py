@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.communication.pipeline_loop import (
+from gregale.communication.pipeline.loop import (
     Loop,
     advanced,
     advanced_transpose,
@@ -19,7 +19,7 @@ from gregale.communication.pipeline_loop import (
     started,
     unfinished,
 )
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.schedule import Schedule
 
 TABLE = [(2, 2, 1, 1), (3, 3, 2, 1), (3, 9, 3, 1), (3, 6, 2, 2), (3, 9, 3, 2), (4, 8, 2, 1), (4, 8, 1, 2)]
 

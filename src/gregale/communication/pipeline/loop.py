@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.schedule import Schedule
 
 # What is on its way between stages, by the names in a compiled program's metadata and in a profile.
 IO, OUTPUTS = "pipeline_io", "pipeline_outputs"

@@ -11,8 +11,8 @@ from haliax import NamedArray
 
 from gregale.axes.gather import gathered, scattered
 from gregale.axes.layout import Layout, is_named
-from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import DATA, REPEAT
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stage import DATA, REPEAT
 
 Tree = Any
 GatherLevel = Literal["per_repeat", "per_iteration", "once"]
@@ -31,7 +31,7 @@ class Window:
 
     - `level`: `once`: all weights, before the first repeat; `per_repeat`: one repeat's, when its slot is filled;
       `per_iteration`: those that the stages use, each time
-    - `layout`: see `gregale.communication.pipeline_stage.loop_layout`
+    - `layout`: see `gregale.communication.pipeline.stage.loop_layout`
     - `dtype`: of gathered weights, and of gradients on the wire
     """
 

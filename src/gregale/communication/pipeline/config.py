@@ -7,10 +7,10 @@ from typing import Any
 
 from haliax import NamedArray
 
-from gregale.communication.pipeline import Pipeline, pipelined
-from gregale.communication.pipeline_schedule import Schedule
-from gregale.communication.pipeline_stage import STAGE
-from gregale.communication.pipeline_window import GatherLevel
+from gregale.communication.pipeline.schedule import Schedule
+from gregale.communication.pipeline.stack import Pipeline, pipelined
+from gregale.communication.pipeline.stage import STAGE
+from gregale.communication.pipeline.window import GatherLevel
 from gregale.model.config import check_choice
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
 

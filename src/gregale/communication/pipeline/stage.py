@@ -14,7 +14,7 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import Layout, is_named, vmap_over
-from gregale.communication.pipeline_schedule import Schedule
+from gregale.communication.pipeline.schedule import Schedule
 
 Tree = Any
 Layer = Callable[[NamedArray, Tree, Tree], NamedArray]
