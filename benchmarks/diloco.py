@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from runs import rows_of
+from training_runs import rows_of
 
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.services.config import TrainConfig

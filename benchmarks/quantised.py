@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from runs import rows_of
+from training_runs import rows_of
 
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.config import DilocoConfig, PsdpConfig, SyncConfig
