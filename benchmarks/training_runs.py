@@ -13,7 +13,7 @@ def rows_of(config: TrainConfig) -> dict[int, dict]:
 
     Raises `SystemExit` if the run was interrupted.
     """
-    from gregale.programs.train import TrainOptions, main
+    from gregale.programs.train.command import TrainOptions, main
 
     folder = Path(config.runs) / config.name
     print(f"--- {folder}", flush=True)

@@ -10,8 +10,8 @@ from gregale.audit import Audit, audit
 from gregale.audit.step import StepShape
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.config import ComputeConfig, LlamaConfig
-from gregale.programs.plan_shapes import abstract_batch, step_shape
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.plan.shapes import abstract_batch, step_shape
+from gregale.programs.run.setup import Setup, set_up
 from gregale.services.config import BatchConfig, TrainConfig
 
 MODEL = LlamaConfig(layers=3, hidden=32, heads=8, kv_heads=4, mlp=64, vocabulary=320)

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memory
 from gregale.audit.step import ACCELERATOR, CPU
-from gregale.programs.plan_shapes import tree_bytes
+from gregale.programs.plan.shapes import tree_bytes
 from tests.audit.steps import small_setup, small_step
 
 

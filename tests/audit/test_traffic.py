@@ -5,7 +5,7 @@ import pytest
 
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
-from gregale.programs.plan_shapes import step_shape
+from gregale.programs.plan.shapes import step_shape
 from tests.audit.steps import audited, small_setup, small_step
 
 SPREAD = {

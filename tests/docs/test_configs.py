@@ -11,7 +11,7 @@ import pytest
 from gregale.axes.mesh import make_mesh
 from gregale.data.tokenizers import BpeConfig, BytesConfig
 from gregale.errors import UserError
-from gregale.programs.setup import set_up
+from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.docs.pages import ROOT

@@ -18,8 +18,8 @@ from gregale.communication.pipeline.config import PipelineConfig
 from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.programs.plan_shapes import step_transfers
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.plan.shapes import step_transfers
+from gregale.programs.run.setup import Setup, set_up
 from gregale.services.config import BatchConfig, TrainConfig
 from tests.mesh.support import POSITIONS, ROWS, placed, token_batch
 

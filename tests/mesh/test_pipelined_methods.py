@@ -24,7 +24,7 @@ from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule as OuterSchedule
 from gregale.optim import Optimizer
-from gregale.programs.plan_messages import psdp_messages
+from gregale.programs.plan.messages import psdp_messages
 from gregale.training.state import Method, initial_state
 from gregale.training.stepper import Stepper
 from tests.communication.pipeline.test_stack import TOLERANCE, Embed, plain, problem, stack_of

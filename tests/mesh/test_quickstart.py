@@ -8,8 +8,8 @@ import pytest
 from gregale.audit import audit, captured_compiler_warnings
 from gregale.axes.layout import is_named
 from gregale.data.tokenizers import vocabulary_size
-from gregale.programs.plan_shapes import abstract_batch
-from gregale.programs.setup import set_up
+from gregale.programs.plan.shapes import abstract_batch
+from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 

@@ -15,10 +15,10 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution
-from gregale.programs.plan_devices import Target, topology_target
-from gregale.programs.plan_shapes import abstract_batch, tree_bytes
-from gregale.programs.plan_step import Plan, plan_step
-from gregale.programs.setup import set_up
+from gregale.programs.plan.devices import Target, topology_target
+from gregale.programs.plan.shapes import abstract_batch, tree_bytes
+from gregale.programs.plan.step import Plan, plan_step
+from gregale.programs.run.setup import set_up
 from gregale.services.config import BatchConfig, TrainConfig
 
 MICROBATCHES = 4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gregale.data.config import prepare
-from gregale.programs.trained import open_trained
+from gregale.programs.run.trained import open_trained
 from gregale.services.run_directory import RunDirectory
 from tests.model import oracle
 from tests.programs.tiny import lines

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.programs.trained import open_trained
+from gregale.programs.run.trained import open_trained
 from tests.programs.test_sample import greedy_by_full_passes
 from tests.programs.tiny import checkpoint_steps, lines, losses
 

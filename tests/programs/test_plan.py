@@ -19,12 +19,12 @@ from gregale.data.config import DataConfig, prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.errors import UserError
-from gregale.programs.plan_devices import Target, device_count, simulated_target, topology_target
-from gregale.programs.plan_remedies import remedies
-from gregale.programs.plan_report import report_of
-from gregale.programs.plan_step import plan_step
-from gregale.programs.plan_text import print_report
-from gregale.programs.setup import set_up
+from gregale.programs.plan.devices import Target, device_count, simulated_target, topology_target
+from gregale.programs.plan.remedies import remedies
+from gregale.programs.plan.report import report_of
+from gregale.programs.plan.step import plan_step
+from gregale.programs.plan.text import print_report
+from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
@@ -196,7 +196,7 @@ def test_mistakes_are_one_clear_line(arguments, message, capsys):
 
 
 def test_a_missing_compiler_is_told(monkeypatch):
-    monkeypatch.setattr("gregale.programs.plan_devices.find_spec", lambda name: None)
+    monkeypatch.setattr("gregale.programs.plan.devices.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install 'gregale\\[tpu\\]'"):
         topology_target("v5e:2x2", 1, None)
 

@@ -13,14 +13,14 @@ from gregale.cli import main
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
 from gregale.methods.schedule import Schedule
-from gregale.programs.plan_devices import simulated_target
-from gregale.programs.plan_methods import bytes_a_step, compared
-from gregale.programs.plan_outer import Joining, Legs
-from gregale.programs.plan_remedies import remedies
-from gregale.programs.plan_report import report_of
-from gregale.programs.plan_shapes import estimated_link_bytes, step_shape, tree_bytes
-from gregale.programs.plan_step import plan_step
-from gregale.programs.setup import set_up
+from gregale.programs.plan.devices import simulated_target
+from gregale.programs.plan.methods import bytes_a_step, compared
+from gregale.programs.plan.outer import Joining, Legs
+from gregale.programs.plan.remedies import remedies
+from gregale.programs.plan.report import report_of
+from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
+from gregale.programs.plan.step import plan_step
+from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART

@@ -9,8 +9,8 @@ import pytest
 
 from gregale.data.tokenizers import load_tokenizer
 from gregale.model.generate import Sampling, draw
+from gregale.programs.run.trained import open_trained
 from gregale.programs.sample import Sampler
-from gregale.programs.trained import open_trained
 from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)

@@ -23,11 +23,13 @@ class Program:
 
 
 PROGRAMS = {
-    "train": Program("gregale.programs.train", "train a language model from a YAML file; run again to resume"),
+    "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
     "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
     "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
-    "plan": Program("gregale.programs.plan", "show memory, collectives and bytes of a YAML file without training"),
+    "plan": Program(
+        "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
+    ),
     "simulate": Program(
         "gregale.programs.simulate", "tell which bandwidth each method needs, from a model of the timeline"
     ),

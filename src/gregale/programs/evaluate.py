@@ -15,8 +15,8 @@ from gregale.data.sources.base import expand
 from gregale.data.sources.text import TextSource
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizers import load_tokenizer
-from gregale.programs.evaluation import Evaluator
-from gregale.programs.trained import Trained, open_trained
+from gregale.programs.run.evaluation import Evaluator
+from gregale.programs.run.trained import Trained, open_trained
 from gregale.services.command import Command
 from gregale.services.config import at_least
 from gregale.services.tracking.console import Console

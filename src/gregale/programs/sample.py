@@ -11,8 +11,8 @@ from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
 from gregale.model.execution import execution
 from gregale.model.generate import Generator, Sampling
-from gregale.programs.setup import Setup
-from gregale.programs.trained import open_trained
+from gregale.programs.run.setup import Setup
+from gregale.programs.run.trained import open_trained
 from gregale.services.command import Command
 from gregale.services.config import at_least
 

@@ -9,10 +9,10 @@ from gregale.audit.roofline import roofline
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.model.config import REMAT
-from gregale.programs.plan_programs import SYNCHRONISE
-from gregale.programs.plan_shapes import estimate, estimated_link_bytes, estimated_work
-from gregale.programs.plan_step import Plan
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.plan.programs import SYNCHRONISE
+from gregale.programs.plan.shapes import estimate, estimated_link_bytes, estimated_work
+from gregale.programs.plan.step import Plan
+from gregale.programs.run.setup import Setup, set_up
 from gregale.services.config import TrainConfig
 
 SHOWN = 3

@@ -9,10 +9,10 @@ from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline, roofline
 from gregale.axes.mesh import make_mesh
 from gregale.methods.diloco import Diloco
-from gregale.programs.plan_devices import Target, for_accelerators
-from gregale.programs.plan_programs import STEP, Program, programs_of
-from gregale.programs.plan_shapes import estimated_link_bytes, estimated_work
-from gregale.programs.setup import Setup, check_replicas, set_up
+from gregale.programs.plan.devices import Target, for_accelerators
+from gregale.programs.plan.programs import STEP, Program, programs_of
+from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work
+from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.services.config import TrainConfig
 
 

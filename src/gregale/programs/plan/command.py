@@ -11,11 +11,11 @@ from rich.console import Console
 
 from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
-from gregale.programs.plan_devices import Target, simulated_target, topology_target
-from gregale.programs.plan_programs import STEP
-from gregale.programs.plan_report import report_of
-from gregale.programs.plan_step import plan_step
-from gregale.programs.plan_text import print_report
+from gregale.programs.plan.devices import Target, simulated_target, topology_target
+from gregale.programs.plan.programs import STEP
+from gregale.programs.plan.report import report_of
+from gregale.programs.plan.step import plan_step
+from gregale.programs.plan.text import print_report
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from gregale.data.examples import Examples
-from gregale.programs.batches import GlobalBatches
-from gregale.programs.setup import Setup
+from gregale.programs.run.batches import GlobalBatches
+from gregale.programs.run.setup import Setup
 from gregale.training.state import TrainState
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.data.examples import Examples
-from gregale.programs.batches import GlobalBatches
-from gregale.programs.setup import Setup
+from gregale.programs.run.batches import GlobalBatches
+from gregale.programs.run.setup import Setup
 
 
 class Evaluator:

@@ -14,10 +14,10 @@ from gregale.audit.overlap import compute_behind
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.traffic import Transfer
 from gregale.methods.diloco import Diloco
-from gregale.programs.plan_devices import Target
-from gregale.programs.plan_outer import Joining, Legs
-from gregale.programs.plan_shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
-from gregale.programs.setup import Setup
+from gregale.programs.plan.devices import Target
+from gregale.programs.plan.outer import Joining, Legs
+from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
+from gregale.programs.run.setup import Setup
 from gregale.training.state import abstract_state
 
 STEP, SYNCHRONISE, WARM_UP = "step", "synchronise", "warm_up"

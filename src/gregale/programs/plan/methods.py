@@ -11,9 +11,9 @@ from gregale.audit.roofline import Roofline
 from gregale.audit.step import StepShape
 from gregale.methods.config import DilocoConfig, StreamingDilocoConfig, SyncConfig
 from gregale.methods.diloco import Diloco
-from gregale.programs.plan_outer import Joining
-from gregale.programs.plan_shapes import devices_of_a_replica, step_shape
-from gregale.programs.setup import Setup, method_of
+from gregale.programs.plan.outer import Joining
+from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
+from gregale.programs.run.setup import Setup, method_of
 from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence
 from gregale.timeline.model import Workload

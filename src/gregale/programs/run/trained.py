@@ -10,8 +10,8 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
-from gregale.programs.resume import evaluated, evaluated_model, evaluation_template
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.train.resume import evaluated, evaluated_model, evaluation_template
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices

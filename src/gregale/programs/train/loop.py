@@ -6,14 +6,14 @@ import jax
 
 from gregale.data.config import Corpus
 from gregale.model.generate import Sampling
-from gregale.programs.batches import GlobalBatches
-from gregale.programs.evaluation import Evaluator
-from gregale.programs.quantisation import QuantisationFigures
-from gregale.programs.resume import Start, checkpoint_metadata, converted, evaluated_model
+from gregale.programs.run.batches import GlobalBatches
+from gregale.programs.run.evaluation import Evaluator
+from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
-from gregale.programs.setup import Setup
-from gregale.programs.step_log import StepLog
-from gregale.programs.traffic import Traffic
+from gregale.programs.train.quantisation import QuantisationFigures
+from gregale.programs.train.resume import Start, checkpoint_metadata, converted, evaluated_model
+from gregale.programs.train.step_log import StepLog
+from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest

@@ -21,9 +21,9 @@ from gregale.methods.diloco import Diloco
 from gregale.methods.psdp import Psdp
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
-from gregale.programs.plan_messages import psdp_messages
-from gregale.programs.plan_outer import Joining
-from gregale.programs.setup import Setup
+from gregale.programs.plan.messages import psdp_messages
+from gregale.programs.plan.outer import Joining
+from gregale.programs.run.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)

@@ -9,12 +9,12 @@ from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.config import DilocoConfig
-from gregale.programs.plan_methods import GBIT, methods_of
-from gregale.programs.plan_programs import Program
-from gregale.programs.plan_remedies import remedies
-from gregale.programs.plan_shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
-from gregale.programs.plan_step import Plan
-from gregale.programs.setup import Setup
+from gregale.programs.plan.methods import GBIT, methods_of
+from gregale.programs.plan.programs import Program
+from gregale.programs.plan.remedies import remedies
+from gregale.programs.plan.shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
+from gregale.programs.plan.step import Plan
+from gregale.programs.run.setup import Setup
 
 
 def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from gregale.axes.layout import is_named
 from gregale.communication.quantised import QuantisedReducer
 from gregale.methods.diloco import Diloco
 from gregale.methods.fragments import Fragment
-from gregale.programs.plan_messages import give_back_messages, measure_messages, send_messages
+from gregale.programs.plan.messages import give_back_messages, measure_messages, send_messages
 
 
 class Legs(NamedTuple):

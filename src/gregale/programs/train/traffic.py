@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gregale.programs.setup import Setup
+from gregale.programs.run.setup import Setup
 
 
 @dataclass(frozen=True)

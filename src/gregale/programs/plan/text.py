@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gregale.audit.placement import BETWEEN
-from gregale.programs.plan_programs import STEP
+from gregale.programs.plan.programs import STEP
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {

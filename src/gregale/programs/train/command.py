@@ -16,9 +16,9 @@ from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
-from gregale.programs.loop import Loop
-from gregale.programs.resume import joined, starting_point
-from gregale.programs.setup import Setup, check_replicas, set_up
+from gregale.programs.run.setup import Setup, check_replicas, set_up
+from gregale.programs.train.loop import Loop
+from gregale.programs.train.resume import joined, starting_point
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig

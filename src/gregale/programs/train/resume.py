@@ -13,7 +13,7 @@ from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.methods.diloco import Diloco, DilocoState, sync_axis
 from gregale.methods.psdp import same
-from gregale.programs.setup import Setup, set_up
+from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
-from gregale.programs.setup import Setup
-from gregale.programs.traffic import Traffic
+from gregale.programs.run.setup import Setup
+from gregale.programs.train.traffic import Traffic
 from gregale.services.tracking import Rate, Trackers
 from gregale.training.state import Report
 

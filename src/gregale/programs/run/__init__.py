@@ -1,0 +1,1 @@
+"""What programs share: a run set up from its configuration, its batches, its evaluation, and one opened again."""

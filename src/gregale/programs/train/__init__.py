@@ -1,0 +1,1 @@
+"""`gregale train`: trains, evaluates, saves, and goes on where it stopped."""
