@@ -57,3 +57,24 @@ def test_an_upward_import_is_found():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_modules_stay_small(path):
     assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
+
+
+def asked_kinds(tree: ast.AST) -> list[str]:
+    """Where a module asks an object whether it is of a method's, its state's or its configuration's class."""
+    kinds = ("Psdp", "Diloco", "StreamingDiloco")
+    asked = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type"):
+            words = {name.id for each in node.args for name in ast.walk(each) if isinstance(name, ast.Name)}
+            asked += sorted(word for word in words for kind in kinds if word in (kind, f"{kind}Config", f"{kind}State"))
+    return asked
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_methods_know_of_what_kind_a_method_is(path):
+    if folder_of(path) != "methods":
+        assert asked_kinds(ast.parse(path.read_text())) == []
+
+
+def test_a_question_for_the_kind_is_found():
+    assert asked_kinds(ast.parse("isinstance(a, Psdp | DilocoState)")) == ["DilocoState", "Psdp"]

@@ -258,7 +258,7 @@ def test_a_replica_that_is_left_out_goes_on_from_its_own():
     schedule = Schedule(2)
     method = make(MeshConfig(replica=4, data=2), schedule, outer=optax.sgd(1.0), dropout=0.5, seed=3)
     fragment = Fragment.at(schedule, 0, 2)
-    took_part = np.asarray(method._taking_part(fragment).array) > 0
+    took_part = np.asarray(method.round.taking_part(fragment).array) > 0
     assert 0 < took_part.sum() < 4
     state, _ = begin(method)
     state = jax.jit(method.step)(state.method, named_batch(rows(1)))[0]

@@ -11,11 +11,10 @@ from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.errors import UserError
+from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
-from gregale.methods.schedule import Schedule
+from gregale.methods.schedule import Legs, Schedule
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.methods import bytes_a_step, compared
-from gregale.programs.plan.outer import Joining, Legs
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
@@ -56,6 +55,10 @@ def setup_of(*arguments: str):
     return set_up(config, 257, make_mesh(config.mesh, jax.devices("cpu")))
 
 
+def bytes_a_step(setup) -> tuple[float, float]:
+    return setup.method.traffic(step_shape(setup)).bytes_a_step()
+
+
 @pytest.fixture(scope="module")
 def plans():
     """The plan of each case, compiled when first asked for."""
@@ -92,7 +95,7 @@ def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
         for program in legs
     ]
     flags = "four bits" in case  # each leg's byte that says whether values were finite, too small for the list above
-    assert max(sent) + flags == bytes_a_step(plan.setup, plan.setup.config.sync)[1]
+    assert max(sent) + flags == bytes_a_step(plan.setup)[1]
     assert plan.step.audit.over(method.axis) == ()
 
 
@@ -100,7 +103,7 @@ def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
 def test_average_is_what_the_method_counts(case):
     setup = setup_of(*CASES[case][0])
     method, period = setup.method, setup.method.schedule.period
-    average, peak = bytes_a_step(setup, setup.config.sync)
+    average, peak = bytes_a_step(setup)
     counted = [method.bytes_sent(step) - method.bytes_sent(step - 1) for step in range(2 * period, 3 * period)]
     assert average * period == pytest.approx(sum(counted), abs=1e-6)
     if method.schedule.delay < 2:
@@ -109,7 +112,8 @@ def test_average_is_what_the_method_counts(case):
 
 def test_psdp_sends_everything_in_every_step():
     setup = setup_of()
-    assert bytes_a_step(setup, None) == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
+    every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.parts, step_shape(setup))
+    assert every_step == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
 
 
 @pytest.mark.parametrize("case", ["diloco", "tau 2", "islands"])
@@ -172,9 +176,9 @@ def test_link_bytes_are_spread_over_the_period():
 
 def test_legs_are_those_of_the_schedule():
     setup = setup_of(*STREAMING, "--sync.delay=2")
-    joining = Joining(setup.method, step_shape(setup))
+    joining = setup.method.traffic(step_shape(setup))
     schedule = Schedule(8, 3, 2, 3)
-    assert [legs for _, legs in joining.period()] == [
+    assert [legs for _, legs in joining.steps()] == [
         Legs(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
     ]
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from gregale.programs.run.checkpointed import checkpoint_template
 from gregale.programs.run.setup import set_up
-from gregale.programs.train.resume import checkpoint_template
 from gregale.services.checkpoint.leaves import arrays_by_name
 from gregale.services.checkpoint.manifest import MANIFEST, files_below, record, write_manifest
 from gregale.services.checkpoint.store import Checkpoints

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import draccus
 
+from gregale.axes.layout import ISLAND, Layout
+from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError
+from gregale.methods.diloco import Diloco, sync_axis
+from gregale.methods.fragments import layers_in
+from gregale.methods.method import Method
+from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 
 EVALUATED = ("outer", "average", "first_replica")
 
 OUTER = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
+
+
+class Parts(NamedTuple):
+    """What a method is built of."""
+
+    layout: Layout  # the whole mesh
+    psdp_on: Callable[[Layout], Psdp]  # the exact PSDP step on a layout, the whole one or one replica's
+    reduce: ReduceConfig  # the codecs of what crosses the slow axis
+    steps: int  # of the run
+    seed: int  # of the run
+
+
+class Methods(NamedTuple):
+    """The methods of a run."""
+
+    psdp: Psdp  # of the warm-up, and the form through which one method's state becomes another's
+    chosen: Method
 
 
 @dataclass(frozen=True)
@@ -23,11 +48,44 @@ class SyncConfig(draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "psdp"
 
+    def build(self, parts: Parts) -> Methods:
+        """The methods; raises `UserError` if the mesh is none for them."""
+        raise TypeError(f"{type(self).__name__} is no method of its own; choose one by its type")
+
+    def warm_up(self) -> int:
+        """Steps of PSDP before the method's own begin."""
+        return 0
+
+    def parted_over(self, layout: Layout) -> str | None:
+        """The axis whose indices train apart, each on rows of its own; None: all make every step together."""
+        del layout
+        return None
+
+    @property
+    def evaluates_replicas(self) -> bool:
+        """Whether what is evaluated are the replicas' own parameters, so that it takes a mesh that has them."""
+        return False
+
+    def remark(self, layout: Layout) -> str | None:
+        """What a user may not have meant, of a method that works."""
+        del layout
+        return None
+
 
 @SyncConfig.register_subclass("psdp")
 @dataclass(frozen=True)
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
+
+    def build(self, parts: Parts) -> Methods:
+        islands = parts.layout.mesh.shape[ISLAND]
+        if islands > 1:
+            raise UserError(
+                f"mesh.island is {islands}, but sync.type is 'psdp': islands are joined by DiLoCo only. Choose "
+                f"sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
+            )
+        psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
+        return Methods(psdp, psdp)
 
 
 @SyncConfig.register_subclass("diloco")
@@ -61,6 +119,45 @@ class DilocoConfig(SyncConfig):
                 f"sync.outer.weight_decay is {self.outer.weight_decay:g}: weights decay in the inner steps "
                 f"(optimizer.weight_decay), the outer optimizer only joins replicas. Set it to 0."
             )
+
+    def build(self, parts: Parts) -> Methods:
+        """The replicas' own steps, and those of the warm-up, are exact: codecs are for what joins the replicas."""
+        return Methods(parts.psdp_on(parts.layout), self.diloco(parts))
+
+    def diloco(self, parts: Parts) -> Diloco:
+        """The method itself."""
+        layout = parts.layout
+        inner = parts.psdp_on(layout.inside(sync_axis(layout)))
+        return Diloco(
+            inner=inner,
+            outer=self.outer.build(inner.model, max(1, parts.steps // self.period)).whole(),
+            layout=layout,
+            schedule=self.schedule(layers_in(inner.model)),
+            mixing=self.mixing,
+            dropout=self.dropout,
+            seed=parts.seed,
+            reduce=parts.reduce,
+            evaluate=self.evaluate,
+        )
+
+    def warm_up(self) -> int:
+        return self.warmup_steps
+
+    def parted_over(self, layout: Layout) -> str:
+        return sync_axis(layout)
+
+    @property
+    def evaluates_replicas(self) -> bool:
+        return self.evaluate != "outer"
+
+    def remark(self, layout: Layout) -> str | None:
+        """What DiLoCo is with a single replica, for who did not mean it."""
+        if layout.mesh.shape[sync_axis(layout)] > 1:
+            return None
+        return (
+            f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to be "
+            f"joined with, so the outer optimizer moves this one by itself, every {self.period} steps."
+        )
 
     @property
     def mixing(self) -> float:

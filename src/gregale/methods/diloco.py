@@ -12,18 +12,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from haliax import NamedArray
-from jax.sharding import NamedSharding, PartitionSpec
 
-from gregale.axes.layout import BATCH, EMBED, ISLAND, REPLICA, Layout, is_named, is_parameter, vmap_over
+from gregale.audit.step import StepShape
+from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.quantised import Lost, QuantisedReducer
-from gregale.communication.reduce import ExactReducer, give_back, reduce_replicas
+from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
-from gregale.methods.agreement import PseudoGradient, products
+from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
+from gregale.methods.method import Actions, PsdpState
 from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, sending_layout
-from gregale.methods.psdp import Actions, Psdp, PsdpState
+from gregale.methods.psdp import Psdp
+from gregale.methods.replicas import Replicas
+from gregale.methods.round import Round, forget
 from gregale.methods.schedule import Schedule
+from gregale.methods.traffic import DilocoTraffic
 from gregale.optim.config import Optimizer
 
 Tree = Any
@@ -66,6 +70,7 @@ class Diloco:
     - `dropout`: probability that a replica is left out of a fragment's synchronisation and goes on from its own
     - `seed`: of the dropout
     - `reduce`: the codecs of what crosses the axis: pseudo-gradients in the first leg, outer updates in the second
+    - `evaluate`: which parameters are evaluated: `outer`, `average` or `first_replica`
     """
 
     inner: Psdp
@@ -76,8 +81,10 @@ class Diloco:
     dropout: float = 0.0
     seed: int = 0
     reduce: ReduceConfig = field(default=ReduceConfig())
+    evaluate: str = "outer"
 
     name: ClassVar[str] = "diloco"
+    shown: ClassVar[tuple[str, ...]] = ("replica_bytes", "steps_since_sync")
 
     @staticmethod
     def of(
@@ -112,6 +119,11 @@ class Diloco:
         return sync_axis(self.layout)
 
     @property
+    def inside(self) -> Layout:
+        """Each replica makes its own step."""
+        return self.inner.layout
+
+    @property
     def lanes(self) -> tuple[str, ...]:
         """The axes of the step's metrics: each replica makes its own step."""
         return (self.axis,)
@@ -126,11 +138,12 @@ class Diloco:
         """The state before the first step: every replica starts from the outer parameters."""
         return self.begin(self.inner.init(model))
 
-    def begin(self, start: PsdpState) -> DilocoState:
-        """The state in which every replica goes on from a PSDP state."""
+    def begin(self, start: PsdpState, step: Any = 0) -> DilocoState:
+        """The state in which every replica goes on from a PSDP state after `step` steps."""
+        del step
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
         start = start._replace(error=None)  # replicas do not quantise what they average inside
-        inner = vmap_over(lambda _: start, self.axis, self.layout)(hax.zeros(Lanes))
+        inner = self.replicas.copies(start)
         outer = self.joint.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
         return self.renewed(DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))))
@@ -141,47 +154,29 @@ class Diloco:
         error = errors_per_fragment(error, self.schedule.fragments)
         return state._replace(outer=state.outer._replace(error=error))
 
+    def without_error(self, state: DilocoState) -> DilocoState:
+        return state._replace(outer=state.outer._replace(error=None))
+
     def end(self, state: DilocoState) -> PsdpState:
         """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
 
         It has no error of quantised averages; `Psdp.renewed` gives it one.
         """
-        layout = self.layout
-
-        def average(leaf):
-            array = leaf.array if is_named(leaf) else leaf
-            if not jnp.issubdtype(array.dtype, jnp.floating):
-                return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
-            return reduce_replicas(leaf, layout.axis(self.axis).size, self.outer_layout, self.axis)
-
-        sharded, gathered = jax.tree.map(average, (state.inner.sharded, state.inner.gathered), is_leaf=is_named)
-        sharded = layout.constrain(sharded, layout.opt_state)
+        sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
         return PsdpState(self.outer_parameters(state), sharded, gathered)
 
     def shardings(self, state: DilocoState) -> DilocoState:
         """Where each array of a state lives."""
-        layout, inside = self.layout, self.inner.layout
-
-        def per_replica(tree, mapping):
-            places = layout.shardings(tree, {**mapping, self.axis: self.axis})
-            first = NamedSharding(layout.mesh, PartitionSpec(self.axis))
-            return jax.tree.map(lambda leaf, place: place if is_named(leaf) else first, tree, places, is_leaf=is_named)
-
-        inner = PsdpState(
-            parameters=per_replica(state.inner.parameters, inside.params),
-            sharded=per_replica(state.inner.sharded, inside.opt_state),
-            gathered=per_replica(state.inner.gathered, {}),
-        )
-        seen = layout.shardings(state.seen, {self.axis: self.axis})
-        return DilocoState(inner, self.joint.shardings(state.outer), seen)
+        seen = self.layout.shardings(state.seen, {self.axis: self.axis})
+        return DilocoState(self.replicas.shardings(state.inner), self.joint.shardings(state.outer), seen)
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update."""
-        schedule = self.schedule
+        schedule, legs = self.schedule, self.schedule.legs(step)
         if schedule.delay == 0:
-            return Actions((None, None), Fragment.at(schedule, schedule.sent(step), step))
-        send = Fragment.at(schedule, schedule.sent(step - 1), step - 1)
-        apply = Fragment.at(schedule, schedule.applied(step), step - schedule.delay)
+            return Actions((None, None), Fragment.at(schedule, legs.send, step))
+        send = Fragment.at(schedule, legs.send, step - 1)
+        apply = Fragment.at(schedule, legs.apply, step - schedule.delay)
         return Actions((send, apply))
 
     def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):
@@ -193,22 +188,22 @@ class Diloco:
         """
         outer, figures = state.outer, None
         if send is not None:
-            outer, figures = self._send(state, send)
+            outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, send)
         # A fragment that was sent earlier is read from the state that came in, so that it waits for no send.
         arriving = outer if self.schedule.delay == 1 else state.outer
-        inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self._by_replica(batch))
+        inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
         if apply is not None:
-            parameters, changed = self._apply(inner.parameters, arriving, apply)
+            parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
-        seen = self._forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
+        seen = forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
         return DilocoState(inner, outer, seen), metrics._replace(outer=figures)
 
-    def synchronise(self, state: DilocoState, fragment: Fragment) -> tuple[DilocoState, PseudoGradient]:
+    def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
         """SEND and APPLY of a fragment at once (tau = 0)."""
-        outer, figures = self._send(state, fragment)
-        parameters, changed = self._apply(state.inner.parameters, outer, fragment)
-        inner, outer = state.inner._replace(parameters=parameters), fragment.put(outer, changed)
-        return DilocoState(inner, outer, self._forget(state.seen, fragment)), figures
+        outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, after)
+        parameters, changed = self.round.apply(state.inner.parameters, outer, after)
+        inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
+        return DilocoState(inner, outer, forget(state.seen, after)), figures
 
     def lost(self, state: DilocoState, batch: Tree) -> Lost:
         """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
@@ -224,7 +219,9 @@ class Diloco:
 
     def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
         """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""
-        outer = state.outer if due is None else self._send(state, due)[0]
+        outer = state.outer
+        if due is not None:
+            outer, _ = self.round.send(state.outer, state.inner.parameters, state.seen, due)
         return self.joint.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
@@ -237,29 +234,56 @@ class Diloco:
                 total += self.schedule.sends(index, step) * self.joint.reducer.bytes_sent(part)
         return total
 
+    def figures(self, step: int) -> dict[str, int]:
+        """`steps_since_sync`: steps since a fragment was last sent."""
+        return {"steps_since_sync": step - self.schedule.last_sent(step)}
+
+    def trees(self, state: DilocoState) -> dict[str, Tree]:
+        """One replica's parameters and optimizer state, and the outer side's."""
+        inner, outer = state.inner, state.outer
+        return {
+            "parameters": inner.parameters,
+            "optimizer": (inner.sharded, inner.gathered),
+            "outer_parameters": outer.parameters,
+            "outer_optimizer": outer.optimizer,
+        }
+
+    def traffic(self, step: StepShape) -> DilocoTraffic:
+        return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
+
     def trained(self, state: DilocoState) -> Tree:
-        """The model with the outer parameters."""
+        """The model that is evaluated, as `evaluate` says: with the outer parameters, the replicas' plain average, or
+        those of the first replica."""
+        if self.evaluate == "average":
+            return self.inner.model_with(self.replicas.average(state.inner.parameters))
+        if self.evaluate == "first_replica":
+            return self.replica(state, 0)
         return self.inner.model_with(self.outer_parameters(state))
 
     def parameters_only(self, state: DilocoState) -> DilocoState:
         """The part of a state that `trained` needs; the rest is None."""
+        if self.evaluate != "outer":
+            return DilocoState(self.inner.parameters_only(state.inner), None, None)  # type: ignore[arg-type]
         outer = Outer(state.outer.parameters, None, state.outer.pending)
         return DilocoState(None, outer, None)  # type: ignore[arg-type]
 
+    def due(self, step: int) -> bool:
+        del step
+        return False
+
     def replica(self, state: DilocoState, index: int) -> Tree:
         """The model of one replica."""
+        return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
 
-        def of_one(leaf):
-            return leaf[self.axis, index] if is_named(leaf) else leaf[index]
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas that are kept apart."""
+        return Replicas(self.layout, self.inside, self.outer_layout, self.axis)
 
-        one = jax.tree.map(of_one, state.inner.parameters, is_leaf=is_named)
-        return self.inner.model_with(self.layout.constrain(one, self.layout.params))
-
-    def average(self, state: DilocoState) -> Tree:
-        """The model with the plain average of the replicas' parameters."""
-        lanes = self.layout.axis(self.axis).size
-        mean = reduce_replicas(state.inner.parameters, lanes, self.outer_layout, self.axis)
-        return self.inner.model_with(give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout))
+    @property
+    def round(self) -> Round:
+        """How a fragment is sent and applied."""
+        return Round(self.layout, self.outer_layout, self.joint, self.mixing, self.dropout, self.seed)
 
     @property
     def joint(self) -> ExactOuter | QuantisedOuter:
@@ -268,57 +292,3 @@ class Diloco:
         if not self.reduce.quantised:
             return ExactOuter(self.outer, ExactReducer(layout, self.axis))
         return QuantisedOuter(self.outer, QuantisedReducer(sending_layout(layout, self.axis), self.reduce, self.axis))
-
-    def _send(self, state: DilocoState, fragment: Fragment) -> tuple[Outer, PseudoGradient]:
-        """The outer side after the fragment's outer step, and its pseudo-gradient's figures."""
-        layout, joint = self.outer_layout, self.joint
-        weights = state.seen[FRAGMENT, fragment.index] * self._taking_part(fragment)
-        (weight,) = joint.reducer.totals(weights)
-        own, before = fragment.take(state.inner.parameters), fragment.take(state.outer)
-        sent = joint.send(before, own, weights, weight)
-        outer = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
-        outer = joint.placed(outer)
-        norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
-        agreement = products(own, sent.parameters, sent.gradient, layout, self.axis)
-        return fragment.put(state.outer, outer), PseudoGradient(norm, weights.array, *agreement)
-
-    def _apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
-        """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
-        layout = self.layout
-        arrived, changed = self.joint.arrive(fragment.take(outer))
-        arrived = layout.constrain(arrived, layout.params)
-        keep = self._taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
-
-        def mixed(own: Tree, keep: NamedArray) -> Tree:
-            return jax.tree.map(lambda own, new: keep.array * own + (1 - keep.array) * new, own, arrived)
-
-        mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
-        return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
-
-    def _taking_part(self, fragment: Fragment) -> NamedArray:
-        """[replica] float32: 1 for a replica that takes part in this synchronisation, 0 for one that is left out."""
-        Lanes = self.layout.axis(self.axis)
-        if self.dropout == 0:
-            return hax.ones(Lanes)
-        key = jax.random.fold_in(jax.random.key(self.seed), fragment.sent)
-        return hax.random.bernoulli(key, Lanes, 1 - self.dropout).astype(jnp.float32)
-
-    def _forget(self, seen: NamedArray, fragment: Fragment | None) -> NamedArray:
-        if fragment is None:
-            return seen
-        return NamedArray(seen.array.at[fragment.index].set(0), seen.axis_names)
-
-    def _by_replica(self, batch: Tree) -> Tree:
-        """[batch, ...] -> [replica, batch / replica, ...]; no row moves."""
-        Lanes = self.layout.axis(self.axis)
-        mapping = {**self.layout.compute, **self.inner.layout.compute}
-
-        def one(leaf):
-            if not is_named(leaf):
-                return leaf.reshape(Lanes.size, -1, *leaf.shape[1:])
-            leaf = leaf.rearrange((BATCH, ...))
-            array = leaf.array.reshape(Lanes.size, -1, *leaf.array.shape[1:])
-            cut = NamedArray(array, (self.axis, *leaf.axis_names))
-            return self.layout.constrain(cut, mapping)
-
-        return jax.tree.map(one, batch, is_leaf=is_named)

@@ -4,50 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from gregale.audit.step import StepShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import accumulate
 from gregale.communication.quantised import Lost, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
+from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
 
 Tree = Any
 
 
-class PsdpState(NamedTuple):
-    """What PSDP carries from step to step."""
-
-    parameters: Tree  # under `params`
-    sharded: Tree  # the optimizer's state, under `opt_state`
-    gathered: Tree  # state of the optimizer's second part: scalars
-    error: Tree = None  # what quantised averages have not sent yet; None if averages are exact
-
-
-class StepMetrics(NamedTuple):
-    """What a step measures: scalars, or [replica] where each replica makes a step of its own."""
-
-    loss: Any  # float32: sum of losses / sum of weights, over the whole batch
-    weight: Any  # float32: sum of weights, the tokens that counted
-    grad_norm: Any  # float32: global norm of the averaged gradient, before clipping
-    finite: Any  # bool: whether loss and gradient were finite; if not, the step changed nothing
-    outer: Any = None  # the `PseudoGradient` that was sent, if one was
-
-
 def same(tree: Tree) -> Tree:
     return tree
-
-
-class Actions(NamedTuple):
-    """What a step does beside its update."""
-
-    during: tuple = ()  # further arguments of the compiled step
-    after: Any = None  # argument of the compiled `synchronise` that follows it; None: nothing follows
 
 
 @dataclass(frozen=True)
@@ -76,6 +53,12 @@ class Psdp:
     reduce: ReduceConfig = field(default=ReduceConfig())
 
     name: ClassVar[str] = "psdp"
+    shown: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def inside(self) -> Layout:
+        """All replicas make a step together."""
+        return self.layout
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -145,9 +128,37 @@ class Psdp:
         del step
         return Actions()
 
+    def synchronise(self, state: PsdpState, after: Any) -> tuple[PsdpState, None]:
+        """Nothing follows a step."""
+        del after
+        return state, None
+
+    def begin(self, start: PsdpState, step: Any) -> PsdpState:
+        """The state that goes on from another PSDP state."""
+        del step
+        return self.renewed(start)
+
+    def end(self, state: PsdpState) -> PsdpState:
+        """The state itself; what goes on from it begins without an error of quantised averages."""
+        return self.without_error(state)
+
+    def without_error(self, state: PsdpState) -> PsdpState:
+        return state._replace(error=None)
+
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
         return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
+
+    def figures(self, step: int) -> dict[str, int]:
+        """What else there is to tell: nothing."""
+        del step
+        return {}
+
+    def trees(self, state: PsdpState) -> dict[str, Tree]:
+        return {"parameters": state.parameters, "optimizer": (state.sharded, state.gathered)}
+
+    def traffic(self, step: StepShape) -> PsdpTraffic:
+        return PsdpTraffic(self.reducer, self.model, step)
 
     def trained(self, state: PsdpState) -> Tree:
         """The model with the state's parameters."""
@@ -160,6 +171,11 @@ class Psdp:
     def parameters_only(self, state: PsdpState) -> PsdpState:
         """The part of a state that `trained` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
+
+    def due(self, step: int) -> bool:
+        """Whether what is evaluated depends on more than `parameters_only`: never."""
+        del step
+        return False
 
     @property
     def reducer(self) -> Reducer:

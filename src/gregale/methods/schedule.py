@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from gregale.errors import UserError
 
 PATTERNS = ("sequential", "strided")
+
+
+class Legs(NamedTuple):
+    """The numbers of the fragments that a step sends and applies; None for none."""
+
+    send: int | None
+    apply: int | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,12 @@ class Schedule:
     def applied(self, step: int) -> int | None:
         """The fragment that is applied after `step` steps, if any: the one that was sent `delay` steps before."""
         return self.sent(step - self.delay)
+
+    def legs(self, step: int) -> Legs:
+        """What step number `step` (from 1) computes: with tau >= 1 it sends what was due after the step before it."""
+        if self.delay == 0:
+            return Legs(self.sent(step), self.sent(step))
+        return Legs(self.sent(step - 1), self.applied(step))
 
     def sends(self, fragment: int, step: int) -> int:
         """How often a fragment was sent in the first `step` steps."""

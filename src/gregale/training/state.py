@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import with_shardings
-from gregale.methods.diloco import Diloco
-from gregale.methods.psdp import Psdp, StepMetrics
+from gregale.methods.method import Method, StepMetrics
 
 Tree = Any
 Leaf = Any
@@ -33,10 +32,6 @@ class Report(NamedTuple):
     metrics: StepMetrics
     skipped: Leaf
     skipped_in_a_row: Leaf
-
-
-Method = Psdp | Diloco
-"""A synchronisation method: `init`, `shardings`, `step`, `actions`, `lanes` are what the trainer uses of it."""
 
 
 def initial_state(method: Method, make_model: Callable[[], Tree]) -> TrainState:

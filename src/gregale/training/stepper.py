@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 
-from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import Fragment
-from gregale.training.state import Method, Report, TrainState, abstract_state, counted_step, state_shardings
+from gregale.methods.method import Method
+from gregale.training.state import Report, TrainState, abstract_state, counted_step, state_shardings
 
 Tree = Any
 
@@ -38,7 +37,6 @@ class Stepper:
             report = report._replace(metrics=report.metrics._replace(outer=outer))
         return state, report
 
-    def _after(self, state: TrainState, fragment: Fragment):
-        assert isinstance(self._method, Diloco)
-        moved, outer = self._method.synchronise(state.method, fragment)
+    def _after(self, state: TrainState, after: Any) -> tuple[TrainState, Any]:
+        moved, outer = self._method.synchronise(state.method, after)
         return state._replace(method=moved), outer

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from gregale.audit.roofline import Roofline
 from gregale.audit.step import StepShape
-from gregale.methods.config import DilocoConfig, StreamingDilocoConfig, SyncConfig
-from gregale.methods.diloco import Diloco
-from gregale.programs.plan.outer import Joining
+from gregale.methods.comparison import compared
+from gregale.methods.schedule import Schedule
 from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
-from gregale.programs.run.setup import Setup, method_of
+from gregale.programs.run.setup import Setup
 from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence
 from gregale.timeline.model import Workload
@@ -22,46 +20,6 @@ from gregale.timeline.table import needed_bandwidths, run_method
 GOAL = 0.9
 GBIT = 1e9 / 8
 PAYLOAD = "float32"  # what `communication.reduce` sends
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A method as it is compared.
-
-    - `sync`: its settings; None for PSDP
-    - `configured`: whether they are the configuration's own
-    """
-
-    sync: DilocoConfig | None
-    configured: bool
-
-
-def compared(sync: SyncConfig, layers: int) -> dict[str, Compared]:
-    """The methods by name. What the configuration does not name has its defaults, as far as they are possible.
-
-    Its period, if it has one, is everybody's.
-    """
-    period = sync.period if isinstance(sync, DilocoConfig) else DilocoConfig().period
-    default = StreamingDilocoConfig()
-    fragments, delay = min(default.fragments, layers + 1, period), min(default.delay, period - 1)
-    streaming = StreamingDilocoConfig(period=period, fragments=fragments, delay=delay)
-    found = {
-        "psdp": Compared(None, not isinstance(sync, DilocoConfig)),
-        "diloco": Compared(DilocoConfig(period=period), False),
-        "streaming": Compared(replace(streaming, delay=0), False),
-        "streaming_overlap": Compared(streaming, False),
-    }
-    if isinstance(sync, StreamingDilocoConfig) and sync.delay:
-        return found | {
-            "streaming": Compared(replace(sync, delay=0), False),
-            "streaming_overlap": Compared(sync, True),
-        }
-    if isinstance(sync, StreamingDilocoConfig):
-        return found | {
-            "streaming": Compared(sync, True),
-            "streaming_overlap": Compared(replace(sync, delay=delay), False),
-        }
-    return found | {"diloco": Compared(sync, True)} if isinstance(sync, DilocoConfig) else found
 
 
 def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
@@ -82,44 +40,26 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
     for name, each in compared(setup.config.sync, step.layers).items():
-        average, peak = bytes_a_step(setup, each.sync)
+        average, peak = each.bytes_a_step(setup.parts, step)
+        schedule = each.schedule(step.layers)
         found[name] = {
-            **_settings(each, step.layers),
+            **_settings(schedule),
+            "configured": each.configured,
             "bytes_per_step": {"average": average, "peak": peak},
             "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
-            **_on_the_timeline(name, each.sync, step, fleet, seconds, bytes_per_second),
+            **_on_the_timeline(name, schedule, step, fleet, seconds, bytes_per_second),
         }
     return found
 
 
-def bytes_a_step(setup: Setup, sync: DilocoConfig | None) -> tuple[float, float]:
-    """What a device sends over the slow axis for the parameters, on average and in a step at most; None: PSDP."""
-    method = method_of(replace(setup.config, sync=sync or DilocoConfig()), setup.psdp)
-    assert isinstance(method, Diloco)
-    joining = Joining(method, step_shape(setup))
-    if sync is None:
-        return joining.bytes_if_every_step(), joining.bytes_if_every_step()
-    return joining.bytes_a_step()
-
-
-def _settings(each: Compared, layers: int) -> dict[str, Any]:
-    """H, P and tau, and whether they are the configuration's own; PSDP joins everything in every step."""
-    if each.sync is None:
-        return {"period": 1, "fragments": 1, "delay": 0, "configured": each.configured}
-    schedule = each.sync.schedule(layers)
-    return {
-        "period": schedule.period,
-        "fragments": schedule.fragments,
-        "delay": schedule.delay,
-        "configured": each.configured,
-    }
+def _settings(schedule: Schedule) -> dict[str, int]:
+    return {"period": schedule.period, "fragments": schedule.fragments, "delay": schedule.delay}
 
 
 def _on_the_timeline(
-    name: str, sync: DilocoConfig | None, step: StepShape, fleet: Fleet, seconds: float, bytes_per_second: float | None
+    name: str, schedule: Schedule, step: StepShape, fleet: Fleet, seconds: float, bytes_per_second: float | None
 ) -> dict[str, float | None]:
     """The link that a method needs, and what it reaches at the given one."""
-    schedule = (sync or DilocoConfig()).schedule(step.layers)
     workload = Workload(step.parameters, step.layers, seconds, step.microbatches)
     cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
     on_grid = run_method(name, workload, fleet, cadence, codec=PAYLOAD)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from gregale.audit.roofline import roofline
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
+from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import REMAT
-from gregale.programs.plan.programs import SYNCHRONISE
 from gregale.programs.plan.shapes import estimate, estimated_link_bytes, estimated_work
 from gregale.programs.plan.step import Plan
 from gregale.programs.run.setup import Setup, set_up

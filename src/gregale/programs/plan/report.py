@@ -8,7 +8,6 @@ from typing import Any
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
-from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
@@ -141,10 +140,10 @@ def notes_of(plan: Plan) -> list[str]:
         )
         if step_shape(plan.setup).compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
-    sync = plan.setup.config.sync
-    if isinstance(sync, DilocoConfig):
+    period = plan.setup.method.traffic(step_shape(plan.setup)).period
+    if len(plan.programs) > 1:
         notes.append(
-            f"replicas are joined over {sync.period} steps; where fragments differ in size, the programs are those of "
+            f"replicas are joined over {period} steps; where fragments differ in size, the programs are those of "
             "the largest. The roofline spreads what they send over those steps."
         )
     if plan.setup.config.pipeline is not None:

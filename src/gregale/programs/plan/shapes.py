@@ -17,12 +17,9 @@ from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, sent_bytes
 from gregale.axes.layout import REPLICA, is_named
-from gregale.methods.diloco import Diloco
-from gregale.methods.psdp import Psdp
+from gregale.methods.method import Method
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
-from gregale.programs.plan.messages import psdp_messages
-from gregale.programs.plan.outer import Joining
 from gregale.programs.run.setup import Setup
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
@@ -42,13 +39,13 @@ def abstract_batch(setup: Setup) -> dict[str, NamedArray]:
     return {**{name: one(jnp.int32) for name in INTEGERS}, "loss_mask": one(jnp.float32)}
 
 
-def step_shape(setup: Setup, method: Psdp | Diloco | None = None) -> StepShape:
+def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     """The sizes that the closed forms take, of the configured method's step or another's; of DiLoCo one replica's."""
     config, method = setup.config, method or setup.method
     model, batch, compute = config.model, config.batch, config.compute
     assert isinstance(model, LlamaConfig)
     return StepShape(
-        layout=method.inner.layout if isinstance(method, Diloco) else method.layout,
+        layout=method.inside,
         weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
         rows=batch.size,
         positions=batch.sequence_length,
@@ -106,20 +103,12 @@ class Bytes:
 
 def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
-    method, joined = state.method, isinstance(setup.method, Diloco)
-    inner, outer = (
-        (method.inner, (method.outer.parameters, method.outer.optimizer)) if joined else (method, (None, None))
-    )
-    parameters = bytes_on_device(inner.parameters)
-    optimizer = bytes_on_device((inner.sharded, inner.gathered))
-    theta, momentum = (bytes_on_device(tree) for tree in outer)
+    trees = {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items()}
+    own = {"outer_parameters": 0, "outer_optimizer": 0} | trees
     return Bytes(
-        parameters=parameters,
-        optimizer=optimizer,
-        outer_parameters=theta,
-        outer_optimizer=momentum,
-        counters=bytes_on_device(state) - parameters - optimizer - theta - momentum,
-        gradients=parameters,  # both are float32, under `params`
+        **own,
+        counters=bytes_on_device(state) - sum(trees.values()),
+        gradients=trees["parameters"],  # both are float32, under `params`
         batch=bytes_on_device(abstract_batch(setup)),
     )
 
@@ -129,11 +118,10 @@ def estimate(setup: Setup, backend: Backend) -> Estimate:
     return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
 
 
-def step_transfers(setup: Setup, backend: Backend, method: Psdp | None = None) -> list[Transfer]:
+def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
     """Everything that a step of the configured method, or of another, sends, but what joins DiLoCo's replicas."""
-    stepping = method or setup.method
-    averages = psdp_messages(stepping) if isinstance(stepping, Psdp) else None
     step = step_shape(setup, method)
+    averages = (method or setup.method).traffic(step).averages
     stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
     return expected_transfers(step, backend, averages, stack)
 
@@ -143,14 +131,10 @@ def estimated_link_bytes(setup: Setup) -> dict[str, float]:
 
     What DiLoCo sends in a period to join its replicas is spread over the period's steps.
     """
-    step, method = step_shape(setup), setup.method
-    sent = _sent_by_link(step_transfers(setup, ACCELERATOR), step)
-    if isinstance(method, Diloco):
-        joining = Joining(method, step)
-        a_period = [transfer for _, legs in joining.period() for transfer in joining.transfers(legs)]
-        for link, count in _sent_by_link(a_period, step).items():
-            sent[link] += count / method.schedule.period
-    return sent
+    step = step_shape(setup)
+    traffic = setup.method.traffic(step)
+    sent, joins = _sent_by_link(step_transfers(setup, ACCELERATOR), step), _sent_by_link(traffic.joins(), step)
+    return {link: count + joins[link] / traffic.period for link, count in sent.items()}
 
 
 def _sent_by_link(transfers: list[Transfer], step: StepShape) -> dict[str, float]:

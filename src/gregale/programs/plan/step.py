@@ -8,7 +8,6 @@ from gregale.audit.memory import CompilerMemory
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline, roofline
 from gregale.axes.mesh import make_mesh
-from gregale.methods.diloco import Diloco
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.programs import STEP, Program, programs_of
 from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work
@@ -46,9 +45,9 @@ class Plan:
         """What a device sends over each link in a step, for DiLoCo on average.
 
         From the compiled step; but XLA:CPU sends bfloat16 as float32, so for simulated devices by the closed form, and
-        so for DiLoCo, whose steps differ.
+        so for methods whose steps differ.
         """
-        if self.target.simulated or isinstance(self.setup.method, Diloco):
+        if self.target.simulated or len(self.programs) > 1:
             return estimated_link_bytes(self.setup)
         sent = {INSIDE: 0.0, BETWEEN: 0.0}
         for collective in self.step.audit.collectives:

@@ -16,9 +16,8 @@ from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError
-from gregale.methods.config import DilocoConfig
-from gregale.methods.diloco import Diloco, sync_axis
-from gregale.methods.fragments import layers_in
+from gregale.methods.config import Parts
+from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
 from gregale.model.execution import Execution, execution
@@ -46,17 +45,25 @@ class Setup:
     Vocab: Axis
     model: object
     psdp: Psdp
-    method: Psdp | Diloco
+    method: Method
 
     @property
     def batch_axes(self) -> tuple[Axis, Axis]:
         batch = self.config.batch
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
 
-    def method_after(self, step: int) -> Psdp | Diloco:
+    @property
+    def parts(self) -> Parts:
+        """What this configuration's method is built of, and those that it is compared with."""
+        return parts_of(self.config, self.model, self.layout)
+
+    def method_after(self, step: int) -> Method:
         """The method of the step that follows `step` steps."""
-        sync = self.config.sync
-        return self.psdp if isinstance(sync, DilocoConfig) and step < sync.warmup_steps else self.method
+        return self.psdp if step < self.config.sync.warm_up() else self.method
+
+    def method_named(self, name: str) -> Method:
+        """The method with this name, of the two that a run has."""
+        return self.psdp if name == self.psdp.name else self.method
 
     def initial_state(self) -> TrainState:
         """The state before the first step, made in shards."""
@@ -70,7 +77,7 @@ class Setup:
         """The state of a run by the configured method; nothing is allocated."""
         return abstract_state(self.method, self.model)
 
-    def stepper(self, method: Psdp | Diloco | None = None) -> Stepper:
+    def stepper(self, method: Method | None = None) -> Stepper:
         """Takes the steps of the configured method, or of another one."""
         return Stepper(method or self.method, self.model)
 
@@ -81,14 +88,11 @@ class Setup:
     def traffic(self, step: int) -> dict[str, int]:
         """Bytes that a device sends over `replica` in the first `step` steps, if all are of this set-up.
 
-        For DiLoCo, also the steps since the last sending.
+        With the method's other figures.
         """
-        sync, method = self.config.sync, self.method
-        if not isinstance(method, Diloco) or not isinstance(sync, DilocoConfig):
-            return {"replica_bytes": method.bytes_sent(step)}
-        warm = min(step, sync.warmup_steps)
+        method, warm = self.method, min(step, self.config.sync.warm_up())
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
-        return {"replica_bytes": sent, "steps_since_sync": step - method.schedule.last_sent(step)}
+        return {"replica_bytes": sent, **method.figures(step)}
 
     def schedule(self) -> Schedule | None:
         """The pipeline's schedule; None: the layers are not pipelined."""
@@ -172,10 +176,13 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
-    psdp = psdp_on(config, model, layout)
-    if not isinstance(config.sync, DilocoConfig):  # the steps of PSDP before DiLoCo, and inside its replicas, are exact
-        psdp = replace(psdp, reduce=config.reduce)
-    return Setup(config, layout, Vocab, model, psdp, method_of(config, psdp))
+    methods = config.sync.build(parts_of(config, model, layout))
+    return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
+
+
+def parts_of(config: TrainConfig, model, layout: Layout) -> Parts:
+    """What the configuration's methods are built of."""
+    return Parts(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed)
 
 
 def check_replicas(config: TrainConfig, layout: Layout) -> None:
@@ -183,13 +190,13 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     mixtures = len(config.data.replica_mixtures)
     if not mixtures:
         return
-    if not isinstance(config.sync, DilocoConfig):
+    axis = config.sync.parted_over(layout)
+    if axis is None:
         raise UserError(
             "data.replica_mixtures gives each replica its own text, but sync.type is 'psdp': all replicas make every "
             "step together, so it would be one mixture. Use sync.type diloco or streaming_diloco, or give the sources "
             "their weights (data.sources.<name>.weight)."
         )
-    axis = sync_axis(layout)
     replicas = layout.mesh.shape[axis]
     if mixtures != replicas:
         raise UserError(
@@ -212,26 +219,4 @@ def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
-    )
-
-
-def method_of(config: TrainConfig, psdp: Psdp) -> Psdp | Diloco:
-    """The configured synchronisation method, whose PSDP form is given."""
-    sync, layout = config.sync, psdp.layout
-    if not isinstance(sync, DilocoConfig):
-        if layout.mesh.shape["island"] > 1:
-            raise UserError(
-                f"mesh.island is {layout.mesh.shape['island']}, but sync.type is 'psdp': islands are joined by DiLoCo "
-                f"only. Choose sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
-            )
-        return psdp
-    return Diloco(
-        inner=psdp_on(config, psdp.model, layout.inside(sync_axis(layout))),
-        outer=sync.outer.build(psdp.model, max(1, config.steps // sync.period)).whole(),
-        layout=layout,
-        schedule=sync.schedule(layers_in(psdp.model)),
-        mixing=sync.mixing,
-        dropout=sync.dropout,
-        seed=config.seed,
-        reduce=config.reduce,
     )

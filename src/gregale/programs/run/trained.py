@@ -10,8 +10,8 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.programs.run.checkpointed import evaluation_template, saved_by
 from gregale.programs.run.setup import Setup, set_up
-from gregale.programs.train.resume import evaluated, evaluated_model, evaluation_template
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
@@ -46,7 +46,7 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     """
     run = find_run(name)
     config = run.read_config()
-    if evaluated(config) != "outer":
+    if config.sync.evaluates_replicas:
         devices = None
     if devices is not None:
         cpu_devices = devices if config.cpu_devices else None
@@ -65,4 +65,5 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
         raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
-    return Trained(run, setup, evaluated_model(setup, restored.tree), restored.step)
+    method = saved_by(setup, restored.metadata)
+    return Trained(run, setup, jax.jit(method.trained)(restored.tree.method), restored.step)

@@ -14,11 +14,10 @@ from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
-from gregale.methods.config import DilocoConfig
 from gregale.model.llama import parameter_count
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.programs.train.loop import Loop
-from gregale.programs.train.resume import joined, starting_point
+from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
@@ -49,13 +48,12 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
-    fields = ("replica_bytes", "steps_since_sync") if isinstance(config.sync, DilocoConfig) else ()
-    with Console(None if is_writer() else open(os.devnull, "w"), fields) as console:
+    with Console(None if is_writer() else open(os.devnull, "w"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         console.message(describe(setup, corpus))
-        if isinstance(config.sync, DilocoConfig) and joined(setup.layout) == 1:
-            console.message(alone(config.sync))
+        if remark := config.sync.remark(setup.layout):
+            console.message(remark)
         if options.fresh and is_writer() and (aside := run.set_aside()):
             console.message(f"The old run is now {aside}.")
         with Checkpoints(run.checkpoints, config.checkpoint, console.message) as checkpoints:
@@ -109,14 +107,6 @@ def describe(setup: Setup, corpus: Corpus) -> str:
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {corpus.held_out_tokens:,} tokens held out"
-    )
-
-
-def alone(sync: DilocoConfig) -> str:
-    """What DiLoCo is with a single replica, for who did not mean it."""
-    return (
-        f"sync.type is {sync.get_choice_name(type(sync))}, but mesh.replica is 1: there is no other replica to be "
-        f"joined with, so the outer optimizer moves this one by itself, every {sync.period} steps."
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import jax
 
 from gregale.data.config import Corpus
+from gregale.methods.method import Method
 from gregale.model.generate import Sampling
 from gregale.programs.run.batches import GlobalBatches
+from gregale.programs.run.checkpointed import checkpoint_metadata
 from gregale.programs.run.evaluation import Evaluator
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
 from gregale.programs.train.quantisation import QuantisationFigures
-from gregale.programs.train.resume import Start, checkpoint_metadata, converted, evaluated_model
+from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import StepLog
 from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
@@ -45,8 +47,9 @@ class Loop:
         with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, step) as batches:
             while step < config.steps and not stop.agreed(step):
                 if self._setup.method_after(step) is not method:
+                    state = converted(self._setup, state, step, method)
                     method = self._setup.method_after(step)
-                    state, take_step = converted(self._setup, state, step), self._setup.stepper(method)
+                    take_step = self._setup.stepper(method)
                 state, report = take_step(state, next(batches), step + 1)
                 step += 1
                 log.took(step, report)
@@ -54,26 +57,26 @@ class Loop:
                 if step < config.steps and (evaluates or saves):
                     log.catch_up()
                     if evaluates:
-                        self._evaluate_and_sample(state, step)
+                        self._evaluate_and_sample(method, state, step)
                     if saves:
-                        self._save(state, step, traffic)
+                        self._save(method, state, step, traffic)
                     log.restart()
         log.catch_up()
-        self._save(state, step, traffic)
+        self._save(method, state, step, traffic)
         if step == config.steps:
-            self._evaluate_and_sample(state, step)
+            self._evaluate_and_sample(method, state, step)
         return step
 
-    def _save(self, state: TrainState, step: int, traffic: Traffic) -> None:
+    def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic) -> None:
         """Saves in the background."""
-        metadata = checkpoint_metadata(self._setup, self._corpus, state, traffic.bytes_sent(step))
+        metadata = checkpoint_metadata(self._setup, self._corpus, method, traffic.bytes_sent(step))
         self._checkpoints.save(step, state, metadata)
 
-    def _evaluate_and_sample(self, state: TrainState, step: int) -> None:
+    def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
-        model = evaluated_model(self._setup, state)
+        model = jax.jit(method.trained)(state.method)
         self.evaluation = self._evaluate(model, config.evaluation.batches)
-        if self._measure is not None and self._setup.method_after(step) is self._setup.method:
+        if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
         if config.samples.prompts:
             self._sample(model, step)

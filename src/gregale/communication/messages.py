@@ -6,21 +6,13 @@ from typing import Any
 
 from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.communication.quantised import QuantisedReducer
-from gregale.methods.psdp import Psdp
 
 Tree = Any
 
 
-def psdp_messages(method: Psdp) -> list[Transfer] | None:
-    """What averaging gradients and giving updates back sends; None if it is done in float32."""
-    reducer, parameters = method.reducer, method.model
-    if not isinstance(reducer, QuantisedReducer):
-        return None
-    return [
-        *send_messages(reducer, parameters),
-        *measure_messages(reducer, 2),
-        *give_back_messages(reducer, parameters),
-    ]
+def step_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:
+    """What averaging a tree, measuring it and giving updates of it back sends."""
+    return [*send_messages(reducer, tree), *measure_messages(reducer, 2), *give_back_messages(reducer, tree)]
 
 
 def send_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:

@@ -1,0 +1,94 @@
+"""Trees with a leading axis of replicas that train apart: made, cut, placed, averaged, and one of them taken out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.axes.layout import BATCH, Layout, is_named, vmap_over
+from gregale.communication.reduce import give_back, reduce_replicas
+from gregale.methods.method import PsdpState
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas of a mesh that a method keeps apart.
+
+    - `layout`: the whole mesh
+    - `inside`: as one replica sees it
+    - `outer`: the layout whose `opt_state` splits over the axis too
+    - `axis`: the axis whose indices they are
+    """
+
+    layout: Layout
+    inside: Layout
+    outer: Layout
+    axis: str
+
+    @property
+    def Lanes(self) -> Axis:
+        return self.layout.axis(self.axis)
+
+    def copies(self, tree: Tree) -> Tree:
+        """[...] -> [replica, ...]: the same for each."""
+        return vmap_over(lambda _: tree, self.axis, self.layout)(hax.zeros(self.Lanes))
+
+    def rows(self, batch: Tree) -> Tree:
+        """[batch, ...] -> [replica, batch / replica, ...]; no row moves."""
+        mapping = {**self.layout.compute, **self.inside.compute}
+
+        def one(leaf):
+            if not is_named(leaf):
+                return leaf.reshape(self.Lanes.size, -1, *leaf.shape[1:])
+            leaf = leaf.rearrange((BATCH, ...))
+            array = leaf.array.reshape(self.Lanes.size, -1, *leaf.array.shape[1:])
+            cut = NamedArray(array, (self.axis, *leaf.axis_names))
+            return self.layout.constrain(cut, mapping)
+
+        return jax.tree.map(one, batch, is_leaf=is_named)
+
+    def shardings(self, state: PsdpState) -> PsdpState:
+        """Where each array of the replicas' own PSDP states lives."""
+
+        def per_replica(tree, mapping):
+            places = self.layout.shardings(tree, {**mapping, self.axis: self.axis})
+            first = NamedSharding(self.layout.mesh, PartitionSpec(self.axis))
+            return jax.tree.map(lambda leaf, place: place if is_named(leaf) else first, tree, places, is_leaf=is_named)
+
+        return PsdpState(
+            parameters=per_replica(state.parameters, self.inside.params),
+            sharded=per_replica(state.sharded, self.inside.opt_state),
+            gathered=per_replica(state.gathered, {}),
+        )
+
+    def one(self, tree: Tree, index: int) -> Tree:
+        """[replica, ...] -> [...] under `params`: one replica's."""
+
+        def of_one(leaf):
+            return leaf[self.axis, index] if is_named(leaf) else leaf[index]
+
+        return self.layout.constrain(jax.tree.map(of_one, tree, is_leaf=is_named), self.layout.params)
+
+    def average(self, tree: Tree) -> Tree:
+        """[replica, ...] -> [...] under `params`: the plain average."""
+        mean = reduce_replicas(tree, self.Lanes.size, self.outer, self.axis)
+        return give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout)
+
+    def joined(self, optimizer: Tree) -> Tree:
+        """[replica, ...] -> [...] under `opt_state`: the average of optimizer states; counters are the first's."""
+
+        def one(leaf):
+            array = leaf.array if is_named(leaf) else leaf
+            if not jnp.issubdtype(array.dtype, jnp.floating):
+                return leaf[self.axis, 0] if is_named(leaf) else leaf[0]
+            return reduce_replicas(leaf, self.Lanes.size, self.outer, self.axis)
+
+        return self.layout.constrain(jax.tree.map(one, optimizer, is_leaf=is_named), self.layout.opt_state)

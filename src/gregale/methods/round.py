@@ -1,0 +1,93 @@
+"""One fragment's outer round: what the replicas send, the outer step, and how its result enters each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from gregale.axes.layout import Layout, vmap_over
+from gregale.methods.agreement import PseudoGradient, products
+from gregale.methods.fragments import FRAGMENT, Fragment
+from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """SEND and APPLY of a fragment (DESIGN section 4).
+
+        SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens that replica k saw
+        APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f
+
+    - `layout`: the whole mesh
+    - `outer_layout`: of the outer parameters
+    - `joint`: how the outer parameters are kept, sent and given back
+    - `mixing`: alpha
+    - `dropout`: probability that a replica is left out
+    - `seed`: of the dropout
+    """
+
+    layout: Layout
+    outer_layout: Layout
+    joint: ExactOuter | QuantisedOuter
+    mixing: float
+    dropout: float
+    seed: int
+
+    @property
+    def axis(self) -> str:
+        """The axis whose indices are joined."""
+        return self.joint.reducer.axis
+
+    def send(self, outer: Outer, own: Tree, seen: NamedArray, fragment: Fragment) -> tuple[Outer, PseudoGradient]:
+        """The outer side after the fragment's outer step, and its pseudo-gradient's figures.
+
+        Arguments:
+        - `outer`: the whole outer side
+        - `own`: theta_k of the whole model, [replica, ...]
+        - `seen`: [fragment, replica], see `DilocoState`; without a token since the last time nothing changes
+        """
+        joint = self.joint
+        weights = seen[FRAGMENT, fragment.index] * self.taking_part(fragment)
+        (weight,) = joint.reducer.totals(weights)
+        own, before = fragment.take(own), fragment.take(outer)
+        sent = joint.send(before, own, weights, weight)
+        after = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), sent.outer, before)
+        after = joint.placed(after)
+        norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
+        agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
+        return fragment.put(outer, after), PseudoGradient(norm, weights.array, *agreement)
+
+    def apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
+        """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
+        layout = self.layout
+        arrived, changed = self.joint.arrive(fragment.take(outer))
+        arrived = layout.constrain(arrived, layout.params)
+        keep = self.taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
+
+        def mixed(own: Tree, keep: NamedArray) -> Tree:
+            return jax.tree.map(lambda own, new: keep.array * own + (1 - keep.array) * new, own, arrived)
+
+        mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
+        return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
+
+    def taking_part(self, fragment: Fragment) -> NamedArray:
+        """[replica] float32: 1 for a replica that takes part in this synchronisation, 0 for one that is left out."""
+        Lanes = self.layout.axis(self.axis)
+        if self.dropout == 0:
+            return hax.ones(Lanes)
+        key = jax.random.fold_in(jax.random.key(self.seed), fragment.sent)
+        return hax.random.bernoulli(key, Lanes, 1 - self.dropout).astype(jnp.float32)
+
+
+def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:
+    """`seen` with nothing seen since a fragment was sent."""
+    if fragment is None:
+        return seen
+    return NamedArray(seen.array.at[fragment.index].set(0), seen.axis_names)

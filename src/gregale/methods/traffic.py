@@ -1,0 +1,175 @@
+"""What methods send, in closed form: by step, and on average over a period."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from gregale.audit.step import StepShape
+from gregale.audit.traffic import (
+    Transfer,
+    agreement,
+    apply_transfers,
+    given_back,
+    kept,
+    reduced,
+    send_transfers,
+    sent_bytes,
+)
+from gregale.axes.layout import Layout, is_named, is_parameter
+from gregale.communication.messages import give_back_messages, measure_messages, send_messages, step_messages
+from gregale.communication.quantised import QuantisedReducer
+from gregale.communication.reducer import Reducer
+from gregale.methods.fragments import Fragment
+from gregale.methods.method import StepKind
+from gregale.methods.schedule import Legs, Schedule
+
+Tree = Any
+
+SYNCHRONISE = "synchronise"
+WITH_LEGS = {(True, False): "send", (False, True): "apply", (True, True): "send_and_apply"}
+
+
+@dataclass(frozen=True)
+class PsdpTraffic:
+    """What PSDP sends: the same in every step.
+
+    - `reducer`: over `replica`
+    - `model`: whose parameters are averaged
+    - `step`: the model's sizes
+    """
+
+    reducer: Reducer
+    model: Tree
+    step: StepShape
+
+    period = 1
+
+    @property
+    def averages(self) -> list[Transfer] | None:
+        """What averaging gradients and giving updates back sends; None if it is done in float32."""
+        reducer = self.reducer
+        return step_messages(reducer, self.model) if isinstance(reducer, QuantisedReducer) else None
+
+    def kinds(self) -> dict[str, StepKind]:
+        return {}
+
+    def joins(self) -> list[Transfer]:
+        return []
+
+    def bytes_a_step(self) -> tuple[float, float]:
+        sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
+        return sent, sent
+
+
+@dataclass(frozen=True)
+class DilocoTraffic:
+    """What DiLoCo sends to join its replicas; their steps are exact, and send what a replica's own sends.
+
+    - `schedule`: when which fragment is sent and applied
+    - `reducer`: over the axis that is joined
+    - `layout`: of the outer parameters
+    - `step`: the model's sizes
+    """
+
+    schedule: Schedule
+    reducer: Reducer
+    layout: Layout
+    step: StepShape
+
+    averages = None
+
+    @property
+    def period(self) -> int:
+        return self.schedule.period
+
+    def steps(self) -> Iterator[tuple[int, Legs]]:
+        """The steps of a period, each with its legs; not of the first one, in which not everything has begun."""
+        return ((step, self.schedule.legs(step)) for step in range(2 * self.period, 3 * self.period))
+
+    def kinds(self) -> dict[str, StepKind]:
+        """`synchronise`: SEND and APPLY after a step (tau = 0); `send`, `apply`, `send_and_apply`: in a step.
+
+        Where fragments differ in size, the step is the one that sends most of its kind.
+        """
+        found: dict[str, tuple[int, Legs]] = {}
+        for number, legs in self.steps():
+            if legs == Legs(None, None):
+                continue
+            both = legs.send is not None, legs.apply is not None
+            name = SYNCHRONISE if self.schedule.delay == 0 else WITH_LEGS[both]
+            if name not in found or self.bytes_over_axis(legs) > self.bytes_over_axis(found[name][1]):
+                found[name] = number, legs
+        return {name: StepKind(number, self.transfers(legs)) for name, (number, legs) in found.items()}
+
+    def joins(self) -> list[Transfer]:
+        return [transfer for _, legs in self.steps() for transfer in self.transfers(legs)]
+
+    def transfers(self, legs: Legs) -> list[Transfer]:
+        """Everything that the legs send, as the audit finds it in the compiled program."""
+        send = [] if legs.send is None else self._send(self.part(legs.send))
+        return send if legs.apply is None else send + self._apply(self.part(legs.apply))
+
+    def bytes_over_axis(self, legs: Legs) -> float:
+        """What a device sends over the slow axis for the parameters in these legs, as `Diloco.bytes_sent` counts it."""
+        send, apply = (None if leg is None else self.part(leg) for leg in legs)
+        return self._over_axis(send, apply)
+
+    def bytes_a_step(self) -> tuple[float, float]:
+        """What a device sends over the slow axis for the parameters: average of a period, and largest step."""
+        sent = [self.bytes_over_axis(legs) for _, legs in self.steps()]
+        return sum(sent) / len(sent), max(sent)
+
+    def bytes_if_every_step(self) -> float:
+        """What a device would send over the slow axis to reduce and give back everything: what PSDP does each step."""
+        whole = replace(self.step, layout=self.layout)
+        return self._over_axis(whole, whole)
+
+    def _over_axis(self, send: StepShape | None, apply: StepShape | None) -> float:
+        reducer, axis = self.reducer, self.reducer.axis
+        if isinstance(reducer, QuantisedReducer):
+            found = [] if send is None else send_messages(reducer, send.weights)
+            found += [] if apply is None else give_back_messages(reducer, apply.weights)
+        else:
+            found = [] if send is None else reduced(send, axis)
+            found += [] if apply is None else given_back(apply)
+        return sum(sent_bytes(each, self.step.mesh) for each in found if each.axes == (axis,))
+
+    def _send(self, part: StepShape) -> list[Transfer]:
+        reducer, axis = self.reducer, self.reducer.axis
+        if not isinstance(reducer, QuantisedReducer):
+            return send_transfers(part, axis)
+        messages = [*send_messages(reducer, part.weights), *measure_messages(reducer, 1)]
+        return kept(part, [*messages, *agreement(part, axis)])
+
+    def _apply(self, part: StepShape) -> list[Transfer]:
+        reducer = self.reducer
+        if not isinstance(reducer, QuantisedReducer):
+            return apply_transfers(part)
+        # With islands, the replicas inside one put their parts together, in float32.
+        inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
+        return kept(part, [*give_back_messages(reducer, part.weights), *given_back(inside)])
+
+    def part(self, fragment: int) -> StepShape:
+        """The sizes of a fragment, where the outer parameters live."""
+        layers = self.schedule.layers_of(fragment) if fragment else ()
+        return self._parts[fragment == 0, len(layers)]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[bool, int], StepShape]:
+        """Fragments of as many layers have the same sizes."""
+        schedule, found = self.schedule, {}
+        for index in range(schedule.fragments):
+            fragment = Fragment.at(schedule, index, 0)
+            assert fragment is not None
+            key = index == 0, 0 if fragment.layers is None else len(fragment.layers)
+            if key not in found:
+                part = jax.eval_shape(fragment.take, list(self.step.weights))
+                weights = [leaf for leaf in jax.tree.leaves(part, is_leaf=is_named) if is_named(leaf)]
+                found[key] = replace(self.step, layout=self.layout, weights=weights)
+        return found

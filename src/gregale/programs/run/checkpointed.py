@@ -1,0 +1,78 @@
+"""What a run's checkpoint holds: the form of its state, and what is noted beside it."""
+
+from __future__ import annotations
+
+from gregale.axes.layout import Layout
+from gregale.data.config import Corpus
+from gregale.errors import UserError
+from gregale.methods.method import Method
+from gregale.programs.run.setup import Setup
+from gregale.training.state import TrainState, abstract_state
+
+
+def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, replica_bytes: int) -> dict:
+    """What is written beside a state, and read before it is restored.
+
+    - `method`: whose state it is
+    """
+    return {
+        "data": corpus.fingerprint,
+        "method": method.name,
+        "replicas": replicas(setup.layout, method),
+        "mesh": dict(setup.layout.mesh.shape),
+        "replica_bytes": replica_bytes,
+    }
+
+
+def noted(metadata: dict, key: str):
+    """What a checkpoint's metadata says; raises `UserError` if a version wrote it that did not note this."""
+    if key not in metadata:
+        raise UserError(
+            f"The checkpoint's metadata.json lacks `{key}` (it has: {', '.join(metadata) or 'nothing'}): another "
+            f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
+        )
+    return metadata[key]
+
+
+def saved_by(setup: Setup, metadata: dict) -> Method:
+    """The method, of this set-up, whose state a checkpoint holds."""
+    return setup.method_named(noted(metadata, "method"))
+
+
+def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
+    """The abstract state that a checkpoint with this metadata holds.
+
+    Errors of quantised averages are left out if they are of another mesh: they are cut as it was.
+    """
+    method = saved_by(setup, metadata)
+    saved, now = noted(metadata, "replicas"), replicas(setup.layout, method)
+    if saved != now:
+        axis = method.lanes[0]
+        raise UserError(
+            f"mesh.{axis} is {now}, but the checkpoint is of DiLoCo with {saved} replicas, each with parameters and an "
+            f"optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first resume with "
+            f"sync.type psdp until the next checkpoint, which joins them."
+        )
+    state = abstract_state(method, setup.model)
+    return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
+
+
+def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
+    """The part of the abstract state that is needed of a checkpoint to evaluate it; the rest is None.
+
+    It fits any mesh, but where the replicas' own parameters are evaluated, which need one with as many of them.
+    """
+    method = saved_by(setup, metadata)
+    fits = setup.config.sync.evaluates_replicas
+    state = checkpoint_template(setup, metadata) if fits else abstract_state(method, setup.model)
+    return TrainState(None, method.parameters_only(state.method), None, None)
+
+
+def same_mesh(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint was written on the mesh of this set-up."""
+    return noted(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def replicas(layout: Layout, method: Method) -> int:
+    """How many replicas a method's state has, each by itself."""
+    return layout.mesh.shape[method.lanes[0]] if method.lanes else 1
