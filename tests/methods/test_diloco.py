@@ -171,8 +171,7 @@ def test_every_step_equals_the_slow_rewrite(case, kind, uneven):
         state, _ = stepper(state, named_batch(values), t)
         slow.step(t, values)
         np.testing.assert_allclose(values_of(state.method.inner.parameters), slow.own, rtol=1e-5, atol=1e-5)
-        due = Fragment.at(schedule, schedule.sent(t), t) if schedule.delay else None
-        np.testing.assert_allclose(values_of(outer(state.method, due)), slow.theta, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(values_of(outer(state.method)), slow.theta, rtol=1e-5, atol=1e-5)
 
 
 def test_the_slow_rewrite_can_fail():
@@ -214,6 +213,21 @@ def test_one_replica_with_an_outer_rate_of_one_is_the_inner_run():
     np.testing.assert_allclose(
         values_of(state.method.inner.parameters)[0], run_psdp(MeshConfig(replica=1, data=2), 7), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("evaluated", ["trained", "end"])
+def test_one_replica_is_evaluated_and_handed_over_with_its_last_period(evaluated):
+    """P = 1, tau = 1, an outer rate of one: after a multiple of H theta has to be the replica's own parameters."""
+    method = make(MeshConfig(replica=1, data=2), Schedule(3, delay=1), outer=optax.sgd(1.0))
+    state, stepper = begin(method)
+    seen = jax.jit(lambda state: method.trained(state) if evaluated == "trained" else method.end(state).parameters)
+    for t in range(1, 7):
+        state, _ = stepper(state, named_batch(rows(t)), t)
+        own = values_of(state.method.inner.parameters)[0]
+        if t % 3 == 0:
+            np.testing.assert_allclose(values_of(seen(state.method)), own, rtol=1e-5, atol=1e-6)
+        if t % 3 == 2:
+            assert np.abs(values_of(seen(state.method)) - own).max() > 1e-3, "it could fail"
 
 
 def test_a_period_of_one_with_sgd_inside_is_data_parallel_sgd():

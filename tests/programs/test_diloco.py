@@ -6,11 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from gregale.cli import main
 from gregale.methods.schedule import Schedule
+from gregale.programs.run.trained import open_trained
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses, saved_state
 
 STEPS, STOPPED, JOINED = 12, 6, 8
@@ -132,6 +134,20 @@ def test_a_single_replica_is_allowed_and_said(inputs, tmp_path, capsys):
         "optimizer moves this one by itself, every 4 steps."
     ]
     assert "loss_0" not in lines(tmp_path / "alone")[0]
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_was(inputs, kind, never_stopped, monkeypatch, capsys):
+    """Also on one device, and though a fragment is due to be sent from replicas that only the run's mesh has."""
+    due = kind == "streaming" and STREAMING.sent(STEPS) is not None
+    assert any(name.startswith("joined/") for name in saved_state(never_stopped, STEPS)) == due
+    monkeypatch.chdir(inputs)
+    assert main(["eval", str(never_stopped), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["eval_loss"] == pytest.approx(lines(never_stopped)[-1]["eval_loss"], rel=1e-6)
+    one = open_trained(str(never_stopped), STEPS, devices=1).model
+    whole = open_trained(str(never_stopped), STEPS, devices=None).model
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
 @pytest.mark.parametrize("kind", ["diloco"], indirect=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from haliax import NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import StepShape
 from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, is_parameter, vmap_over
@@ -39,6 +40,7 @@ class DilocoState(NamedTuple):
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
     outer: Outer  # the outer parameters, and their optimizer's state
     seen: NamedArray  # [fragment, replica] float32: weight of the tokens since the fragment was last sent
+    step: Any  # int32 scalar: steps done, which says what is due to be sent
 
 
 def sync_axis(layout: Layout) -> str:
@@ -140,13 +142,13 @@ class Diloco:
 
     def begin(self, start: PsdpState, step: Any = 0) -> DilocoState:
         """The state in which every replica goes on from a PSDP state after `step` steps."""
-        del step
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
         start = start._replace(error=None)  # replicas do not quantise what they average inside
         inner = self.replicas.copies(start)
         outer = self.joint.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
-        return self.renewed(DilocoState(inner, outer, hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))))
+        seen = hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))
+        return self.renewed(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
 
     def renewed(self, state: DilocoState) -> DilocoState:
         """A state of any mesh with no error of quantised averages yet."""
@@ -168,7 +170,8 @@ class Diloco:
     def shardings(self, state: DilocoState) -> DilocoState:
         """Where each array of a state lives."""
         seen = self.layout.shardings(state.seen, {self.axis: self.axis})
-        return DilocoState(self.replicas.shardings(state.inner), self.joint.shardings(state.outer), seen)
+        inner, outer = self.replicas.shardings(state.inner), self.joint.shardings(state.outer)
+        return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update."""
@@ -196,14 +199,14 @@ class Diloco:
             parameters, changed = self.round.apply(inner.parameters, arriving, apply)
             inner, outer = inner._replace(parameters=parameters), apply.put(outer, changed)
         seen = forget(state.seen, send) + NamedArray(metrics.weight, (self.axis,))
-        return DilocoState(inner, outer, seen), metrics._replace(outer=figures)
+        return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=figures)
 
     def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
         """SEND and APPLY of a fragment at once (tau = 0)."""
         outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, after)
         parameters, changed = self.round.apply(state.inner.parameters, outer, after)
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
-        return DilocoState(inner, outer, forget(state.seen, after)), figures
+        return DilocoState(inner, outer, forget(state.seen, after), state.step), figures
 
     def lost(self, state: DilocoState, batch: Tree) -> Lost:
         """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
@@ -217,11 +220,15 @@ class Diloco:
         sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
-    def outer_parameters(self, state: DilocoState, due: Fragment | None = None) -> Tree:
-        """The outer parameters under `params`, after the SEND that is due and not yet computed, if there is one."""
+    def outer_parameters(self, state: DilocoState) -> Tree:
+        """theta under `params`, after every SEND up to the state's step.
+
+        With tau >= 1 the one that is due after that step is computed in the next step's program only; here it is
+        computed from the replicas as they are. Of `parameters_only` nothing is due.
+        """
         outer = state.outer
-        if due is not None:
-            outer, _ = self.round.send(state.outer, state.inner.parameters, state.seen, due)
+        if self.schedule.delay and state.inner is not None:
+            outer = self.round.send_due(self.schedule, outer, state.inner.parameters, state.seen, state.step)
         return self.joint.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
@@ -263,13 +270,13 @@ class Diloco:
     def parameters_only(self, state: DilocoState) -> DilocoState:
         """The part of a state that `trained` needs; the rest is None."""
         if self.evaluate != "outer":
-            return DilocoState(self.inner.parameters_only(state.inner), None, None)  # type: ignore[arg-type]
+            return DilocoState(self.inner.parameters_only(state.inner), None, None, None)  # type: ignore[arg-type]
         outer = Outer(state.outer.parameters, None, state.outer.pending)
-        return DilocoState(None, outer, None)  # type: ignore[arg-type]
+        return DilocoState(None, outer, None, None)  # type: ignore[arg-type]
 
     def due(self, step: int) -> bool:
-        del step
-        return False
+        """Whether a fragment is due to be sent after `step` steps and waits for the next step's program."""
+        return self.schedule.delay > 0 and self.schedule.sent(step) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
         """The model of one replica."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -74,6 +74,28 @@ class Fragment(eqx.Module):
             return new
         place = (slice(None),) * _layers_dimension(leaf) + (self.layers,)
         return NamedArray(leaf.array.at[place].set(new.array), leaf.axis_names)
+
+
+class Alike(NamedTuple):
+    """The kinds of a schedule's fragments: those of one size share a compiled branch."""
+
+    kind: np.ndarray  # int32 [fragment]
+    layers: list[np.ndarray | None]  # by kind: int32 [fragment, layers of the kind], other fragments' rows unused
+
+
+def fragments_alike(schedule: Schedule) -> Alike:
+    """The fragments of a schedule by their numbers of layers; the one of all that is not in layers is kind 0."""
+    numbers = range(1, schedule.fragments)
+    sizes = sorted({len(schedule.layers_of(number)) for number in numbers})
+    kind, layers = (
+        np.zeros(schedule.fragments, np.int32),
+        [None, *(np.zeros((schedule.fragments, n), np.int32) for n in sizes)],
+    )
+    for number in numbers:
+        own = schedule.layers_of(number)
+        kind[number] = 1 + sizes.index(len(own))
+        layers[kind[number]][number] = own
+    return Alike(kind, layers)
 
 
 def _has(leaf, name: str) -> bool:

@@ -148,9 +148,9 @@ class Method(Protocol):
         ...
 
     def due(self, step: int) -> bool:
-        """Whether what is evaluated after step number `step` depends on more than `parameters_only`.
+        """Whether the parameters of `end` depend on more than `parameters_only` after `step` steps.
 
-        A checkpoint then holds the evaluated parameters too, so that one device can evaluate it.
+        A checkpoint then holds them too, so that one device can evaluate it.
         """
         ...
 

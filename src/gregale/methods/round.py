@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import Layout, vmap_over
 from gregale.methods.agreement import PseudoGradient, products
-from gregale.methods.fragments import FRAGMENT, Fragment
+from gregale.methods.fragments import FRAGMENT, Fragment, fragments_alike
 from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter
+from gregale.methods.schedule import Schedule
 
 Tree = Any
 
@@ -63,6 +66,25 @@ class Round:
         norm = jnp.where(weight > 0, joint.reducer.norm(sent.gradient), 0)
         agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
         return fragment.put(outer, after), PseudoGradient(norm, weights.array, *agreement)
+
+    def send_due(self, schedule: Schedule, outer: Outer, own: Tree, seen: NamedArray, step: jax.Array) -> Outer:
+        """The outer side after the SEND that is due after `step` steps; as it is, if none is.
+
+        `step` is an int32 scalar of the device, so all kinds of fragments are compiled and one is chosen.
+        """
+        at = jnp.asarray([schedule.offset(fragment) for fragment in range(schedule.fragments)])
+        due = (step > 0) & (step % schedule.period == at)  # [fragment], at most one
+        index = jnp.argmax(due).astype(jnp.int32)
+        alike = fragments_alike(schedule)
+
+        def sent(layers: np.ndarray | None) -> Outer:
+            own_layers = None if layers is None else jnp.asarray(layers)[index]
+            fragment = Fragment(index, step, own_layers, whole=schedule.fragments == 1)
+            return self.send(outer, own, seen, fragment)[0]
+
+        kind = jnp.where(due.any(), 1 + jnp.asarray(alike.kind)[index], 0)
+        branches = [lambda: outer, *(partial(sent, layers) for layers in alike.layers)]
+        return jax.lax.switch(kind, branches)
 
     def apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
         """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""

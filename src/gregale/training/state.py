@@ -24,6 +24,7 @@ class TrainState(NamedTuple):
     method: Tree  # the method's own state
     skipped: Leaf  # int32 [*lanes]: steps skipped because loss or gradient was not finite
     skipped_in_a_row: Leaf  # int32 [*lanes]: how many of them came last without a break
+    joined: Tree = None  # only in a checkpoint of a method with something `due`: the parameters of its `end`
 
 
 class Report(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from gregale.axes.layout import Layout
 from gregale.data.config import Corpus
 from gregale.errors import UserError
@@ -10,14 +12,22 @@ from gregale.programs.run.setup import Setup
 from gregale.training.state import TrainState, abstract_state
 
 
-def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, replica_bytes: int) -> dict:
-    """What is written beside a state, and read before it is restored.
+def checkpointed(method: Method, state: TrainState, step: int) -> TrainState:
+    """The state after `step` steps as a checkpoint holds it: complete without the replicas for who only evaluates."""
+    if not method.due(step):
+        return state
+    return state._replace(joined=jax.jit(lambda state: method.end(state).parameters)(state.method))
+
+
+def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, step: int, replica_bytes: int) -> dict:
+    """What is written beside a state after `step` steps, and read before it is restored.
 
     - `method`: whose state it is
     """
     return {
         "data": corpus.fingerprint,
         "method": method.name,
+        "joined": method.due(step),
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
         "replica_bytes": replica_bytes,
@@ -57,15 +67,29 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
     return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
 
 
+def holds_more(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh."""
+    return noted(metadata, "joined") or not same_mesh(setup, metadata)
+
+
 def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     """The part of the abstract state that is needed of a checkpoint to evaluate it; the rest is None.
 
     It fits any mesh, but where the replicas' own parameters are evaluated, which need one with as many of them.
     """
     method = saved_by(setup, metadata)
-    fits = setup.config.sync.evaluates_replicas
-    state = checkpoint_template(setup, metadata) if fits else abstract_state(method, setup.model)
-    return TrainState(None, method.parameters_only(state.method), None, None)
+    if setup.config.sync.evaluates_replicas:
+        return TrainState(None, method.parameters_only(checkpoint_template(setup, metadata).method), None, None)
+    if noted(metadata, "joined"):
+        return TrainState(None, None, None, None, abstract_state(setup.psdp, setup.model).method.parameters)
+    return TrainState(None, method.parameters_only(abstract_state(method, setup.model).method), None, None)
+
+
+def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
+    """The model that is evaluated of a checkpoint, from what `evaluation_template` asked for."""
+    if state.joined is not None:
+        return setup.psdp.model_with(state.joined)
+    return jax.jit(saved_by(setup, metadata).trained)(state.method)
 
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:

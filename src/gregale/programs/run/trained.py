@@ -10,7 +10,7 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
-from gregale.programs.run.checkpointed import evaluation_template, saved_by
+from gregale.programs.run.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import DistributedConfig
@@ -65,5 +65,5 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
         raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
-    method = saved_by(setup, restored.metadata)
-    return Trained(run, setup, jax.jit(method.trained)(restored.tree.method), restored.step)
+    model = evaluated_model(setup, restored.metadata, restored.tree)
+    return Trained(run, setup, model, restored.step)

@@ -8,7 +8,7 @@ from gregale.data.config import Corpus
 from gregale.methods.method import Method
 from gregale.model.generate import Sampling
 from gregale.programs.run.batches import GlobalBatches
-from gregale.programs.run.checkpointed import checkpoint_metadata
+from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.run.evaluation import Evaluator
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
@@ -69,8 +69,8 @@ class Loop:
 
     def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic) -> None:
         """Saves in the background."""
-        metadata = checkpoint_metadata(self._setup, self._corpus, method, traffic.bytes_sent(step))
-        self._checkpoints.save(step, state, metadata)
+        metadata = checkpoint_metadata(self._setup, self._corpus, method, step, traffic.bytes_sent(step))
+        self._checkpoints.save(step, checkpointed(method, state, step), metadata)
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config

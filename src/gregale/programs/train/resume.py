@@ -10,7 +10,7 @@ import jax
 from gregale.data.config import Corpus
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.programs.run.checkpointed import checkpoint_template, noted, same_mesh, saved_by
+from gregale.programs.run.checkpointed import checkpoint_template, holds_more, noted, saved_by
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
@@ -38,7 +38,7 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         as_before = replace(setup.config, sync=before.sync, reduce=before.reduce)
         saved = set_up(as_before, setup.Vocab.size, setup.layout.mesh)
     restored = checkpoints.latest(
-        lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: not same_mesh(saved, metadata)
+        lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
     )
     if restored is None:
         return Start(setup.initial_state(), 0, 0)
