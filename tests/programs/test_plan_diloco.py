@@ -8,6 +8,8 @@ import jax
 import pytest
 
 from gregale.audit.chips import chip
+from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.roofline import Roofline
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.errors import UserError
@@ -15,6 +17,7 @@ from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
 from gregale.methods.schedule import Legs, Schedule
 from gregale.programs.plan.devices import simulated_target
+from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
@@ -114,6 +117,24 @@ def test_psdp_sends_everything_in_every_step():
     setup = setup_of()
     every_step = compared(setup.config.sync, 3)["psdp"].bytes_a_step(setup.parts, step_shape(setup))
     assert every_step == (setup.psdp.bytes_sent(1), setup.psdp.bytes_sent(1))
+
+
+def test_methods_send_what_the_configured_codecs_make_of_a_parameter():
+    """The links of the compared methods, too: 4 bits, and a scale of 16 for 64 values, in place of 32 bits."""
+    exact, four = setup_of(), setup_of(*FOUR_BITS)
+    every_step = compared(four.config.sync, 3)["psdp"].bytes_a_step(four.parts, step_shape(four))
+    assert every_step == (four.psdp.bytes_sent(1), four.psdp.bytes_sent(1))
+    assert four.config.reduce.bytes_per_parameter == (4 + 16 / 64) / 8
+    bound = Roofline(compute=1e-3, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, mfu_bound=1.0)
+    bandwidth = 1e6
+    found = {name: methods_of(setup, bound, bandwidth) for name, setup in (("none", exact), ("int4", four))}
+    for name, each in found["none"].items():
+        assert found["int4"][name]["needed_gbit_per_second"] < each["needed_gbit_per_second"]
+        assert found["int4"][name]["utilisation"] > each["utilisation"]
+    scale = exact.config.reduce.bytes_per_parameter / four.config.reduce.bytes_per_parameter
+    as_exact = methods_of(exact, bound, bandwidth * scale)
+    for name, each in found["int4"].items():
+        assert each["utilisation"] == pytest.approx(as_exact[name]["utilisation"]), "as over so much wider a link"
 
 
 @pytest.mark.parametrize("case", ["diloco", "tau 2", "islands"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
-from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS
+from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, bytes_per_parameter
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
 
@@ -70,6 +70,11 @@ class ReduceConfig:
     def quantised(self) -> bool:
         """Whether any leg is other than exact."""
         return self.codec != "none" or self.second_leg != "none"
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes that a parameter costs on the wire: the mean of the two legs, with full blocks."""
+        return sum(bytes_per_parameter(leg, self.block) for leg in (self.codec, self.second_leg)) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)

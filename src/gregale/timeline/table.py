@@ -26,8 +26,23 @@ def run_method(
     Raises:
         UserError: the method or the codec is not known, or the schedule does not fit.
     """
-    chosen = method(name)
-    transfers = chosen.schedule(workload, cadence, chosen.bytes_per_parameter(codec))
+    return run_schedule(name, workload, fleet, cadence, method(name).bytes_per_parameter(codec), gbit_per_second)
+
+
+def run_schedule(
+    name: str,
+    workload: Workload,
+    fleet: Fleet,
+    cadence: Cadence,
+    bytes_per_parameter: float,
+    gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
+) -> Run:
+    """Simulate a method by name, with so many bytes a parameter on the wire, the mean of the two halves.
+
+    Raises:
+        UserError: the method is not known, or the schedule does not fit.
+    """
+    transfers = method(name).schedule(workload, cadence, bytes_per_parameter)
     return simulate(workload, transfers, fleet, gbit_per_second, cadence.steps)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gregale.audit.roofline import Roofline
-from gregale.audit.step import StepShape
 from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule
 from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
@@ -15,11 +15,10 @@ from gregale.programs.run.setup import Setup
 from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence
 from gregale.timeline.model import Workload
-from gregale.timeline.table import needed_bandwidths, run_method
+from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_schedule
 
 GOAL = 0.9
 GBIT = 1e9 / 8
-PAYLOAD = "float32"  # what `communication.reduce` sends
 
 
 def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) -> dict[str, dict[str, Any]]:
@@ -39,6 +38,13 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     step, fleet, found = step_shape(setup), Fleet.uniform(sites), {}
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
+    workload, wire = Workload(step.parameters, step.layers, seconds, step.microbatches), setup.config.reduce
+
+    def run(name: str, schedule: Schedule) -> Callable[[np.ndarray], np.ndarray]:
+        """Utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
+        cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
+        return lambda grid: run_schedule(name, workload, fleet, cadence, wire.bytes_per_parameter, grid).utilisation
+
     for name, each in compared(setup.config.sync, step.layers).items():
         average, peak = each.bytes_a_step(setup.parts, step)
         schedule = each.schedule(step.layers)
@@ -47,7 +53,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
             "configured": each.configured,
             "bytes_per_step": {"average": average, "peak": peak},
             "gbit_per_second": {"average": average * gbit, "peak": peak * gbit},
-            **_on_the_timeline(name, schedule, step, fleet, seconds, bytes_per_second),
+            **_on_the_timeline(run(name, schedule), bytes_per_second),
         }
     return found
 
@@ -57,16 +63,13 @@ def _settings(schedule: Schedule) -> dict[str, int]:
 
 
 def _on_the_timeline(
-    name: str, schedule: Schedule, step: StepShape, fleet: Fleet, seconds: float, bytes_per_second: float | None
+    utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None
 ) -> dict[str, float | None]:
     """The link that a method needs, and what it reaches at the given one."""
-    workload = Workload(step.parameters, step.layers, seconds, step.microbatches)
-    cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
-    on_grid = run_method(name, workload, fleet, cadence, codec=PAYLOAD)
-    found = {"needed_gbit_per_second": needed_bandwidths(on_grid.utilisation, goals=(GOAL,))[0]}
+    needed = needed_bandwidths(utilisation(GRID_GBIT_PER_SECOND), goals=(GOAL,))[0]
+    found: dict[str, float | None] = {"needed_gbit_per_second": needed}
     if bytes_per_second is not None:
-        here = run_method(name, workload, fleet, cadence, np.array([bytes_per_second / GBIT]), PAYLOAD)
-        found["utilisation"] = float(here.utilisation[0])
+        found["utilisation"] = float(utilisation(np.array([bytes_per_second / GBIT]))[0])
     return found
 
 
