@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig, incompatible_changes
+from gregale.services.config import TrainConfig, changes
 from gregale.services.parsing import dump, load
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
@@ -54,12 +54,13 @@ class RunDirectory:
         """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
         if not self.config.is_file():
             return
-        changes = incompatible_changes(self.read_config(), config)
-        if changes:
+        fixed = [change for change in changes(self.read_config(), config) if change.fixed]
+        if fixed:
+            found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(
-                f"{self.path} holds a run that was started with another configuration: {'; '.join(changes)}. To go on "
-                f"with it, restore these fields; to start a new run, change `name`, or give --fresh, which sets "
-                f"the old run aside."
+                f"{self.path} holds a run that cannot go on with this configuration: {found}. To go on with it, "
+                f"restore these keys, others may change; to start a new run, change `name`, or give --fresh, which "
+                f"sets the old run aside."
             )
 
     def write_samples(self, step: int, texts: list[str]) -> None:
