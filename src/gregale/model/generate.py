@@ -24,7 +24,9 @@ BUCKET = 64  # prompts are filled up to multiples of this, so that few lengths a
 class Sampling(Settings):
     """How the next token is drawn from the model's probabilities."""
 
-    temperature: float = field(default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)})
+    temperature: float = field(
+        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+    )
     top_k: int | None = field(
         default=None, metadata={"help": "draw from this many likeliest tokens only; null: all", "range": whole(1)}
     )

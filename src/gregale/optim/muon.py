@@ -46,9 +46,7 @@ class MuonConfig(OptimizerConfig):
     adamw_learning_rate: float | None = field(
         default=None, metadata={"help": "AdamW's peak; null: Muon's", "range": at_least(0)}
     )
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments", **BETAS}
-    )
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments", **BETAS})
     epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators", **EPSILON})
 
     def build(

@@ -67,7 +67,7 @@ def _below(config_class: type, topic: str) -> list[Entry]:
 def _lines(group: list[Entry], prefix: str) -> list[str]:
     """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
     indent = " " * 6 if prefix else "  --"
-    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.help) for entry in group]
+    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
     columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
     for name, value, meaning in rows:
