@@ -112,7 +112,7 @@ def check(settings: Any) -> None:
                 raise KeyedError(key, f"is {shown(value)}", f"; it has to be {_needed(wanted, value, each)}.")
             if (choices := each.metadata.get("choices")) is not None and value not in choices:
                 near = did_you_mean(get_close_matches(str(value), choices))
-                raise KeyedError(key, f"is {value!r}", f".{near} Valid choices: {', '.join(choices)}.")
+                raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 
 def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
@@ -141,8 +141,19 @@ def _needed(wanted: Range, value: float, each: Any) -> str:
     return wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
 
 
-def shown(number: float) -> str:
-    """A number as a person wrote it, unless it goes on for too long (Python itself refuses 4,300 digits)."""
+def shown(value: float | str) -> str:
+    """A number or a text as a person wrote it, unless it goes on for too long (Python refuses 4,300 digits)."""
+    if isinstance(value, str):
+        return repr(shortened(value))
+    return _shown_number(value)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Text that fits into a message."""
+    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
+
+
+def _shown_number(number: float) -> str:
     if isinstance(number, int):
         digits = 1 + int(abs(number).bit_length() * math.log10(2))
         return str(number) if digits <= 40 else f"a whole number of about {digits} digits"

@@ -18,7 +18,7 @@ from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, whole
+from gregale.settings import Fixed, Settings, at_least, shown, whole
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class DistributedConfig(Settings):
         if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
             raise KeyedError(
                 "coordinator",
-                f"is {self.coordinator!r}",
+                f"is {shown(self.coordinator)}",
                 f"; it has to be HOST:PORT, for example 10.0.0.2:8476, or {AUTO} where the cluster knows it.",
             )
 
@@ -207,11 +207,13 @@ class TrainConfig(Settings):
         super().__post_init__()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise KeyedError(
-                "name", f"is {self.name!r}", "; it names a directory, so it has no '/' and does not begin with '.'."
+                "name",
+                f"is {shown(self.name)}",
+                "; it names a directory, so it has no '/' and does not begin with '.'.",
             )
         for key in ("name", "runs"):
             if "\0" in getattr(self, key):
-                raise KeyedError(key, f"is {getattr(self, key)!r}", ": no path has a character of code 0.")
+                raise KeyedError(key, f"is {shown(getattr(self, key))}", ": no path has a character of code 0.")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gregale.services.fields import (
     type_name,
     types_of,
 )
-from gregale.settings import did_you_mean, shown
+from gregale.settings import did_you_mean, shortened, shown
 
 CLOSE = 0.72  # how alike two names have to be for one to be a slip of the other (difflib's ratio)
 
@@ -109,7 +109,7 @@ class Decoder:
                 raise UserError(f"`{join(key, TYPE)}` is missing{self._at(key)}; valid choices: {names}.")
             return known[name]
         name = given.pop(TYPE)
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(
                 f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which is not a known choice.{near} "
@@ -200,9 +200,9 @@ class Decoder:
 
     def _check_text(self, kind: type, text: str, key: str) -> None:
         if kind is Path and "\0" in text:
-            raise UserError(f"`{key}`{self._at(key)} is {text!r}: no path has a character of code 0.")
+            raise UserError(f"`{key}`{self._at(key)} is {shown(text)}: no path has a character of code 0.")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"`{key}`{self._at(key)} is {text!a}: half of a surrogate pair is no character.")
+            raise UserError(f"`{key}`{self._at(key)} is {shortened(text)!a}: half of a surrogate pair is no character.")
 
     def _read(self, raw: Any, key: str) -> Any:
         return self.read_text(raw, key) if isinstance(raw, Text) else raw
@@ -287,17 +287,10 @@ def _field_names(kind: Any) -> set[str]:
     return {each.name for each in fields(kind)}
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """Text that fits into a message."""
-    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
-
-
 def _show(raw: Any) -> str:
     if isinstance(raw, bool) or raw is None:
         return {True: "true", False: "false", None: "null"}[raw]
-    if isinstance(raw, int | float):
-        return shown(raw)
-    return repr(shortened(str(raw))) if isinstance(raw, str) else shortened(str(raw))
+    return shown(raw) if isinstance(raw, int | float | str) else shortened(str(raw))
 
 
 def _describe(raw: Any) -> str:

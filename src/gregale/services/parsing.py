@@ -10,8 +10,9 @@ import draccus
 import yaml
 
 from gregale.errors import UserError
-from gregale.services.decoding import Decoder, Text, is_index, shortened
+from gregale.services.decoding import Decoder, Text, is_index
 from gregale.services.fields import join
+from gregale.settings import shortened
 
 Config = TypeVar("Config")
 COMMAND_LINE = "on the command line"

@@ -15,7 +15,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError
+from gregale.errors import UserError, below
 from gregale.methods.config import Parts
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
@@ -212,10 +212,12 @@ def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     in_loop = replace(run, weights_ready=per_step)
+    with below("optimizer"):
+        optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
         loss=lambda model, batch: model.loss(batch, in_loop),
-        optimizer=config.optimizer.build(model, config.steps, layout),
+        optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,
