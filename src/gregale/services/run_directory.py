@@ -41,7 +41,7 @@ class RunDirectory:
         """Whether the evaluation of a step was written, in full."""
         if not self.metrics.is_file():
             return False
-        lines = [line for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        lines = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         return any('"eval_loss"' in line and json.loads(line)["step"] == step for line in lines)
 
     def read_config(self) -> TrainConfig:

@@ -29,7 +29,9 @@ def check_picture_path(path: Path, key: str) -> None:
         UserError: the suffix is neither .svg nor .png, or the folder does not exist.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{key}: {shown(str(path))} has the suffix {shown(path.suffix)}; a picture is written as .svg or .png.")
+        raise UserError(
+            f"{key}: {shown(str(path))} has the suffix {shown(path.suffix)}; a picture is written as .svg or .png."
+        )
     if not path.parent.is_dir():
         raise UserError(f"{key}: the folder {shown(str(path.parent))} does not exist; create it or choose another.")
 

@@ -48,7 +48,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
-    with Console(None if is_writer() else open(os.devnull, "w"), fitting.method.shown) as console:
+    with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         console.message(describe(setup, corpus))
