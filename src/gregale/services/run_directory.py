@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+import gregale
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig, changes
+from gregale.services.config import Change, TrainConfig, changes
 from gregale.services.parsing import dump, load
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
@@ -36,6 +39,11 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def changes(self) -> Path:
+        """A line for each time that the run went on with another configuration."""
+        return self.path / "changes.jsonl"
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation of a step was written, in full."""
@@ -74,6 +82,19 @@ class RunDirectory:
         after = kept + "".join(f"--- step {step}\n{text}\n" for text in texts).encode()
         if after != before:
             write_bytes(self.samples, after)
+
+    def record_changes(self, step: int, changed: Sequence[Change]) -> None:
+        """Adds a line to changes.jsonl: from which step on which keys have which other values; none if nothing has."""
+        if not changed:
+            return
+        entry = {
+            "step": step,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gregale": gregale.__version__,
+            "changes": {change.key: [change.before, change.now] for change in changed},
+        }
+        before = self.changes.read_bytes() if self.changes.is_file() else b""
+        write_bytes(self.changes, before + json.dumps(entry).encode() + b"\n")
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes config.yaml, first under a temporary name."""

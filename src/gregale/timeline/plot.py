@@ -30,7 +30,7 @@ def check_picture_path(path: Path, key: str) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise UserError(
-            f"{key}: {shortened(str(path))} has the suffix {shortened(path.suffix)!r}; a picture is written as .svg or .png."
+            f"{key}: {shortened(str(path))} has the suffix {shortened(path.suffix)!r}; a picture is .svg or .png."
         )
     if not path.parent.is_dir():
         raise UserError(f"{key}: the folder {shortened(str(path.parent))} does not exist; create it or choose another.")
