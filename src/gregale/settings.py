@@ -51,14 +51,22 @@ class Range:
 
     def words(self, largest: bool = False) -> str:
         """`at least 1`; with `largest` also a bound that is only what the type of the number holds."""
-        bounds = []
-        if self.minimum > -LARGEST_FLOAT:
-            bounds.append(f"{'above' if self.above else 'at least'} {_bound(self.minimum)}")
-        if largest or self.maximum not in (LARGEST_WHOLE, LARGEST_FLOAT):
-            bounds.append(f"{'below' if self.below else 'at most'} {_bound(self.maximum)}")
-        if len(bounds) == 2 and not (self.above or self.below):
-            bounds = [f"from {_bound(self.minimum)} to {_bound(self.maximum)}"]
-        return " and ".join(bounds or ["finite"]) + "".join(f", or {_bound(number)}" for number in self.also)
+        span = f"from {_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'above' if self.above else 'at least'} {_bound(self.minimum)}"
+        under = f"{'below' if self.below else 'at most'} {_bound(self.maximum)}"
+        return self._said(over, under, span, " and ", largest)
+
+    def signs(self) -> str:
+        """`>= 1`, for tables."""
+        span = f"{_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'>' if self.above else '>='} {_bound(self.minimum)}"
+        under = f"{'<' if self.below else '<='} {_bound(self.maximum)}"
+        return self._said(over, under, span, ", ", largest=False)
+
+    def _said(self, over: str, under: str, span: str, joint: str, largest: bool) -> str:
+        is_bound = largest or self.maximum not in (LARGEST_WHOLE, LARGEST_FLOAT)
+        both = f"{over}{joint}{under}" if self.above or self.below else span
+        return (both if is_bound else over) + "".join(f" or {_bound(number)}" for number in self.also)
 
 
 def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:

@@ -40,7 +40,7 @@ class Entry:
     @property
     def meaning(self) -> str:
         """The help text with the range, for people to read."""
-        return f"{self.help} [{self.range.words()}]".lstrip() if self.range else self.help
+        return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
 
 
 def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:

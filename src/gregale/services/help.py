@@ -14,6 +14,7 @@ from gregale.services.fields import REQUIRED, Entry, entries
 WIDTH = 100
 LONGEST_COLUMN = 26
 SHORTEST_MEANING = 20
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def render(config_class: type, topic: str | None = None, only: Collection[str] = ()) -> str:
@@ -47,13 +48,14 @@ def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
 
 def _of_default_choices(listed: Sequence[Entry]) -> list[Entry]:
     """The keys that a configuration has in which every `type` is left at its default."""
-    defaults = {entry.key: entry.default for entry in listed}
-
-    def is_default(entry: Entry) -> bool:
+    shown: list[Entry] = []
+    chosen: dict[str, object] = {}  # of the keys that are there: a key is not, whose choice depends on one that is not
+    for entry in listed:
         key, _, names = entry.choice.partition(" ")
-        return not key or defaults.get(key) in names.split(", ")
-
-    return [entry for entry in listed if is_default(entry)]
+        if not key or chosen.get(key) in names.split(", "):
+            shown.append(entry)
+            chosen.setdefault(entry.key, entry.default)
+    return shown
 
 
 def _is_below(key: str, others: Collection[str]) -> bool:
@@ -80,8 +82,16 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         if len(head) > WIDTH - SHORTEST_MEANING:
             lines.append(head.rstrip())
             head = hanging
-        lines += textwrap.wrap(meaning, WIDTH, initial_indent=head, subsequent_indent=hanging) or [head.rstrip()]
+        lines += _wrapped(meaning, head, hanging) or [head.rstrip()]
     return lines
+
+
+def _wrapped(meaning: str, head: str, hanging: str) -> list[str]:
+    """A meaning in lines; the range at its end stays in one piece."""
+    text, bracket, span = meaning.rpartition(" [")
+    whole = f"{text}{bracket}{span.replace(' ', NO_BREAK)}" if bracket else meaning
+    lines = textwrap.wrap(whole, WIDTH, initial_indent=head, subsequent_indent=hanging)
+    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def _type_and_default(entry: Entry) -> str:
