@@ -46,7 +46,7 @@ def table(group: tuple[str, str], rows: list[Entry]) -> str:
     prefix, choice = group
     lines = [f"### `{prefix}`\n"] if prefix and not choice else [f"With `{choice}`:\n"] if choice else []
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{row.key}` | {escaped(row.type)} | {default(row)} | {escaped(row.help)} |" for row in rows]
+    lines += [f"| `{row.key}` | {escaped(row.type)} | {default(row)} | {escaped(row.meaning)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

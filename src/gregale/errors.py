@@ -1,5 +1,10 @@
 """The one exception for a mistake that the user can mend."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """A mistake in a user's configuration, data or command.
@@ -7,3 +12,25 @@ class UserError(ValueError):
     The message is one clear paragraph: the key or the file, what was found, the arithmetic where there is any, and
     what would work. The command line prints it without a traceback and exits with code 2.
     """
+
+
+class KeyedError(UserError):
+    """A mistake in one key, told by who does not know where in a configuration it stands: `key found rest`.
+
+    - `key`: relative to the class that found it (`warmup`); see `below`
+    - `found`: what it is (`is -1`), after which a message may say where it was given
+    - `rest`: what is wrong with it, with its punctuation (`; it has to be at least 0.`)
+    """
+
+    def __init__(self, key: str, found: str, rest: str):
+        super().__init__(f"{key} {found}{rest}")
+        self.key, self.found, self.rest = key, found, rest
+
+
+@contextmanager
+def below(prefix: str) -> Iterator[None]:
+    """Puts a prefix before the key of a mistake that is found inside: `warmup` becomes `optimizer.schedule.warmup`."""
+    try:
+        yield
+    except KeyedError as error:
+        raise KeyedError(f"{prefix}.{error.key}", error.found, error.rest) from None

@@ -31,15 +31,14 @@ def test_quantised():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReduceConfig(codec="int5"), r"reduce.codec is 'int5'; valid choices: none, bfloat16, int8, int4"),
-        (lambda: ReduceConfig(second_leg="e3m0"), r"reduce.second_leg is 'e3m0'; valid choices: none, bfloat16"),
+        (lambda: ReduceConfig(codec="int5"), r"codec is 'int5'. Did .* Valid choices: none, bfloat16, int8, int4"),
+        (lambda: ReduceConfig(second_leg="e3m0"), r"second_leg is 'e3m0'. Valid choices: none, bfloat16"),
         (lambda: ReduceConfig(codec="int4", block=63), r"reduce.block is 63: int4 packs 2 .* 64 would work"),
-        (lambda: ReduceConfig(codec="int2", block=0), r"reduce.block is 0: int2 packs 4 .* 4 would work"),
-        (lambda: ReduceConfig(second_leg="int8", block=0), r"reduce.block is 0: int8 packs 1 .* 1 would work"),
+        (lambda: ReduceConfig(codec="int2", block=0), r"block is 0; it has to be at least 1"),
         (lambda: ReduceConfig(hadamard=True), r"no blocks to rotate"),
         (lambda: ReduceConfig("int8", block=96, hadamard=True), r"power of two; 64 or 128 would work"),
-        (lambda: FeedbackConfig(beta=1.0), r"reduce.feedback.beta is 1"),
-        (lambda: FeedbackConfig(reset_every=0), r"reduce.feedback.reset_every is 0"),
+        (lambda: FeedbackConfig(beta=1.0), r"beta is 1; it has to be at least 0 and below 1"),
+        (lambda: FeedbackConfig(reset_every=0), r"reset_every is 0; it has to be at least 1, or null: never"),
     ],
 )
 def test_refused(make, message):

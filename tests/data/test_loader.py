@@ -43,18 +43,25 @@ def test_step_t_is_the_examples_from_t_times_the_batch(examples):
 @pytest.mark.parametrize("start", [0, 1, 17, 10**9])
 def test_resuming_takes_the_step_alone(examples, start):
     expected = [examples.rows(range(step * BATCH, step * BATCH + BATCH)) for step in range(start, start + 5)]
-    assert_equal(take(examples, 5, start_step=start), expected)
+    assert_equal(take(examples, 5, first=start * BATCH), expected)
+
+
+def test_batches_of_another_size_go_on_with_the_next_example(examples):
+    with batches(examples, 5, first=3 * BATCH) as made:
+        found = list(islice(made, 4))
+    expected = [examples.rows(range(first, first + 5)) for first in range(3 * BATCH, 3 * BATCH + 20, 5)]
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("hosts", [[range(8)], [range(4), range(4, 8)], [[0, 2, 5], [7], [1, 3, 4, 6]]])
 def test_the_batch_is_the_same_however_hosts_share_it(examples, hosts):
-    shares = [take(examples, 6, rows=rows, start_step=3) for rows in hosts]
+    shares = [take(examples, 6, rows=rows, first=3 * BATCH) for rows in hosts]
     order = np.argsort([row for rows in hosts for row in rows])
     joined = [
         {key: np.concatenate([share[key] for share in step])[order] for key in step[0]}
         for step in zip(*shares, strict=True)
     ]
-    assert_equal(joined, take(examples, 6, start_step=3))
+    assert_equal(joined, take(examples, 6, first=3 * BATCH))
 
 
 def test_a_finite_set_ends_with_blank_rows(stream):

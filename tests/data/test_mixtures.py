@@ -35,7 +35,7 @@ def source_of(token: int) -> str:
 
 def drawn(sources, mixtures, steps: int, seed: int | None = 0, start: int = 0) -> np.ndarray:
     """[step, replica, row] the first token of every row."""
-    with batches(replica_examples(sources, mixtures, seed), BATCH, start_step=start) as made:
+    with batches(replica_examples(sources, mixtures, seed), BATCH, first=start * BATCH) as made:
         tokens = np.stack([next(made)["tokens"][:, 0] for _ in range(steps)])
     return tokens.reshape(steps, len(mixtures), -1)
 
@@ -50,6 +50,14 @@ def test_each_replica_draws_from_its_own_sources_by_its_weights(sources):
         for name in FIRSTS:
             expected = mixture.get(name, 0.0) / sum(mixture.values()) * len(names)
             assert abs(names.count(name) - expected) <= 1, (replica, name)
+
+
+def test_a_batch_of_another_size_goes_on_with_each_replicas_next_example(sources):
+    examples = replica_examples(sources, MIXTURES, 0)
+    with batches(examples, 2 * BATCH, first=3 * BATCH) as made:
+        found = next(made)["tokens"][:, 0].reshape(len(MIXTURES), -1)
+    expected = drawn(sources, MIXTURES, steps=2, start=3)  # two of the smaller batches
+    np.testing.assert_array_equal(found, np.concatenate(list(expected), axis=1))
 
 
 @pytest.mark.parametrize("seed", [0, None], ids=["shuffled", "in order"])
@@ -75,7 +83,7 @@ def test_a_batch_depends_on_seed_and_step_alone(sources):
     np.testing.assert_array_equal(drawn(sources, MIXTURES, steps=5, start=25), whole[25:])
     assert (drawn(sources, MIXTURES, steps=30, seed=1) != whole).any()
     examples = replica_examples(sources, MIXTURES, 0)
-    shares = [examples.batch(7, BATCH, rows)["tokens"] for rows in ([5, 6, 11], [0, 1, 2, 3, 4, 7, 8, 9, 10])]
+    shares = [examples.batch(7 * BATCH, BATCH, rows)["tokens"] for rows in ([5, 6, 11], [0, 1, 2, 3, 4, 7, 8, 9, 10])]
     order = np.argsort([5, 6, 11, 0, 1, 2, 3, 4, 7, 8, 9, 10])
     np.testing.assert_array_equal(np.concatenate(shares)[order][:, 0].reshape(len(MIXTURES), -1), whole[7])
 

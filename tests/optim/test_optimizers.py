@@ -293,14 +293,14 @@ def test_the_learning_rate_can_be_reported():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AdamWConfig(decay="some"), "optimizer.decay is 'some'; valid choices: matrices, all"),
-        (lambda: AdamWConfig(learning_rate=-1.0), "optimizer.learning_rate is -1"),
-        (lambda: AdamWConfig(weight_decay=-0.1), "optimizer.weight_decay is -0.1"),
-        (lambda: AdamWConfig(clip_norm=0.0), "optimizer.clip_norm is 0"),
-        (lambda: AdamWConfig(betas=(0.9, 1.0)), "optimizer.betas is 0.9, 1"),
-        (lambda: LionConfig(betas=(1.5, 0.9)), "optimizer.betas"),
-        (lambda: SgdConfig(momentum=1.0), "optimizer.momentum is 1"),
-        (lambda: MuonConfig(momentum=-0.1), "optimizer.momentum is -0.1"),
+        (lambda: AdamWConfig(decay="some"), "decay is 'some'. Valid choices: matrices, all"),
+        (lambda: AdamWConfig(learning_rate=-1.0), "learning_rate is -1"),
+        (lambda: AdamWConfig(weight_decay=-0.1), "weight_decay is -0.1"),
+        (lambda: AdamWConfig(clip_norm=0.0), "clip_norm is 0"),
+        (lambda: AdamWConfig(betas=(0.9, 1.0)), r"betas\.1 is 1;"),
+        (lambda: LionConfig(betas=(1.5, 0.9)), r"betas\.0 is 1.5"),
+        (lambda: SgdConfig(momentum=1.0), "momentum is 1"),
+        (lambda: MuonConfig(momentum=-0.1), "momentum is -0.1"),
     ],
 )
 def test_bad_values_are_refused(make, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -86,12 +87,14 @@ def test_every_field_has_its_help():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sites": 0}, "sites: 0 is not possible"),
-        ({"latency_seconds": -1.0}, "latency_seconds: -1.0 is not possible"),
-        ({"bandwidth": [1.0, 0.0]}, "bandwidth: .* a bandwidth in Gbit/s is above 0"),
-        ({"methods": ["sgd"]}, "methods: 'sgd' is not a known method"),
-        ({"codec": "int3"}, "codec: 'int3' is not a known wire format"),
-        ({"model": "2b"}, "model: '2b' is not a preset"),
+        ({"sites": 0}, "sites is 0; it has to be from 1 to 10,000"),
+        ({"latency_seconds": -1.0}, "latency_seconds is -1; it has to be from 0 to"),
+        ({"bandwidth": [1.0, 0.0]}, r"bandwidth\.1 is 0; it has to be above 0"),
+        ({"methods": ["sgd"]}, r"methods\.0 is 'sgd'. Valid choices: data_parallel, diloco"),
+        ({"codec": "int3"}, "codec is 'int3'. .* Valid choices: float32, bfloat16"),
+        ({"model": "2b"}, "model is '2b'. .*Valid choices: 1b, 10b, 100b"),
+        ({"latency_seconds": math.nan}, "latency_seconds is nan"),
+        ({"steps": 10**6, "microbatches": 10**6}, "= 120,000,000,000,000 events"),
         ({"site_step_seconds": [0.1]}, "site_step_seconds: 1 step times are given for 2 sites"),
         ({"drop_out": ["2:5"]}, "drop_out: '2:5' is not SITE:STEP with a site from 0 to 1"),
         ({"drop_out": ["1:1"]}, "drop_out: '1:1' is not SITE:STEP .* a step from 2"),

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from gregale import __version__ as gregale_version
+from gregale.data.examples import Examples
 from gregale.programs.run.checkpointed import checkpoint_template
 from gregale.programs.run.setup import set_up
 from gregale.services.checkpoint.leaves import arrays_by_name
@@ -132,7 +134,7 @@ def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, nam
     assert sent == before + [before[-1] + each * step for step in range(1, STEPS - 7)], "of both meshes"
 
 
-@pytest.mark.parametrize("lacks", ["data", "method", "replica_bytes"])
+@pytest.mark.parametrize("lacks", ["data", "method", "replica_bytes", "examples"])
 def test_a_checkpoint_of_another_version_is_an_error(go_on, half, capsys, lacks):
     folder = half / "checkpoints" / "step-00000008"
     metadata = json.loads((folder / "metadata.json").read_text())
@@ -207,13 +209,55 @@ def test_what_may_change_does_not_keep_a_run_from_going_on(go_on, half):
     assert (half / "samples.txt").read_text().startswith("--- step 12\nthe")
 
 
+def logged(run, key: str) -> list[float]:
+    return [line[key] for line in lines(run) if "loss" in line]
+
+
+def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(go_on, half, whole, capsys, monkeypatch):
+    """Each step's rows are noted as the loop asks for them: none is seen twice, none is left out."""
+    seen, batch = [], Examples.batch
+
+    def noted(self, first, batch_size, rows):
+        if self.endless:
+            seen.append((first, batch_size))
+        return batch(self, first, batch_size, rows)
+
+    monkeypatch.setattr(Examples, "batch", noted)
+    changes = ["--optimizer.learning_rate", "0.005", "--batch.size", "16", "--optimizer.clip_norm", "null"]
+    assert go_on(half, *changes) == 0
+    out = capsys.readouterr().out
+    assert "Changed since step 8: runs runs -> " in out
+    assert "; batch.size 8 -> 16; optimizer.learning_rate 0.01 -> 0.005; optimizer.clip_" in out
+    assert sorted(seen)[:4] == [(64, 16), (80, 16), (96, 16), (112, 16)]
+    assert logged(half, "tokens") == [32 * 8 * step for step in range(1, 9)] + [32 * (64 + 16 * n) for n in range(1, 5)]
+    before = logged(whole, "learning_rate")
+    np.testing.assert_allclose(logged(half, "learning_rate"), before[:8] + [rate / 2 for rate in before[8:]])
+    (line,) = [json.loads(line) for line in (half / "changes.jsonl").read_text().splitlines()]
+    assert line["step"] == 8
+    assert line["gregale"] == gregale_version
+    assert line["changes"] == {
+        "runs": ["runs", str(half.parent)],
+        "batch.size": [8, 16],
+        "optimizer.learning_rate": [0.01, 0.005],
+        "optimizer.clip_norm": [1.0, None],
+    }
+    assert json.loads((half / "checkpoints" / "step-00000012" / "metadata.json").read_text())["examples"] == 128
+    # And on: what is in config.yaml now is no change any more.
+    assert go_on(half, *changes, "--steps", "13") == 0
+    entries = (half / "changes.jsonl").read_text().splitlines()
+    assert [json.loads(entry)["changes"] for entry in entries[1:]] == [{"steps": [12, 13]}]
+    assert logged(half, "tokens")[-1] == 32 * 144
+
+
 def test_an_incompatible_change_names_the_fields(go_on, whole, capsys):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    changes = ["--seed", "1", "--optimizer.learning_rate", "0.02", "--model.layers", "2"]
+    changes = ["--seed", "1", "--optimizer.learning_rate", "0.02", "--model.hidden", "64"]
     assert go_on(whole, *changes) == 2
     error = capsys.readouterr().err
-    assert all(part in error for part in ("seed: 0 -> 1", "optimizer.learning_rate: 0.01 -> 0.02", "--fresh"))
-    assert "model.layers: 1 -> 2" in error
+    assert "seed 0 -> 1 (it orders the data" in error
+    assert "model.hidden 32 -> 64 (the saved parameters have this shape)" in error
+    assert "learning_rate" not in error, "it may change"
+    assert "--fresh" in error
     assert error.count("\n") == 1
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from typing import Any, get_args
 
+import jax
 import pytest
 
+from gregale.cli import PROGRAMS
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
-from gregale.model.config import ComputeConfig, LlamaConfig
-from gregale.optim.config import AdamWConfig, OptimizerConfig
+from gregale.model.config import ComputeConfig, LlamaConfig, RotaryScaling
+from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
+from gregale.optim.schedules import ConstantSchedule
+from gregale.services.checkpoint.leaves import arrays_by_name
 from gregale.services.config import (
-    MAY_CHANGE,
     BatchConfig,
     DistributedConfig,
     EvaluationConfig,
     SamplesConfig,
     TrainConfig,
-    incompatible_changes,
+    changes,
 )
-from gregale.services.fields import entries
+from gregale.services.fields import choices, entries, is_registry, type_name, types_of
 from gregale.services.parsing import dump, load
+from gregale.settings import Settings
 
 BASE = TrainConfig("a", 10)
 
@@ -35,16 +41,16 @@ BASE = TrainConfig("a", 10)
         (lambda: TrainConfig("a", 1, cpu_devices=0), "cpu_devices is 0"),
         (lambda: TrainConfig("a", 1, log_every=0), "log_every is 0"),
         (lambda: TrainConfig("a", 1, max_skipped=0), "max_skipped is 0"),
-        (lambda: BatchConfig(size=0), "batch.size is 0"),
-        (lambda: BatchConfig(sequence_length=-1), "batch.sequence_length is -1"),
-        (lambda: BatchConfig(microbatches=0), "batch.microbatches is 0"),
-        (lambda: EvaluationConfig(every=0), "evaluation.every is 0"),
-        (lambda: EvaluationConfig(batches=0), "evaluation.batches is 0"),
-        (lambda: DistributedConfig(processes=0), "distributed.processes is 0; it has to be at least 1."),
-        (lambda: DistributedConfig("a:1", 2, 2), "distributed.process is 2; the 2 processes have the numbers 0 to 1."),
-        (lambda: DistributedConfig("here"), "distributed.coordinator is 'here'; it has to be HOST:PORT"),
-        (lambda: SamplesConfig(tokens=0), "samples.tokens is 0"),
-        (lambda: SamplesConfig(temperature=-0.5), "samples.temperature is -0.5"),
+        (lambda: BatchConfig(size=0), "size is 0"),
+        (lambda: BatchConfig(sequence_length=-1), "sequence_length is -1"),
+        (lambda: BatchConfig(microbatches=0), "microbatches is 0"),
+        (lambda: EvaluationConfig(every=0), "every is 0"),
+        (lambda: EvaluationConfig(batches=0), "batches is 0"),
+        (lambda: DistributedConfig(processes=0), "processes is 0; it has to be at least 1."),
+        (lambda: DistributedConfig("a:1", 2, 2), "process is 2; the 2 processes have the numbers 0 to 1."),
+        (lambda: DistributedConfig("here"), "coordinator is 'here'; it has to be HOST:PORT"),
+        (lambda: SamplesConfig(tokens=0), "tokens is 0"),
+        (lambda: SamplesConfig(temperature=-0.5), "temperature is -0.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -68,7 +74,11 @@ def test_every_choice_comes_back_from_yaml(tmp_path):
         assert load(TrainConfig, tmp_path / "config.yaml") == config
 
 
-def test_what_may_change_is_no_incompatible_change():
+def forbidden(before: TrainConfig, now: TrainConfig) -> list[str]:
+    return [str(change) for change in changes(before, now) if change.fixed]
+
+
+def test_what_may_change_forbids_nothing_and_is_told():
     changed = replace(
         BASE,
         steps=20,
@@ -76,48 +86,115 @@ def test_what_may_change_is_no_incompatible_change():
         cpu_devices=4,
         mesh=replace(BASE.mesh, replica=2),
         compute=ComputeConfig(remat="none"),
-        batch=BatchConfig(microbatches=2),
+        batch=BatchConfig(size=32, microbatches=2),
+        optimizer=AdamWConfig(learning_rate=0.5, betas=(0.8, 0.9), clip_norm=None, schedule=ConstantSchedule()),
         data=replace(BASE.data, cache="other", workers=3),
         evaluation=EvaluationConfig(every=5),
         samples=SamplesConfig(["a"]),
         distributed=DistributedConfig("host:1", 2, 1),
     )
-    assert incompatible_changes(BASE, changed) == []
+    assert forbidden(BASE, changed) == []
+    told = [str(change) for change in changes(BASE, changed)]
+    assert len(told) == 19
+    for part in (
+        "steps 10 -> 20",
+        "batch.size 64 -> 32",
+        "optimizer.learning_rate 0.001 -> 0.5",
+        "optimizer.schedule.type cosine -> constant",
+        "optimizer.betas [0.9, 0.95] -> [0.8, 0.9]",
+        "optimizer.clip_norm 1.0 -> null",
+    ):
+        assert part in told
 
 
-def test_everything_else_is_named_with_both_values():
+def test_what_fixes_the_state_is_forbidden():
     changed = replace(
         BASE,
         seed=1,
-        model=LlamaConfig(layers=2, mlp=64),
-        batch=BatchConfig(size=32, microbatches=8),
-        optimizer=AdamWConfig(betas=(0.8, 0.9)),
-        data=replace(BASE.data, held_out=0.1),
+        model=LlamaConfig(layers=2, mlp=64, init_scale=0.1, rotary_scaling=RotaryScaling()),
+        batch=BatchConfig(sequence_length=32),
+        optimizer=LionConfig(),
     )
-    assert incompatible_changes(BASE, changed) == [
-        "seed: 0 -> 1",
-        "model.layers: 12 -> 2",
-        "model.mlp: 2048 -> 64",
-        "data.held_out: 0.02 -> 0.1",
-        "batch.size: 64 -> 32",
-        "optimizer.betas: (0.9, 0.95) -> (0.8, 0.9)",
+    assert [found.split()[0] for found in forbidden(BASE, changed)] == [
+        "seed",
+        "model.layers",
+        "model.mlp",
+        "model.rotary_scaling",
+        "batch.sequence_length",
+        "optimizer.type",
     ]
+    assert "optimizer.type adamw -> lion" in forbidden(BASE, changed)
 
 
-def test_another_choice_and_another_source_are_named():
-    lion = OptimizerConfig.get_known_choices()["lion"]()
-    (change,) = incompatible_changes(BASE, replace(BASE, optimizer=lion))
-    assert change.startswith("optimizer: AdamWConfig(")
-    assert "-> LionConfig(" in change
-    text = load(TrainConfig, None, ["--name", "a", "--steps", "10", "--data.sources.b", "{type: text, files: [x]}"])
-    (change,) = incompatible_changes(BASE, text)
-    assert change.startswith("data.sources.b: None -> TextSource(")
+def test_a_momentum_is_there_or_not():
+    with_momentum, without = (replace(BASE, optimizer=SgdConfig(momentum=momentum)) for momentum in (0.9, 0.0))
+    assert forbidden(with_momentum, without) == ["optimizer.momentum 0.9 -> 0.0"]
+    assert forbidden(with_momentum, replace(BASE, optimizer=SgdConfig(momentum=0.5))) == []
 
 
-def test_the_fields_that_may_change_exist():
-    for key in MAY_CHANGE:
-        kind = TrainConfig
-        for name in key.split("."):
-            field = next((each for each in fields(kind) if each.name == name), None)
-            assert field is not None, key
-            kind = type(getattr(BASE, name, None)) if is_dataclass(getattr(BASE, name, None)) else kind
+ANOTHER = {
+    "learning_rate": 0.03,
+    "schedule": ConstantSchedule(warmup=2),
+    "weight_decay": 0.0,
+    "decay": "all",
+    "clip_norm": None,
+    "betas": (0.5, 0.6),
+    "epsilon": 1e-3,
+    "nesterov": "other",
+    "momentum": 0.5,
+    "iterations": 2,
+    "rms": None,
+    "adamw_learning_rate": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", OptimizerConfig.get_known_choices())
+def test_what_may_change_of_an_optimizer_leaves_the_form_of_its_state(name):
+    """So a checkpoint of before can be restored: the same arrays under the same names."""
+    parameters = {"matrix": jax.ShapeDtypeStruct((4, 8), "float32"), "scale": jax.ShapeDtypeStruct((4,), "float32")}
+
+    def arrays(config: OptimizerConfig) -> dict:
+        optimizer = config.build(parameters, steps=100)
+        state = jax.eval_shape(lambda: (optimizer.sharded.init(parameters), optimizer.gathered.init(parameters)))
+        return {key: (leaf.shape, leaf.dtype) for key, leaf in arrays_by_name(state).items()}
+
+    config = OptimizerConfig.get_known_choices()[name]()
+    for each in fields(config):
+        value = not getattr(config, each.name) if ANOTHER[each.name] == "other" else ANOTHER[each.name]
+        assert value != getattr(config, each.name) or each.name == "weight_decay"
+        assert arrays(replace(config, **{each.name: value})) == arrays(config), each.name
+
+
+def stated(config_class: Any) -> list[Any]:
+    """All fields of a configuration with their class, each once, of all choices."""
+    found: dict[Any, list] = {}
+    waiting = [config_class]
+    while waiting:
+        kind = waiting.pop()
+        waiting += [argument for argument in get_args(kind) if argument is not kind]
+        if is_registry(kind):
+            waiting += [choice for choice in choices(kind).values() if choice not in found]
+        if is_dataclass(kind) and kind not in found:
+            found[kind] = list(fields(kind))
+            waiting += types_of(kind).values()
+    return [(kind, each) for kind, own in found.items() for each in own]
+
+
+CONFIGS = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_every_number_states_its_range_and_is_checked_against_it(config_class):
+    for kind, each in stated(config_class):
+        words = type_name(types_of(kind)[each.name]).replace("[", " ").replace(",", " ").split()
+        if {"int", "float"} & set(words) and "mapping" not in words:
+            assert "range" in each.metadata, (kind, each.name)
+        if {"range", "choices"} & set(each.metadata):
+            assert issubclass(kind, Settings), kind
+
+
+def test_no_two_keys_beside_one_another_have_a_name_in_common():
+    for entry in entries(TrainConfig):
+        for other in entries(TrainConfig):
+            if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
+                assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)

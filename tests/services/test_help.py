@@ -12,6 +12,7 @@ from gregale.optim import AdamWConfig, OptimizerConfig
 from gregale.services.config import TrainConfig
 from gregale.services.fields import entries
 from gregale.services.help import WIDTH, render, topics
+from gregale.settings import DECAY, between, whole
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,33 @@ class House:
     garden: Garden = field(default=Garden(size=2.0), metadata={"help": "the garden"})
     pet: Pet = field(default=Cat("Tom"), metadata={"help": "who lives there"})
     guests: dict[str, Garden] = field(default_factory=dict, metadata={"help": "who comes"})
+
+
+@dataclass(frozen=True)
+class Stated:
+    small: int = field(default=1, metadata={"help": "how many", "range": whole(1)})
+    share: float = field(default=0.5, metadata={"help": "how much", "range": between(0, 1)})
+    decay: float | None = field(default=None, metadata={"help": "null: none", "range": DECAY})
+    mode: str | None = field(default="fast", metadata={"help": "how", "choices": ("fast", "slow")})
+
+
+def test_ranges_and_choices_are_told():
+    assert render(Stated) == (
+        "  --small  int = 1                    how many [>= 1]\n"
+        "  --share  float = 0.5                how much [0 to 1]\n"
+        "  --decay  float | null = null        null: none [>= 0, < 1]\n"
+        "  --mode   fast | slow | null = fast  how\n"
+    )
+
+
+def test_a_command_shows_the_keys_that_it_reads():
+    shown = render(TrainConfig, only=("data", "batch.sequence_length"))
+    assert "held_out" in shown
+    assert "sequence_length" in shown
+    assert not {"microbatches", "learning_rate", "--steps"} & set(shown.split())
+    assert topics(TrainConfig, only=("data",)) == ["data.sources", "data.tokenizer"]
+    with pytest.raises(UserError, match="The first parts of the keys are: data"):
+        render(TrainConfig, "optimizer", only=("data",))
 
 
 @dataclass(frozen=True)
@@ -109,12 +137,13 @@ def test_a_real_configuration_fits_the_screen():
 
 def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
     short = render(TrainConfig)
-    assert len(short.splitlines()) <= 120, "two screens"
+    assert len(short.splitlines()) <= 140, "two screens"
     for entry in entries(TrainConfig):
         full = render(TrainConfig, entry.key.split(".")[0])
         assert entry.key.rpartition(".")[2] in full
     assert "betas" in short
     assert "iterations" not in short, "Muon's own"
+    assert "--sync.outer" not in short, "there is none with sync.type psdp"
     assert topics(TrainConfig) == ["data.sources", "data.tokenizer", "optimizer", "sync", "trackers"]
 
 

@@ -213,5 +213,5 @@ def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
 
 
 def test_an_unknown_mode_lists_the_choices():
-    with pytest.raises(UserError, match="is 'login'; choose one of auto, online, offline"):
+    with pytest.raises(UserError, match=r"is 'login'\. Valid choices: auto, online, offline"):
         type(CONFIGS["wandb"])(mode="login")

@@ -49,7 +49,7 @@ def test_the_window_begins_before_the_first_transfer(runs):
 
 
 def test_another_suffix_is_refused(tmp_path, runs):
-    with pytest.raises(UserError, match=r"picture: .*a\.pdf has the suffix '\.pdf'; a picture is written as \.svg or"):
+    with pytest.raises(UserError, match=r"picture: .*a\.pdf has the suffix '\.pdf'; a picture is \.svg or"):
         draw(tmp_path / "a.pdf", runs)
 
 

@@ -12,29 +12,60 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from gregale.errors import UserError
+from gregale.settings import Settings, whole
 
 Device = Any  # a `jax.Device`; the tests also lay out descriptions of devices
 
+AXIS_SIZE = whole(1, also=(-1,))  # -1: the devices that are left
 AXES = ("island", "replica", "stage", "data", "model")
 
 
 @dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Settings):
     """Sizes of the mesh axes, slowest link first; at most one is -1 and takes the devices that are left."""
 
-    island: int = field(default=1, metadata={"help": "groups of replicas that DiLoCo joins; 1: it joins the replicas"})
-    replica: int = field(default=1, metadata={"help": "replicas: groups of devices joined by the slow link"})
-    stage: int = field(default=1, metadata={"help": "pipeline stages"})
-    data: int = field(default=-1, metadata={"help": "devices that share a replica's batch and parameters (FSDP)"})
-    model: int = field(default=1, metadata={"help": "devices that split each layer (tensor parallelism)"})
+    island: int = field(
+        default=1,
+        metadata={
+            "help": "groups of replicas that DiLoCo joins; 1: it joins the replicas",
+            "range": AXIS_SIZE,
+        },
+    )
+    replica: int = field(
+        default=1,
+        metadata={
+            "help": "replicas: groups of devices joined by the slow link",
+            "range": AXIS_SIZE,
+            "aliases": ("replicas", "dp_replicate", "num_replicas"),
+        },
+    )
+    stage: int = field(
+        default=1,
+        metadata={
+            "help": "pipeline stages",
+            "range": AXIS_SIZE,
+            "aliases": ("stages", "pipeline_parallel", "pp"),
+        },
+    )
+    data: int = field(
+        default=-1,
+        metadata={
+            "help": "devices that share a replica's batch and parameters (FSDP)",
+            "range": AXIS_SIZE,
+            "aliases": ("fsdp", "dp", "data_parallel", "dp_shard"),
+        },
+    )
+    model: int = field(
+        default=1,
+        metadata={
+            "help": "devices that split each layer (tensor parallelism)",
+            "range": AXIS_SIZE,
+            "aliases": ("tensor", "tp", "tensor_parallel", "model_parallel"),
+        },
+    )
 
     def __post_init__(self):
-        for axis in AXES:
-            size = getattr(self, axis)
-            if size == 0 or size < -1:
-                raise UserError(
-                    f"mesh.{axis} is {size}: a mesh axis has at least 1 device, or -1 for all that are left."
-                )
+        super().__post_init__()
         if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
             raise UserError(f"mesh: {self} has more than one -1; at most one axis can take the devices that are left.")
 

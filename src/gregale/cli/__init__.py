@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,12 +37,16 @@ PROGRAMS = {
     ),
 }
 
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
+_ASKED = re.compile(r"allocat\w+ (\d+) bytes")
+
 
 def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
     """Runs a command; returns its exit code. A user's mistake is one paragraph on standard error and exit code 2."""
     _silence_deprecations()
+    _write_what_the_locale_lacks()
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments), programs)
+        return _dispatch(_in_unicode(sys.argv[1:] if arguments is None else arguments), programs)
     except UserError as error:
         print(f"gregale: error: {error}", file=sys.stderr)
         return 2
@@ -51,6 +57,11 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
     except KeyboardInterrupt:
         print("gregale: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if (mistake := _of_the_machine(error)) is None:
+            raise
+        print(f"gregale: error: {mistake}", file=sys.stderr)
+        return 2
 
 
 def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
@@ -88,6 +99,46 @@ def _overview(programs: Mapping[str, Program]) -> str:
         "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
     ]
     return "\n".join(lines)
+
+
+def _write_what_the_locale_lacks() -> None:
+    """A character that the terminal's encoding lacks is shown as `?`: no run ends because of it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _in_unicode(arguments: Sequence[str]) -> list[str]:
+    """Arguments as the UTF-8 that was typed, where the locale made half characters of it; no other bytes are text."""
+    try:
+        return [word if word.isascii() else _repaired(word) for word in arguments]
+    except UnicodeDecodeError as error:
+        raise UserError(f"the argument {error.object!r} is not UTF-8 at byte {error.start}.") from None
+
+
+def _repaired(word: str) -> str:
+    is_half = any("\udc80" <= character <= "\udcff" for character in word)
+    return os.fsencode(word).decode("utf-8") if is_half else word
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What to say where not the configuration alone but the machine made a command impossible; None: a bug of ours."""
+    if isinstance(error, UnicodeEncodeError):
+        return (
+            f"the encoding {error.encoding} of this locale cannot write {error.object[error.start : error.end]!r}. "
+            "With PYTHONUTF8=1 in the environment, or LC_ALL=C.UTF-8, it is written as UTF-8."
+        )
+    # By name and text: JAX gives its runtime's errors no classes of their own, and is not imported for a message.
+    if isinstance(error, MemoryError) or (
+        type(error).__name__ == "JaxRuntimeError" and _OUT_OF_MEMORY.search(str(error))
+    ):
+        asked = _ASKED.search(str(error))
+        return (
+            f"the memory does not suffice{f': {int(asked[1]):,} bytes were asked for at once' if asked else ''}. "
+            "`gregale plan CONFIG` tells what a step takes; more devices, more batch.microbatches, smaller batches or "
+            "a smaller model take less."
+        )
+    return None
 
 
 def _silence_deprecations() -> None:

@@ -40,13 +40,14 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
 def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:
     """The help text of a command: usage, options and the keys of its configuration, or all keys below `topic`."""
     if topic is not None and command.config:
-        return render(command.config, topic)
+        return render(command.config, topic, command.reads)
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
     if command.config:
-        text += f"\nkeys of the YAML file, each also an argument:\n{render(command.config)}"
-        if others := topics(command.config):
+        which = "what it reads of a run's YAML file" if command.reads else "keys of the YAML file"
+        text += f"\n{which}, each also an argument:\n{render(command.config, only=command.reads)}"
+        if others := topics(command.config, command.reads):
             text += f"\n`gregale {name} --help KEY` lists all choices of a type; KEY is {', '.join(others)}.\n"
     return text
 

@@ -9,44 +9,47 @@ from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.formats import BLOCK_BITS, CODECS, DEFAULT_BLOCK, FLOAT_BITS, bytes_per_parameter
 from gregale.codecs.rotation import RotatedCodec
 from gregale.errors import UserError
+from gregale.settings import DECAY, Settings, whole
 
 SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True)
-class FeedbackConfig:
-    """Error feedback (LoCo, 2407.04480): what quantising lost is kept, and added to what is sent next."""
+class FeedbackConfig(Settings):
+    """Error feedback (LoCo, 2407.04480): what quantising lost is kept, and added to what is sent next.
 
-    beta: float = field(default=0.8, metadata={"help": "decay of the kept error; 0: only the last step's error"})
-    reset_every: int | None = field(default=None, metadata={"help": "steps after which it is zeroed; null: never"})
+    The kept error is `beta * old + (1 - beta) * new`.
+    """
 
-    def __post_init__(self):
-        if not 0 <= self.beta < 1:
-            raise UserError(
-                f"reduce.feedback.beta is {self.beta:g}: the kept error is beta * old + (1 - beta) * new, so beta is "
-                "at least 0 and below 1."
-            )
-        if self.reset_every is not None and self.reset_every < 1:
-            raise UserError(
-                f"reduce.feedback.reset_every is {self.reset_every}; it is at least 1 step, or null for never."
-            )
+    beta: float = field(
+        default=0.8, metadata={"help": "decay of the kept error; 0: only the last step's error", "range": DECAY}
+    )
+    reset_every: int | None = field(
+        default=None, metadata={"help": "steps after which it is zeroed; null: never", "range": whole(1)}
+    )
 
 
 @dataclass(frozen=True)
-class ReduceConfig:
+class ReduceConfig(Settings):
     """How replicas average: the first leg is an all-to-all of pieces, the second gives the averages back."""
 
-    codec: str = field(default="none", metadata={"help": f"of the first leg: {', '.join(CODECS)}"})
-    block: int = field(default=DEFAULT_BLOCK, metadata={"help": "values that share a scale"})
-    feedback: FeedbackConfig | None = field(default=FeedbackConfig(), metadata={"help": "error feedback; null: none"})
-    second_leg: str = field(default="none", metadata={"help": f"codec of the second leg: {', '.join(SECOND_LEGS)}"})
+    codec: str = field(
+        default="none",
+        metadata={"help": "of the first leg", "choices": CODECS, "aliases": ("compression", "quantization")},
+    )
+    block: int = field(
+        default=DEFAULT_BLOCK,
+        metadata={"help": "values that share a scale", "range": whole(1), "aliases": ("block_size", "group_size")},
+    )
+    feedback: FeedbackConfig | None = field(
+        default=FeedbackConfig(), metadata={"help": "error feedback; null: none", "aliases": ("error_feedback",)}
+    )
+    second_leg: str = field(default="none", metadata={"help": "codec of the second leg", "choices": SECOND_LEGS})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
     measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
 
     def __post_init__(self):
-        for name, choices in (("codec", CODECS), ("second_leg", SECOND_LEGS)):
-            if getattr(self, name) not in choices:
-                raise UserError(f"reduce.{name} is {getattr(self, name)!r}; valid choices: {', '.join(choices)}.")
+        super().__post_init__()
         for name in (self.codec, self.second_leg):
             self._check_block(name)
         if self.measure and self.codec == "none":
@@ -92,8 +95,8 @@ class ReduceConfig:
         if name not in BLOCK_BITS:
             return
         per_byte = 8 // BLOCK_BITS[name]
-        if self.block < 1 or self.block % per_byte:
-            above = max(1, -(-self.block // per_byte)) * per_byte
+        if self.block % per_byte:
+            above = -(-self.block // per_byte) * per_byte
             raise UserError(
                 f"reduce.block is {self.block}: {name} packs {per_byte} value(s) into a byte, so a block is a multiple "
                 f"of {per_byte} values. {above} would work; {DEFAULT_BLOCK} is the default."

@@ -100,7 +100,7 @@ def locked(path: Path) -> Iterator[None]:
         path.touch()
     except OSError as error:
         raise UserError(f"data.cache: {path.parent} cannot be written to ({error.strerror}).") from error
-    with open(path, "r+") as file:
+    with open(path, "r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

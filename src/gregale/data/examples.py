@@ -110,13 +110,14 @@ class Examples:
         """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""
         return stacked([self[int(index)] if index < len(self) else blank(self.sequence_length) for index in indices])
 
-    def steps(self, batch_size: int) -> int:
-        """Number of batches; `sys.maxsize` where they never end."""
-        return len(self) if self.endless else -(-len(self) // batch_size)
+    def batches_from(self, first: int, batch_size: int) -> int:
+        """Number of batches from example `first` on; `sys.maxsize` where they never end."""
+        return len(self) if self.endless else -(-max(0, len(self) - first) // batch_size)
 
-    def batch(self, step: int, batch_size: int, rows: Sequence[int]) -> Rows:
-        """Some rows of the batch of a step, arrays [row, L]: row r of step t is example t * batch_size + r."""
-        return self.rows([step * batch_size + row for row in rows])
+    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> Rows:
+        """Some rows of the batch that begins with example `first`, arrays [row, L]: row r is example first + r."""
+        del batch_size
+        return self.rows([first + row for row in rows])
 
 
 def stacked(examples: Sequence[Rows]) -> Rows:

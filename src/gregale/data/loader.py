@@ -31,23 +31,23 @@ class Batches(Iterator[Rows]):
 
 
 def batches(
-    examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, start_step: int = 0
+    examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, first: int = 0
 ) -> Batches:
-    """The rows of step after step that one process needs; what a step has depends on its number alone.
+    """The rows of batch after batch that one process needs; what a batch has depends on where it begins alone.
 
     Args:
-        examples: what a step has of them, see their `batch`; finite ones end with a batch padded by blank rows.
+        examples: what a batch has of them, see their `batch`; finite ones end with a batch padded by blank rows.
         batch_size: B, rows of a whole batch over all processes.
         rows: which rows of each batch this process needs, from 0 to B - 1; all of them if not given.
-        start_step: the first step; resuming takes nothing else.
+        first: the example that the first batch begins with; resuming takes nothing else.
     """
     import grain
 
     rows = range(batch_size) if rows is None else rows
 
-    def batch(step: int) -> Rows:
-        return examples.batch(step, batch_size, rows)
+    def batch(number: int) -> Rows:
+        return examples.batch(first + number * batch_size, batch_size, rows)
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)
-    steps = grain.MapDataset.range(start_step, examples.steps(batch_size))
-    return Batches(iter(steps.map(batch).to_iter_dataset(reading)))
+    numbers = grain.MapDataset.range(examples.batches_from(first, batch_size))
+    return Batches(iter(numbers.map(batch).to_iter_dataset(reading)))

@@ -30,18 +30,18 @@ class ReplicaExamples:
         self.replicas = tuple(replicas)
         self.sequence_length = replicas[0].sequence_length
 
-    def steps(self, batch_size: int) -> int:
-        """Number of batches: `sys.maxsize`, they never end."""
-        del batch_size
+    def batches_from(self, first: int, batch_size: int) -> int:
+        """Number of batches from any example on: `sys.maxsize`, they never end."""
+        del first, batch_size
         return sys.maxsize
 
-    def batch(self, step: int, batch_size: int, rows: Sequence[int]) -> Rows:
-        """Some rows of the batch of a step, arrays [row, L].
+    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> Rows:
+        """Some rows of the batch that begins after `first` examples of all replicas together, arrays [row, L].
 
-        The k-th block of n = batch_size / replicas rows is replica k's: its row r of step t is its example t * n + r.
+        The k-th block of batch_size / replicas rows is replica k's: its row r is its example first / replicas + r.
         """
-        count = batch_size // len(self.replicas)
-        return stacked([self.replicas[row // count][step * count + row % count] for row in rows])
+        begin, count = first // len(self.replicas), batch_size // len(self.replicas)
+        return stacked([self.replicas[row // count][begin + row % count] for row in rows])
 
 
 class Part(Sequence[Rows]):

@@ -10,13 +10,14 @@ import draccus
 
 from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
-from gregale.errors import UserError
+from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import layers_in
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
+from gregale.settings import Range, Settings, between, whole
 
 EVALUATED = ("outer", "average", "first_replica")
 
@@ -41,7 +42,7 @@ class Methods(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SyncConfig(draccus.ChoiceRegistry):
+class SyncConfig(Settings, draccus.ChoiceRegistry):
     """How replicas are kept together, by `type`."""
 
     @classmethod
@@ -93,22 +94,27 @@ class PsdpConfig(SyncConfig):
 class DilocoConfig(SyncConfig):
     """Replicas train apart and are joined by an outer optimizer every `period` steps (arXiv 2311.08105)."""
 
-    period: int = field(default=100, metadata={"help": "H: steps between two synchronisations"})
+    period: int = field(
+        default=100,
+        metadata={
+            "help": "H: steps between two synchronisations",
+            "range": whole(1),
+            "aliases": ("sync_every", "local_steps", "inner_steps", "h", "sync_interval"),
+        },
+    )
     outer: OptimizerConfig = field(default=OUTER, metadata={"help": "the outer optimizer; its steps are outer ones"})
-    warmup_steps: int = field(default=0, metadata={"help": "steps of PSDP before the replicas part"})
-    dropout: float = field(default=0.0, metadata={"help": "probability that a replica misses a synchronisation"})
+    warmup_steps: int = field(default=0, metadata={"help": "steps of PSDP before the replicas part", "range": whole(0)})
+    dropout: float = field(
+        default=0.0,
+        metadata={"help": "probability that a replica misses a synchronisation", "range": Range(0, 1, below=True)},
+    )
     evaluate: str = field(
         default="outer", metadata={"help": "which parameters are evaluated and sampled", "choices": EVALUATED}
     )
 
     def __post_init__(self):
+        super().__post_init__()
         self.schedule(layers=2**31)
-        if self.warmup_steps < 0:
-            raise UserError(f"sync.warmup_steps is {self.warmup_steps}; it has to be at least 0.")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"sync.dropout is {self.dropout:g}; it is a probability, below 1.")
-        if self.evaluate not in EVALUATED:
-            raise UserError(f"sync.evaluate is {self.evaluate!r}; valid choices: {', '.join(EVALUATED)}.")
         if isinstance(self.outer, MuonConfig):
             raise UserError(
                 "sync.outer.type is 'muon': the outer optimizer runs on shards of the parameters, and Muon needs whole "
@@ -128,9 +134,11 @@ class DilocoConfig(SyncConfig):
         """The method itself."""
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
+        with below("sync.outer"):
+            outer = self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
         return Diloco(
             inner=inner,
-            outer=self.outer.build(inner.model, max(1, parts.steps // self.period)).whole(),
+            outer=outer,
             layout=layout,
             schedule=self.schedule(layers_in(inner.model)),
             mixing=self.mixing,
@@ -174,17 +182,20 @@ class DilocoConfig(SyncConfig):
 class StreamingDilocoConfig(DilocoConfig):
     """DiLoCo a fragment at a time, staggered over the period and hidden behind the steps (arXiv 2501.18512)."""
 
-    fragments: int = field(default=4, metadata={"help": "P: all that is not in layers, and P - 1 groups of layers"})
-    delay: int = field(default=2, metadata={"help": "tau: steps from sending to applying; 2 or more hides all of it"})
-    alpha: float = field(default=0.5, metadata={"help": "what a replica keeps of its own when a fragment arrives"})
+    fragments: int = field(
+        default=4, metadata={"help": "P: all that is not in layers, and P - 1 groups of layers", "range": whole(1)}
+    )
+    delay: int = field(
+        default=2,
+        metadata={"help": "tau: steps from sending to applying; 2 or more hides all of it", "range": whole(0)},
+    )
+    alpha: float = field(
+        default=0.5,
+        metadata={"help": "what a replica keeps of its own when a fragment arrives", "range": between(0, 1)},
+    )
     pattern: str = field(
         default="strided", metadata={"help": "layers of a fragment: strided or sequential", "choices": PATTERNS}
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"sync.alpha is {self.alpha:g}; a replica keeps from 0 (nothing) to 1 (all) of its own.")
 
     @property
     def mixing(self) -> float:

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
+from gregale.settings import Fixed, Settings, above, at_least, whole
 
 REMAT = ("none", "full", "attention", "projections", "offload")
 ATTENTION = ("auto", "xla", "cudnn")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def check_choice(key: str, value: str, choices) -> None:
-    if value not in choices:
-        raise UserError(f"{key} is {value!r}; valid choices: {', '.join(choices)}.")
+SHAPE = Fixed("the saved parameters have this shape")
+MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
 
 
 @dataclass(frozen=True)
-class ModelConfig(draccus.ChoiceRegistry):
+class ModelConfig(Settings, draccus.ChoiceRegistry):
     """The choice of a model architecture by `type`."""
 
     @classmethod
@@ -35,15 +35,49 @@ class ModelConfig(draccus.ChoiceRegistry):
 
 
 @dataclass(frozen=True)
-class RotaryScaling:
+class RotaryScaling(Settings):
     """Llama 3's stretching of the rotary frequencies to a longer context than the model was first trained on."""
 
-    factor: float = field(default=8.0, metadata={"help": "how much longer the context becomes"})
-    low_frequency_factor: float = field(
-        default=1.0, metadata={"help": "wavelengths above context / this are stretched"}
+    factor: float = field(
+        default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
     )
-    high_frequency_factor: float = field(default=4.0, metadata={"help": "wavelengths below context / this are kept"})
-    original_context: int = field(default=8192, metadata={"help": "context length before the stretching, in tokens"})
+    low_frequency_factor: float = field(
+        default=1.0,
+        metadata={
+            "help": "wavelengths above context / this are stretched",
+            "range": above(0),
+            "aliases": ("low_freq_factor",),
+            "fixed": MEANING,
+        },
+    )
+    high_frequency_factor: float = field(
+        default=4.0,
+        metadata={
+            "help": "wavelengths below context / this are kept",
+            "range": above(0),
+            "aliases": ("high_freq_factor",),
+            "fixed": MEANING,
+        },
+    )
+    original_context: int = field(
+        default=8192,
+        metadata={
+            "help": "context length before the stretching, in tokens",
+            "range": whole(1),
+            "aliases": ("original_max_position_embeddings",),
+            "fixed": MEANING,
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise KeyedError(
+                "low_frequency_factor",
+                f"is {self.low_frequency_factor:g}",
+                f" and high_frequency_factor is {self.high_frequency_factor:g}: the wavelengths between context / high "
+                "and context / low are interpolated, so that low has to be below high.",
+            )
 
 
 @ModelConfig.register_subclass("llama")
@@ -51,31 +85,123 @@ class RotaryScaling:
 class LlamaConfig(ModelConfig):
     """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) are settings of these fields."""
 
-    layers: int = field(default=12, metadata={"help": "number of layers"})
-    hidden: int = field(default=768, metadata={"help": "width of the residual stream"})
-    heads: int = field(default=12, metadata={"help": "query heads"})
-    kv_heads: int | None = field(default=None, metadata={"help": "key and value heads; null: as many as query heads"})
-    head_size: int | None = field(default=None, metadata={"help": "width of a head; null: hidden / heads"})
-    mlp: int = field(default=2048, metadata={"help": "width of the SwiGLU layer"})
+    layers: int = field(
+        default=12,
+        metadata={
+            "help": "number of layers",
+            "range": whole(1, 100_000),
+            "aliases": ("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
+            "fixed": SHAPE,
+        },
+    )
+    hidden: int = field(
+        default=768,
+        metadata={
+            "help": "width of the residual stream",
+            "range": whole(1),
+            "aliases": ("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
+            "fixed": SHAPE,
+        },
+    )
+    heads: int = field(
+        default=12,
+        metadata={
+            "help": "query heads",
+            "range": whole(1),
+            "aliases": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+            "fixed": SHAPE,
+        },
+    )
+    kv_heads: int | None = field(
+        default=None,
+        metadata={
+            "help": "key and value heads; null: as many as query heads",
+            "range": whole(1),
+            "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+            "fixed": SHAPE,
+        },
+    )
+    head_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "width of a head; null: hidden / heads",
+            "range": whole(1),
+            "aliases": ("head_dim", "d_head", "d_kv"),
+            "fixed": SHAPE,
+        },
+    )
+    mlp: int = field(
+        default=2048,
+        metadata={
+            "help": "width of the SwiGLU layer",
+            "range": whole(1),
+            "aliases": ("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
+            "fixed": SHAPE,
+        },
+    )
     vocabulary: int | None = field(
-        default=None, metadata={"help": "rows of the embedding; null: the tokenizer's, padded"}
+        default=None,
+        metadata={
+            "help": "rows of the embedding; null: the tokenizer's, padded",
+            "range": whole(1),
+            "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
+            "fixed": SHAPE,
+        },
     )
-    tied_head: bool = field(default=False, metadata={"help": "the output head is the embedding table"})
-    qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys (Qwen 3)"})
-    attention_bias: bool = field(default=False, metadata={"help": "biases on query, key and value (Qwen 2)"})
+    tied_head: bool = field(
+        default=False,
+        metadata={
+            "help": "the output head is the embedding table",
+            "aliases": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
+            "fixed": SHAPE,
+        },
+    )
+    qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys (Qwen 3)", "fixed": SHAPE})
+    attention_bias: bool = field(
+        default=False,
+        metadata={"help": "biases on query, key and value (Qwen 2)", "aliases": ("qkv_bias",), "fixed": SHAPE},
+    )
     sliding_window: int | None = field(
-        default=None, metadata={"help": "attend to at most this many tokens back (Mistral)"}
+        default=None,
+        metadata={
+            "help": "attend to at most this many tokens back (Mistral)",
+            "range": whole(1),
+            "aliases": ("window_size", "attention_window", "window"),
+            "fixed": MEANING,
+        },
     )
-    norm_epsilon: float = field(default=1e-5, metadata={"help": "added to the mean square in RMSNorm"})
-    rotary_base: float = field(default=10000.0, metadata={"help": "base of the rotary wavelengths"})
-    rotary_scaling: RotaryScaling | None = field(default=None, metadata={"help": "Llama 3 scaling; null: none"})
-    init_scale: float = field(default=0.02, metadata={"help": "standard deviation of the initial weights"})
+    norm_epsilon: float = field(
+        default=1e-5,
+        metadata={
+            "help": "added to the mean square in RMSNorm",
+            "range": above(0),
+            "aliases": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "rms_norm_epsilon"),
+            "fixed": MEANING,
+        },
+    )
+    rotary_base: float = field(
+        default=10000.0,
+        metadata={
+            "help": "base of the rotary wavelengths",
+            "range": at_least(1),
+            "aliases": ("rope_theta", "rope_base", "rotary_theta", "theta"),
+            "fixed": MEANING,
+        },
+    )
+    rotary_scaling: RotaryScaling | None = field(
+        default=None, metadata={"help": "Llama 3 scaling; null: none", "aliases": ("rope_scaling",), "fixed": MEANING}
+    )
+    init_scale: float = field(
+        default=0.02,
+        metadata={
+            "help": "standard deviation of the initial weights",
+            "range": at_least(0),
+            "aliases": ("initializer_range", "init_std"),
+        },
+    )
 
     def __post_init__(self):
-        for name in ("layers", "hidden", "heads", "mlp", "kv_heads", "head_size", "vocabulary", "sliding_window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"model.{name} is {value}; it has to be at least 1.")
+        super().__post_init__()
         if self.head_size is None and self.hidden % self.heads:
             raise UserError(
                 f"model.hidden is {self.hidden} and model.heads is {self.heads}: {self.hidden} / {self.heads} = "
@@ -124,25 +250,44 @@ class LlamaConfig(ModelConfig):
         }
 
 
+GATHER = ("per_layer", "per_step")
+
+
 @dataclass(frozen=True)
-class ComputeConfig:
+class ComputeConfig(Settings):
     """How a model is computed; none of it changes what is computed but for rounding."""
 
-    dtype: str = field(default="bfloat16", metadata={"help": "dtype of activations and gathered weights"})
-    gather: str = field(
-        default="per_layer", metadata={"help": "weights over data: per_layer (ZeRO-3) or per_step (kept)"}
+    dtype: str = field(
+        default="bfloat16",
+        metadata={
+            "help": "dtype of activations and gathered weights",
+            "choices": tuple(DTYPES),
+            "aliases": ("precision", "mixed_precision", "torch_dtype", "bf16"),
+        },
     )
-    remat: str = field(default="full", metadata={"help": "what a layer saves for its backward pass, by name"})
-    unroll: int | None = field(default=None, metadata={"help": "layers unrolled in the layer scan; null: by backend"})
-    attention: str = field(default="auto", metadata={"help": "attention kernel; auto: cudnn on GPU, else xla"})
-    loss_block: int = field(default=1024, metadata={"help": "tokens whose logits are held at a time, a device"})
-
-    def __post_init__(self):
-        check_choice("compute.dtype", self.dtype, DTYPES)
-        check_choice("compute.gather", self.gather, ("per_layer", "per_step"))
-        check_choice("compute.remat", self.remat, REMAT)
-        check_choice("compute.attention", self.attention, ATTENTION)
-        for name in ("unroll", "loss_block"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"compute.{name} is {value}; it has to be at least 1.")
+    gather: str = field(
+        default="per_layer",
+        metadata={"help": "weights over data: per_layer (ZeRO-3) or per_step (kept)", "choices": GATHER},
+    )
+    remat: str = field(
+        default="full",
+        metadata={
+            "help": "what a layer saves for its backward pass, by name",
+            "choices": REMAT,
+            "aliases": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
+        },
+    )
+    unroll: int | None = field(
+        default=None, metadata={"help": "layers unrolled in the layer scan; null: by backend", "range": whole(1)}
+    )
+    attention: str = field(
+        default="auto",
+        metadata={
+            "help": "attention kernel; auto: cudnn on GPU, else xla",
+            "choices": ATTENTION,
+            "aliases": ("attn_implementation", "flash_attention", "attention_backend"),
+        },
+    )
+    loss_block: int = field(
+        default=1024, metadata={"help": "tokens whose logits are held at a time, a device", "range": whole(1)}
+    )

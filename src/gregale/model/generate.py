@@ -12,32 +12,32 @@ import numpy as np
 from haliax import Axis
 
 from gregale.axes.layout import BATCH
-from gregale.errors import UserError
 from gregale.model.attention import POSITION, Cache
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
+from gregale.settings import Range, Settings, at_least, whole
 
 BUCKET = 64  # prompts are filled up to multiples of this, so that few lengths are compiled
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Settings):
     """How the next token is drawn from the model's probabilities."""
 
-    temperature: float = field(default=0.8, metadata={"help": "randomness; 0 takes the likeliest token"})
-    top_k: int | None = field(default=None, metadata={"help": "draw from this many likeliest tokens only"})
-    top_p: float | None = field(
-        default=None, metadata={"help": "draw from the likeliest tokens of this total probability"}
+    temperature: float = field(
+        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
     )
-    seed: int = field(default=0, metadata={"help": "of the draws"})
-
-    def __post_init__(self):
-        if self.temperature < 0:
-            raise UserError(f"temperature is {self.temperature:g}; it has to be at least 0 (0: the likeliest token).")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}; it has to be at least 1, or null for no limit.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p:g}; it has to be above 0 and at most 1, or null for no limit.")
+    top_k: int | None = field(
+        default=None, metadata={"help": "draw from this many likeliest tokens only; null: all", "range": whole(1)}
+    )
+    top_p: float | None = field(
+        default=None,
+        metadata={
+            "help": "draw from the likeliest tokens of this total probability; null: all",
+            "range": Range(0, 1, above=True),
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the draws", "range": whole(0)})
 
 
 def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:

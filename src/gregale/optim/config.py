@@ -9,10 +9,11 @@ import draccus
 import optax
 
 from gregale.axes.layout import Layout
-from gregale.errors import UserError
+from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
 from gregale.optim.matrices import MatrixAxesOf, decays, map_parameters, matrix_axes
 from gregale.optim.schedules import CosineSchedule, ScheduleConfig
+from gregale.settings import DECAY, Fixed, Settings, above, at_least, restated
 
 Decaying = Literal["matrices", "all"]
 
@@ -46,32 +47,51 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(draccus.ChoiceRegistry):
+class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     """What all optimizers share: `update = -learning_rate(t) * (direction + weight_decay * parameter)`.
 
     Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter, 1711.05101).
     """
 
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
-    schedule: ScheduleConfig = field(default=CosineSchedule(), metadata={"help": "how the learning rate moves"})
-    weight_decay: float = field(default=0.0, metadata={"help": "decoupled weight decay, times the learning rate"})
-    decay: Decaying = field(default="matrices", metadata={"help": "matrices (embeddings are some) or all parameters"})
-    clip_norm: float | None = field(default=1.0, metadata={"help": "largest global gradient norm; null: no clipping"})
+    learning_rate: float = field(
+        default=1e-3,
+        metadata={
+            "help": "peak learning rate",
+            "range": at_least(0),
+            "aliases": ("lr", "rate", "peak_lr", "max_lr", "step_size"),
+        },
+    )
+    schedule: ScheduleConfig = field(
+        default=CosineSchedule(),
+        metadata={
+            "help": "how the learning rate moves",
+            "aliases": ("scheduler", "lr_schedule", "lr_scheduler", "lr_scheduler_type"),
+        },
+    )
+    weight_decay: float = field(
+        default=0.0,
+        metadata={
+            "help": "decoupled weight decay, times the learning rate",
+            "range": at_least(0),
+            "aliases": ("wd", "decay_rate", "l2"),
+        },
+    )
+    decay: Decaying = field(
+        default="matrices",
+        metadata={"help": "matrices (embeddings are some) or all parameters", "choices": get_args(Decaying)},
+    )
+    clip_norm: float | None = field(
+        default=1.0,
+        metadata={
+            "help": "largest global gradient norm; null: no clipping",
+            "range": above(0),
+            "aliases": ("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
+        },
+    )
 
     @classmethod
     def default_choice_name(cls) -> str:
         return "adamw"
-
-    def __post_init__(self):
-        if self.decay not in get_args(Decaying):
-            raise UserError(f"optimizer.decay is {self.decay!r}; valid choices: {', '.join(get_args(Decaying))}.")
-        for name in ("learning_rate", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"optimizer.{name} is {getattr(self, name):g}; it has to be at least 0.")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise UserError(
-                f"optimizer.clip_norm is {self.clip_norm:g}; it has to be above 0, or null for no clipping."
-            )
 
     def build(
         self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
@@ -87,7 +107,7 @@ class OptimizerConfig(draccus.ChoiceRegistry):
 
         Raises `UserError` if the schedule does not fit the run.
         """
-        schedule = self.schedule.build(self.learning_rate, steps)
+        schedule = self.build_schedule(self.learning_rate, steps)
         sharded = optax.chain(
             self.clip(),
             self.direction(),
@@ -95,6 +115,11 @@ class OptimizerConfig(draccus.ChoiceRegistry):
             optax.scale_by_learning_rate(schedule),
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
+
+    def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
+        """The schedule step -> learning rate of a run of so many steps."""
+        with below("schedule"):
+            return self.schedule.build(peak, steps)
 
     def direction(self) -> optax.GradientTransformation:
         """Gradients -> the direction to go against, before weight decay and learning rate."""
@@ -111,10 +136,8 @@ class OptimizerConfig(draccus.ChoiceRegistry):
         return optax.add_decayed_weights(self.weight_decay, mask)
 
 
-def check_betas(betas: tuple[float, ...], key: str) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        found = ", ".join(f"{beta:g}" for beta in betas)
-        raise UserError(f"optimizer.{key} is {found}; a decay of a moving average is at least 0 and below 1.")
+BETAS = {"range": DECAY, "aliases": ("beta", "beta1", "beta2", "adam_betas")}
+EPSILON = {"range": above(0), "aliases": ("eps", "adam_epsilon", "adam_eps")}
 
 
 @OptimizerConfig.register_subclass("adamw")
@@ -122,13 +145,11 @@ def check_betas(betas: tuple[float, ...], key: str) -> None:
 class AdamWConfig(OptimizerConfig):
     """AdamW (Kingma and Ba, 1412.6980; Loshchilov and Hutter, 1711.05101)."""
 
-    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay, times the learning rate"})
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of the first and second moment"})
-    epsilon: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_betas(self.betas, "betas")
+    weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.95), metadata={"help": "decays of the first and second moment", **BETAS}
+    )
+    epsilon: float = field(default=1e-8, metadata={"help": "added to the root of the second moment", **EPSILON})
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(*self.betas, eps=self.epsilon)
@@ -139,13 +160,15 @@ class AdamWConfig(OptimizerConfig):
 class LionConfig(OptimizerConfig):
     """Lion: the sign of an interpolated momentum (Chen et al., 2302.06675)."""
 
-    learning_rate: float = field(default=1e-4, metadata={"help": "peak learning rate (a tenth to a third of AdamW's)"})
-    weight_decay: float = field(default=1.0, metadata={"help": "decoupled weight decay (three to ten times AdamW's)"})
-    betas: tuple[float, float] = field(default=(0.9, 0.99), metadata={"help": "decays in the sign and of the momentum"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_betas(self.betas, "betas")
+    learning_rate: float = restated(
+        OptimizerConfig, "learning_rate", 1e-4, "peak learning rate (a tenth to a third of AdamW's)"
+    )
+    weight_decay: float = restated(
+        OptimizerConfig, "weight_decay", 1.0, "decoupled weight decay (three to ten times AdamW's)"
+    )
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.99), metadata={"help": "decays in the sign and of the momentum", **BETAS}
+    )
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(*self.betas)
@@ -156,13 +179,16 @@ class LionConfig(OptimizerConfig):
 class SgdConfig(OptimizerConfig):
     """Gradient descent along the momentum `m = momentum * m + g`, or `g + momentum * m` (Nesterov)."""
 
-    learning_rate: float = field(default=0.1, metadata={"help": "peak learning rate"})
-    momentum: float = field(default=0.9, metadata={"help": "decay of the momentum; 0: none is kept"})
+    learning_rate: float = restated(OptimizerConfig, "learning_rate", 0.1)
+    momentum: float = field(
+        default=0.9,
+        metadata={
+            "help": "decay of the momentum; 0: none is kept",
+            "range": DECAY,
+            "fixed": Fixed("with 0 no momentum is kept, so there is none to go on with, or one too many", at=0),
+        },
+    )
     nesterov: bool = field(default=False, metadata={"help": "look one step ahead along the momentum"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_betas((self.momentum,), "momentum")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

@@ -13,9 +13,10 @@ from haliax import NamedArray
 from jax.typing import ArrayLike
 
 from gregale.axes.layout import Layout
-from gregale.optim.config import Optimizer, OptimizerConfig, check_betas
+from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
 from gregale.optim.matrices import MatrixAxesOf, map_parameters, matrix_axes
 from gregale.optim.orthogonal import orthogonalise
+from gregale.settings import DECAY, above, at_least, restated, whole
 
 MUON, ADAMW = "muon", "adamw"
 
@@ -33,33 +34,32 @@ class MuonConfig(OptimizerConfig):
     rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
     """
 
-    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay, times the learning rate"})
-    momentum: float = field(default=0.95, metadata={"help": "decay of Muon's momentum"})
+    weight_decay: float = restated(OptimizerConfig, "weight_decay", 0.1)
+    momentum: float = field(default=0.95, metadata={"help": "decay of Muon's momentum", "range": DECAY})
     nesterov: bool = field(default=True, metadata={"help": "look one step ahead along the momentum (AdamW's too)"})
-    iterations: int = field(default=5, metadata={"help": "Newton-Schulz iterations"})
-    rms: float | None = field(
-        default=0.2, metadata={"help": "size of an update's elements; null: scale by shape instead"}
+    iterations: int = field(
+        default=5, metadata={"help": "Newton-Schulz iterations", "range": whole(1, 100), "aliases": ("ns_steps",)}
     )
-    adamw_learning_rate: float | None = field(default=None, metadata={"help": "AdamW's peak; null: Muon's"})
-    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments"})
-    epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_betas((self.momentum,), "momentum")
-        check_betas(self.betas, "betas")
+    rms: float | None = field(
+        default=0.2, metadata={"help": "size of an update's elements; null: scale by shape instead", "range": above(0)}
+    )
+    adamw_learning_rate: float | None = field(
+        default=None, metadata={"help": "AdamW's peak; null: Muon's", "range": at_least(0)}
+    )
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"help": "decays of AdamW's two moments", **BETAS})
+    epsilon: float = field(default=1e-8, metadata={"help": "added to norms and AdamW's denominators", **EPSILON})
 
     def build(
         self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
     ) -> Optimizer:
         labels = map_parameters(lambda leaf: ADAMW if matrix_axes_of(leaf) is None else MUON, parameters)
-        schedule = self.schedule.build(self.learning_rate, steps)
+        schedule = self.build_schedule(self.learning_rate, steps)
         peak = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
         decay = self.add_decay(parameters, matrix_axes_of)
         adamw = optax.chain(
             optax.scale_by_adam(*self.betas, eps=self.epsilon, nesterov=self.nesterov),
             decay,
-            optax.scale_by_learning_rate(self.schedule.build(peak, steps)),
+            optax.scale_by_learning_rate(self.build_schedule(peak, steps)),
         )
         orthogonal = optax.stateless(
             lambda updates, _: map_parameters(lambda leaf: self.orthogonal(leaf, matrix_axes_of, layout), updates)

@@ -7,28 +7,32 @@ from dataclasses import dataclass, field
 import draccus
 import optax
 
-from gregale.errors import UserError
+from gregale.errors import KeyedError
+from gregale.settings import LARGEST_WHOLE, Range, Settings, between
+
+LONGEST = float(LARGEST_WHOLE)  # steps, which may also be given as a fraction
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(draccus.ChoiceRegistry):
+class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     """How the learning rate moves over a run: up during the warmup, then the shape that `type` names.
 
     In the warmup of w steps the rate at step t (counted from 0) is `peak * (t + 1) / (w + 1)`, so that no step is
     wasted on a rate of zero; step w has the peak.
     """
 
-    warmup: float = field(default=0.0, metadata={"help": "steps of linear warmup; below 1: a fraction of the run"})
+    warmup: float = field(
+        default=0.0,
+        metadata={
+            "help": "steps of linear warmup; below 1: a fraction of the run",
+            "range": between(0, LONGEST),
+            "aliases": ("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
+        },
+    )
 
     @classmethod
     def default_choice_name(cls) -> str:
         return "cosine"
-
-    def __post_init__(self):
-        if self.warmup < 0:
-            raise UserError(
-                f"optimizer.schedule.warmup is {self.warmup}; it is a number of steps or a fraction, at least 0."
-            )
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
         """The schedule step -> learning rate.
@@ -41,9 +45,11 @@ class ScheduleConfig(draccus.ChoiceRegistry):
         """
         warmup = in_steps(self.warmup, steps)
         if warmup >= steps:
-            raise UserError(
-                f"optimizer.schedule.warmup is {self.warmup:g} = {warmup} steps, but the run has only {steps}: nothing "
-                f"would be left after the warmup. Less than {steps} steps, or a fraction below 1, would work."
+            raise KeyedError(
+                "warmup",
+                f"is {self.warmup:g}",
+                f" = {warmup} steps, but the run has only {steps} of this optimizer: nothing would be left after the "
+                f"warmup. Less than {steps} steps, or a fraction below 1, would work.",
             )
         body = self.after_warmup(peak, steps - warmup, in_steps_of=steps)
         if not warmup:
@@ -60,9 +66,16 @@ def in_steps(length: float, steps: int) -> int:
     return round(length * steps) if length < 1 else round(length)
 
 
-def _check_final(final: float) -> None:
-    if not 0 <= final <= 1:
-        raise UserError(f"optimizer.schedule.final is {final:g}; it is the last rate divided by the peak, from 0 to 1.")
+def _final(default: float):
+    """The field that two shapes and the last part of a third share, each with a default of its own."""
+    return field(
+        default=default,
+        metadata={
+            "help": "learning rate at the end, divided by the peak",
+            "range": between(0, 1),
+            "aliases": ("min_lr_ratio", "min_ratio", "min_lr", "final_ratio"),
+        },
+    )
 
 
 @ScheduleConfig.register_subclass("constant")
@@ -79,11 +92,7 @@ class ConstantSchedule(ScheduleConfig):
 class LinearSchedule(ScheduleConfig):
     """A straight line from the peak to `final * peak` at the end of the run."""
 
-    final: float = field(default=0.0, metadata={"help": "learning rate at the end, divided by the peak"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_final(self.final)
+    final: float = _final(0.0)
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.linear_schedule(peak, peak * self.final, steps)
@@ -94,11 +103,7 @@ class LinearSchedule(ScheduleConfig):
 class CosineSchedule(ScheduleConfig):
     """Half a cosine from the peak to `final * peak` at the end of the run (Loshchilov and Hutter, 1608.03983)."""
 
-    final: float = field(default=0.1, metadata={"help": "learning rate at the end, divided by the peak"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_final(self.final)
+    final: float = _final(0.1)
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.cosine_decay_schedule(peak, steps, alpha=self.final)
@@ -113,25 +118,23 @@ class WarmupStableDecaySchedule(ScheduleConfig):
     """
 
     decay: float = field(
-        default=0.2, metadata={"help": "steps of the decay at the end; below 1: a fraction of the run"}
+        default=0.2,
+        metadata={
+            "help": "steps of the decay at the end; below 1: a fraction of the run",
+            "range": Range(0, LONGEST, above=True),
+            "aliases": ("decay_steps", "cooldown"),
+        },
     )
-    final: float = field(default=0.0, metadata={"help": "learning rate at the end, divided by the peak"})
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_final(self.final)
-        if self.decay <= 0:
-            raise UserError(
-                f"optimizer.schedule.decay is {self.decay:g}; it is a number of steps or a fraction, above 0."
-            )
+    final: float = _final(0.0)
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         decay = in_steps(self.decay, in_steps_of)
         if decay > steps:
-            raise UserError(
-                f"optimizer.schedule.decay is {self.decay:g} = {decay} steps, but only {steps} of the {in_steps_of} "
-                f"steps of the run are left after the warmup ({in_steps_of} - {in_steps_of - steps} = {steps}); a "
-                f"decay of at most {steps} would work, or a shorter warmup."
+            raise KeyedError(
+                "decay",
+                f"is {self.decay:g}",
+                f" = {decay} steps, but only {steps} of {in_steps_of} are left after the warmup ({in_steps_of} - "
+                f"{in_steps_of - steps} = {steps}); a decay of at most {steps} would work, or a shorter warmup.",
             )
         line = optax.linear_schedule(peak, peak * self.final, max(decay, 1))
         return optax.join_schedules([optax.constant_schedule(peak), line], [steps - decay])

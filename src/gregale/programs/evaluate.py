@@ -18,22 +18,21 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.programs.run.evaluation import Evaluator
 from gregale.programs.run.trained import Trained, open_trained
 from gregale.services.command import Command
-from gregale.services.config import at_least
 from gregale.services.tracking.console import Console
+from gregale.settings import Settings, whole
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(Settings):
     """Options of the command."""
 
     run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
     data: list[str] = field(default_factory=list, metadata={"help": "text files (globs) to evaluate on instead"})
-    step: int | None = field(default=None, metadata={"help": "the checkpoint's step; null: the newest"})
-    batches: int | None = field(default=None, metadata={"help": "batches to evaluate on; null: all"})
+    step: int | None = field(
+        default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
+    )
+    batches: int | None = field(default=None, metadata={"help": "batches to evaluate on; null: all", "range": whole(1)})
     json: bool = field(default=False, metadata={"help": "print the figures as JSON"})
-
-    def __post_init__(self):
-        at_least(1, "batches", self.batches)
 
 
 def main(options: EvalOptions) -> int:

@@ -14,7 +14,7 @@ from gregale.model.generate import Generator, Sampling
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.trained import open_trained
 from gregale.services.command import Command
-from gregale.services.config import at_least
+from gregale.settings import whole
 
 
 def unbatched(layout: Layout) -> Layout:
@@ -48,12 +48,15 @@ class SampleOptions(Sampling):
 
     run: str = field(default="", metadata={"help": "the run: its directory, or its name under runs/"})
     prompt: str = field(default="", metadata={"help": "the text to continue"})
-    tokens: int = field(default=256, metadata={"help": "tokens to add"})
-    step: int | None = field(default=None, metadata={"help": "the checkpoint's step; null: the newest"})
+    tokens: int = field(
+        default=256, metadata={"help": "tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")}
+    )
+    step: int | None = field(
+        default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(1, "tokens", self.tokens)
         if not self.run:
             raise UserError('run is missing. Usage: gregale sample RUN ["PROMPT"]')
 

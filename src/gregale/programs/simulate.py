@@ -10,52 +10,100 @@ from rich.table import Table
 
 from gregale.errors import UserError
 from gregale.services.command import Command
+from gregale.settings import Range, Settings, between, whole
 from gregale.timeline.fleet import NEVER, Fleet
-from gregale.timeline.methods import PAPER_METHODS, Cadence, method
-from gregale.timeline.model import Workload, preset
-from gregale.timeline.payload import bytes_per_parameter
+from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, method
+from gregale.timeline.model import PRESETS, Workload
+from gregale.timeline.payload import PAYLOADS
 from gregale.timeline.plot import check_picture_path, plot_timeline, plot_utilisation
 from gregale.timeline.simulate import Run
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_bandwidths, run_method
 
+MOST_STEPS = 1_000_000
+MOST_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
+SECONDS = Range(0, 1e9, above=True)
+GBIT_PER_SECOND = Range(0, 1e9, above=True)
+
 
 @dataclass(frozen=True)
-class SimulateConfig:
-    """What to simulate and what to show of it.
+class SimulateConfig(Settings):
+    """What to simulate and what to show of it."""
 
-    Raises:
-        UserError: a field has a value that cannot be.
-    """
-
-    model: str = field(default="1b", metadata={"help": "Preset of size, layers and step time: 1b, 10b or 100b."})
-    parameters: float | None = field(default=None, metadata={"help": "Parameters; in place of the preset's."})
-    layers: int | None = field(default=None, metadata={"help": "Layers; in place of the preset's."})
-    step_seconds: float | None = field(
-        default=None, metadata={"help": "Compute time of one step in seconds; in place of the preset's."}
+    model: str = field(
+        default="1b", metadata={"help": "Preset of size, layers and step time.", "choices": tuple(PRESETS)}
     )
-    microbatches: int = field(default=1, metadata={"help": "Forward and backward passes in one step."})
+    parameters: float | None = field(
+        default=None, metadata={"help": "Parameters; in place of the preset's.", "range": Range(1, 1e18)}
+    )
+    layers: int | None = field(
+        default=None, metadata={"help": "Layers; in place of the preset's.", "range": whole(1, 100_000)}
+    )
+    step_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Compute time of one step in seconds; in place of the preset's.", "range": SECONDS},
+    )
+    microbatches: int = field(
+        default=1, metadata={"help": "Forward and backward passes in one step.", "range": whole(1, MOST_STEPS)}
+    )
     methods: list[str] = field(
         default_factory=lambda: list(PAPER_METHODS),
-        metadata={"help": "Methods to compare; `psdp` and `loco` may be added to the default five."},
+        metadata={
+            "help": "Methods to compare; `psdp` and `loco` may be added to the default five.",
+            "choices": tuple(METHODS),
+        },
     )
     codec: str | None = field(
-        default=None, metadata={"help": "Wire format of every method, in place of each method's own."}
+        default=None,
+        metadata={"help": "Wire format of every method, in place of each method's own.", "choices": tuple(PAYLOADS)},
     )
-    period_steps: int = field(default=100, metadata={"help": "H: steps between two reductions of one parameter."})
-    fragment_layers: int = field(default=3, metadata={"help": "Layers of one streaming fragment."})
-    overlap_steps: int = field(default=1, metadata={"help": "tau: steps that an overlapped transfer may take."})
-    steps: int = field(default=100, metadata={"help": "Steps to simulate, after which the link drains."})
+    period_steps: int = field(
+        default=100,
+        metadata={
+            "help": "H: steps between two reductions of one parameter.",
+            "range": whole(1),
+            "aliases": ("period",),
+        },
+    )
+    fragment_layers: int = field(default=3, metadata={"help": "Layers of one streaming fragment.", "range": whole(1)})
+    overlap_steps: int = field(
+        default=1,
+        metadata={
+            "help": "tau: steps that an overlapped transfer may take.",
+            "range": whole(0),
+            "aliases": ("delay", "tau", "overlap"),
+        },
+    )
+    steps: int = field(
+        default=100,
+        metadata={"help": "Steps to simulate, after which the link drains.", "range": whole(1, MOST_STEPS)},
+    )
     bandwidth: list[float] = field(
-        default_factory=list, metadata={"help": "Bandwidths between sites in Gbit/s at which to show utilisation."}
+        default_factory=list,
+        metadata={
+            "help": "Bandwidths between sites in Gbit/s at which to show utilisation.",
+            "range": GBIT_PER_SECOND,
+            "aliases": ("bandwidths", "gbit_per_second", "link_gbit_per_second"),
+        },
     )
-    sites: int = field(default=2, metadata={"help": "Sites on the ring."})
-    latency_seconds: float = field(default=0.0, metadata={"help": "Delay of one message over one link."})
+    sites: int = field(
+        default=2,
+        metadata={"help": "Sites on the ring.", "range": whole(1, 10_000), "aliases": ("replicas", "workers")},
+    )
+    latency_seconds: float = field(
+        default=0.0,
+        metadata={
+            "help": "Delay of one message over one link.",
+            "range": between(0, 1e9),
+            "aliases": ("latency", "delay_seconds"),
+        },
+    )
     links: Path | None = field(
         default=None,
         metadata={"help": "Text file with a row of numbers a site: each link's speed as a multiple of the bandwidth."},
     )
     site_step_seconds: list[float] = field(
-        default_factory=list, metadata={"help": "Step time of each site in seconds, to model stragglers."}
+        default_factory=list,
+        metadata={"help": "Step time of each site in seconds, to model stragglers.", "range": SECONDS},
     )
     drop_out: list[str] = field(
         default_factory=list, metadata={"help": "SITE:STEP pairs (site from 0): the site is gone from that step on."}
@@ -65,40 +113,38 @@ class SimulateConfig:
     timeline: Path | None = field(
         default=None, metadata={"help": "Draw compute and transfers of a few steps: .svg or .png."}
     )
-    timeline_steps: int = field(default=4, metadata={"help": "Steps that the timeline shows."})
-    timeline_bandwidth: float = field(default=10.0, metadata={"help": "Bandwidth of the timeline in Gbit/s."})
+    timeline_steps: int = field(default=4, metadata={"help": "Steps that the timeline shows.", "range": whole(1, 1000)})
+    timeline_bandwidth: float = field(
+        default=10.0, metadata={"help": "Bandwidth of the timeline in Gbit/s.", "range": GBIT_PER_SECOND}
+    )
 
     def __post_init__(self):
-        for name in ("sites", "timeline_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: {getattr(self, name)} is not possible; it must be at least 1.")
-        if self.latency_seconds < 0:
-            raise UserError(f"latency_seconds: {self.latency_seconds} is not possible; it must not be negative.")
-        for name, values in (("bandwidth", self.bandwidth), ("timeline_bandwidth", [self.timeline_bandwidth])):
-            if not all(value > 0 for value in values):
-                raise UserError(f"{name}: {values} is not possible; a bandwidth in Gbit/s is above 0.")
-        for name in self.methods:
-            method(name)
-        if self.codec is not None:
-            bytes_per_parameter(self.codec)
+        super().__post_init__()
         for key, path in (("plot", self.plot), ("timeline", self.timeline)):
             if path is not None:
                 check_picture_path(path, key)
 
 
 def workload_of(config: SimulateConfig) -> Workload:
-    """The preset, with what the config gives in its place.
-
-    Raises:
-        UserError: the preset is not known, or a number is not positive.
-    """
-    base = preset(config.model)
+    """The preset, with what the config gives in its place."""
+    base = PRESETS[config.model]
     return Workload(
         parameters=base.parameters if config.parameters is None else config.parameters,
         layers=base.layers if config.layers is None else config.layers,
         step_seconds=base.step_seconds if config.step_seconds is None else config.step_seconds,
         microbatches=config.microbatches,
     )
+
+
+def check_length(config: SimulateConfig, workload: Workload) -> None:
+    """Raises `UserError` for a simulation that would take too long."""
+    events = config.steps * workload.microbatches * workload.layers * len(config.methods)
+    if events > MOST_EVENTS:
+        raise UserError(
+            f"steps {config.steps} x microbatches {workload.microbatches} x layers {workload.layers} x "
+            f"{len(config.methods)} methods = {events:,} events, and {MOST_EVENTS:,} take a minute or so. Fewer steps "
+            "show the same: the timeline repeats itself every period_steps."
+        )
 
 
 def fleet_of(config: SimulateConfig, workload: Workload) -> Fleet:
@@ -110,15 +156,15 @@ def fleet_of(config: SimulateConfig, workload: Workload) -> Fleet:
     slowness = np.ones(config.sites)
     if config.site_step_seconds:
         slowness = np.array(config.site_step_seconds, dtype=float) / workload.step_seconds
-    if len(slowness) != config.sites or not (slowness > 0).all():
+    if len(slowness) != config.sites:
         raise UserError(
-            f"site_step_seconds: {len(slowness)} step times are given for {config.sites} sites; give one positive "
-            "number for each site."
+            f"site_step_seconds: {len(slowness)} step times are given for {config.sites} sites; give one for each site."
         )
     leaves_at_step = np.full(config.sites, NEVER)
     for pair in config.drop_out:
         site, colon, step = pair.partition(":")
-        if not (colon and site.isdecimal() and step.isdecimal() and int(site) < config.sites and int(step) > 1):
+        numbers = colon and all(number.isdecimal() and len(number) < 10 for number in (site, step))
+        if not (numbers and int(site) < config.sites and int(step) > 1):
             raise UserError(
                 f"drop_out: {pair!r} is not SITE:STEP with a site from 0 to {config.sites - 1} and a step from 2 "
                 "(as 1:50 for the second site gone from step 50 on)."
@@ -143,6 +189,7 @@ def main(config: SimulateConfig) -> int:
         UserError: something in the config does not fit together.
     """
     workload = workload_of(config)
+    check_length(config, workload)
     fleet = fleet_of(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
 

@@ -26,4 +26,5 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
     return 0
 
 
-COMMAND = Command(main=main, options=TokenizeOptions, config=TrainConfig, positional=("config",))
+READS = ("data", "batch.sequence_length", "seed")
+COMMAND = Command(main=main, options=TokenizeOptions, config=TrainConfig, reads=READS, positional=("config",))

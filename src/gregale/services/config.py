@@ -5,34 +5,51 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import draccus
+
 from gregale.axes.mesh import MeshConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.data.config import DataConfig
-from gregale.errors import UserError
+from gregale.errors import KeyedError
 from gregale.methods.config import PsdpConfig, SyncConfig
-from gregale.model.config import ComputeConfig, LlamaConfig, ModelConfig
+from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
+from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.tracking.choices import TrackerConfig
-
-
-def at_least(minimum: int, key: str, value: int | None) -> None:
-    if value is not None and value < minimum:
-        raise UserError(f"{key} is {value}; it has to be at least {minimum}.")
+from gregale.settings import Fixed, Settings, at_least, shown, whole
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Settings):
     """What one step sees."""
 
-    size: int = field(default=64, metadata={"help": "sequences in a step, over all replicas and microbatches"})
-    sequence_length: int = field(default=1024, metadata={"help": "tokens in a sequence"})
-    microbatches: int = field(default=1, metadata={"help": "parts of a step's batch, computed one after the other"})
-
-    def __post_init__(self):
-        for each in fields(self):
-            at_least(1, f"batch.{each.name}", getattr(self, each.name))
+    size: int = field(
+        default=64,
+        metadata={
+            "help": "sequences in a step, over all replicas and microbatches",
+            "range": whole(1, 1_000_000),
+            "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
+        },
+    )
+    sequence_length: int = field(
+        default=1024,
+        metadata={
+            "help": "tokens in a sequence",
+            "range": whole(1),
+            "aliases": ("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
+            "fixed": Fixed("examples are cut to this length, and others would repeat or leave out text"),
+        },
+    )
+    microbatches: int = field(
+        default=1,
+        metadata={
+            "help": "parts of a step's batch, computed one after the other",
+            "range": whole(1),
+            "aliases": ("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
+        },
+    )
 
     @property
     def tokens(self) -> int:
@@ -40,81 +57,140 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Settings):
     """When and on how much the held-out loss is taken."""
 
-    every: int | None = field(default=None, metadata={"help": "steps between evaluations; null: at the end only"})
-    batches: int | None = field(default=None, metadata={"help": "held-out batches to evaluate on; null: all"})
+    every: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps between evaluations; null: at the end only",
+            "range": whole(1),
+            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
+        },
+    )
+    batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "held-out batches to evaluate on; null: all",
+            "range": whole(1),
+            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
+        },
+    )
     bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
-
-    def __post_init__(self):
-        at_least(1, "evaluation.every", self.every)
-        at_least(1, "evaluation.batches", self.batches)
 
 
 @dataclass(frozen=True)
-class SamplesConfig:
+class SamplesConfig(Settings):
     """Texts that the model continues at every evaluation, written to samples.txt."""
 
-    prompts: list[str] = field(default_factory=list, metadata={"help": "beginnings for the model to continue"})
-    tokens: int = field(default=128, metadata={"help": "tokens to add to each"})
-    temperature: float = field(default=0.8, metadata={"help": "randomness; 0 takes the likeliest token"})
-
-    def __post_init__(self):
-        at_least(1, "samples.tokens", self.tokens)
-        if self.temperature < 0:
-            raise UserError(f"samples.temperature is {self.temperature:g}; it has to be at least 0.")
+    prompts: list[str] = field(
+        default_factory=list, metadata={"help": "beginnings for the model to continue", "aliases": ("prompt",)}
+    )
+    tokens: int = field(
+        default=128, metadata={"help": "tokens to add to each", "range": whole(1), "aliases": ("max_new_tokens",)}
+    )
+    temperature: float = field(
+        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+    )
 
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Settings):
     """How the processes of a run on several hosts find one another."""
 
     coordinator: str | None = field(
-        default=None, metadata={"help": "HOST:PORT of process 0; auto: the cluster knows it"}
+        default=None,
+        metadata={
+            "help": "HOST:PORT of process 0; auto: the cluster knows it",
+            "aliases": ("coordinator_address", "master_addr"),
+        },
     )
-    processes: int = field(default=1, metadata={"help": "number of processes"})
-    process: int = field(default=0, metadata={"help": "this process's number, from 0"})
+    processes: int = field(
+        default=1,
+        metadata={"help": "number of processes", "range": whole(1), "aliases": ("num_processes", "world_size")},
+    )
+    process: int = field(
+        default=0,
+        metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
+    )
 
     def __post_init__(self):
-        at_least(1, "distributed.processes", self.processes)
-        if not 0 <= self.process < self.processes:
-            raise UserError(
-                f"distributed.process is {self.process}; the {self.processes} processes have the numbers 0 to "
-                f"{self.processes - 1}."
+        super().__post_init__()
+        if self.process >= self.processes:
+            raise KeyedError(
+                "process",
+                f"is {self.process}",
+                f"; the {self.processes} processes have the numbers 0 to {self.processes - 1}.",
             )
         if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
-            raise UserError(
-                f"distributed.coordinator is {self.coordinator!r}; it has to be HOST:PORT, for example 10.0.0.2:8476, "
-                f"or {AUTO} where the cluster knows it."
+            raise KeyedError(
+                "coordinator",
+                f"is {shown(self.coordinator)}",
+                f"; it has to be HOST:PORT, for example 10.0.0.2:8476, or {AUTO} where the cluster knows it.",
             )
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """A training run."""
 
-    name: str = field(metadata={"help": "the run's name; its directory is runs/<name>"})
-    steps: int = field(metadata={"help": "length of the run in optimizer steps"})
-    seed: int = field(default=0, metadata={"help": "of the initial weights and the data order"})
-    runs: str = field(default="runs", metadata={"help": "folder of the run directories"})
-    cpu_devices: int | None = field(
-        default=None, metadata={"help": "simulate this many CPU devices instead of accelerators"}
+    name: str = field(
+        metadata={"help": "the run's name; its directory is runs/<name>", "aliases": ("run_name", "run_id")}
     )
-    log_every: int = field(default=1, metadata={"help": "steps between lines of metrics.jsonl"})
-    max_skipped: int = field(default=10, metadata={"help": "stop after this many non-finite steps in a row"})
+    steps: int = field(
+        metadata={
+            "help": "length of the run in optimizer steps",
+            "range": whole(1),
+            "aliases": ("max_steps", "num_steps", "total_steps", "num_train_steps", "max_iters", "n_steps"),
+        }
+    )
+    seed: int = field(
+        default=0,
+        metadata={
+            "help": "of the initial weights and the data order",
+            "range": whole(0, 2**32 - 1),
+            "aliases": ("random_seed", "data_seed"),
+            "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
+        },
+    )
+    runs: str = field(
+        default="runs",
+        metadata={"help": "folder of the run directories", "aliases": ("output_dir", "out_dir", "save_dir", "log_dir")},
+    )
+    cpu_devices: int | None = field(
+        default=None,
+        metadata={"help": "simulate this many CPU devices instead of accelerators", "range": whole(1, 4096)},
+    )
+    log_every: int = field(
+        default=1,
+        metadata={
+            "help": "steps between lines of metrics.jsonl",
+            "range": whole(1),
+            "aliases": ("logging_steps", "log_interval", "log_steps"),
+        },
+    )
+    max_skipped: int = field(
+        default=10, metadata={"help": "stop after this many non-finite steps in a row", "range": whole(1)}
+    )
     mesh: MeshConfig = field(default=MeshConfig(), metadata={"help": "sizes of the mesh axes"})
-    model: ModelConfig = field(default=LlamaConfig(), metadata={"help": "the model's shape"})
+    model: ModelConfig = field(default=LlamaConfig(), metadata={"help": "the model's shape", "fixed": SHAPE})
     compute: ComputeConfig = field(default=ComputeConfig(), metadata={"help": "how the model is computed"})
     pipeline: PipelineConfig | None = field(
         default=None, metadata={"help": "layers pipelined over mesh.stage; null: no pipeline"}
     )
     data: DataConfig = field(default=DataConfig(), metadata={"help": "what to train on"})
     batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "what one step sees"})
-    optimizer: OptimizerConfig = field(default=AdamWConfig(), metadata={"help": "the optimizer"})
+    optimizer: OptimizerConfig = field(
+        default=AdamWConfig(),
+        metadata={
+            "help": "the optimizer",
+            "aliases": ("optim", "optimizer_name"),
+            "fixed": Fixed("each optimizer keeps a state of its own kind"),
+        },
+    )
     sync: SyncConfig = field(default=PsdpConfig(), metadata={"help": "how replicas are kept together"})
     reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
@@ -128,57 +204,63 @@ class TrainConfig:
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(
-                f"name is {self.name!r}; it names a directory, so it has no '/' and does not begin with '.'."
+            raise KeyedError(
+                "name",
+                f"is {shown(self.name)}",
+                "; it names a directory, so it has no '/' and does not begin with '.'.",
             )
-        for key in ("steps", "cpu_devices", "log_every", "max_skipped"):
-            at_least(1, key, getattr(self, key))
+        for key in ("name", "runs"):
+            if "\0" in getattr(self, key):
+                raise KeyedError(key, f"is {shown(getattr(self, key))}", ": no path has a character of code 0.")
 
 
-# What a run may change when it resumes; a change of anything else makes another run of it.
-MAY_CHANGE = (
-    "steps",
-    "runs",
-    "cpu_devices",
-    "log_every",
-    "max_skipped",
-    "mesh",
-    "compute",
-    "pipeline",
-    "data.cache",
-    "data.workers",
-    "batch.microbatches",
-    "sync",
-    "reduce",
-    "checkpoint",
-    "evaluation",
-    "samples",
-    "trackers",
-    "distributed",
-)
+@dataclass(frozen=True)
+class Change:
+    """A key whose value is another than before; `fixed` if a run cannot go on with that."""
+
+    key: str
+    before: Any
+    now: Any
+    fixed: Fixed | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def incompatible_changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """The changes that keep a run from resuming, each as `key: old -> new`."""
-    changes = []
-    for key, (old, new) in _differences(before, now).items():
-        if not any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE):
-            changes.append(f"{key}: {old!r} -> {new!r}")
-    return changes
+def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
+    """The keys that differ between two configurations of one class, in the order of the fields.
 
-
-def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    if before == now:
-        return {}
-    if is_dataclass(before) and type(before) is type(now):
-        names = [each.name for each in fields(before)]
-        pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
-    elif isinstance(before, dict) and isinstance(now, dict):
-        pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now}}
-    else:
-        return {key: (before, now)}
-    found = {}
-    for name, (old, new) in pairs.items():
-        found |= _differences(old, new, f"{key}.{name}" if key else str(name))
+    Another choice is a change of `type`, beside what else its class has different.
+    """
+    found = []
+    declared = {each.name: each for each in (*fields(before), *fields(now))}
+    for name, each in declared.items():
+        old, new = getattr(before, name, None), getattr(now, name, None)
+        found += _changes(join(prefix, name), old, new, each.metadata.get("fixed"))
     return found
+
+
+def _changes(key: str, before: Any, now: Any, fixed: Fixed | None) -> list[Change]:
+    if before == now:
+        return []
+    if is_dataclass(before) and is_dataclass(now):
+        inner = changes(before, now, key)
+        if type(before) is type(now):
+            return inner
+        return [_change(join(key, TYPE), choice_name(type(before), before), choice_name(type(now), now), fixed), *inner]
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [] if list(before) == list(now) else [_change(key, list(before), list(now), fixed)]
+        common = [name for name in before if name in now]
+        return names + [each for name in common for each in _changes(join(key, name), before[name], now[name], None)]
+    return [_change(key, before, now, fixed)]
+
+
+def _change(key: str, before: Any, now: Any, fixed: Fixed | None) -> Change:
+    before, now = draccus.encode(before), draccus.encode(now)
+    return Change(key, before, now, fixed if fixed and fixed.forbids(before, now) else None)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.services.fields import (
     REQUIRED,
     TYPE,
@@ -26,7 +28,11 @@ from gregale.services.fields import (
     is_union,
     join,
     type_name,
+    types_of,
 )
+from gregale.settings import did_you_mean, shortened, shown
+
+CLOSE = 0.72  # how alike two names have to be for one to be a slip of the other (difflib's ratio)
 
 
 class Text(str):
@@ -76,7 +82,7 @@ class Decoder:
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
         self._check_known(kind, given, key)
-        hints = get_type_hints(kind)
+        hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
         values = {}
         for each in fields(kind):
@@ -89,7 +95,11 @@ class Decoder:
                     f"`{inner}`{meaning} is missing: it has no default. Give it in the YAML file, or as "
                     f"`--{inner} VALUE`; its type is {type_name(hints[each.name])}."
                 )
-        return kind(**values) if base is REQUIRED else replace(base, **values)
+        try:
+            return kind(**values) if base is REQUIRED else replace(base, **values)
+        except KeyedError as error:
+            wrong = join(key, error.key)
+            raise UserError(f"{wrong} {error.found}{self._at(wrong)}{error.rest}") from None
 
     def _choose(self, registry: Any, given: dict, key: str, default: Any) -> Any:
         known, names = choices(registry), ", ".join(choices(registry))
@@ -99,8 +109,8 @@ class Decoder:
                 raise UserError(f"`{join(key, TYPE)}` is missing{self._at(key)}; valid choices: {names}.")
             return known[name]
         name = given.pop(TYPE)
-        if name not in known:
-            near = _did_you_mean(get_close_matches(str(name), known))
+        if not isinstance(name, str) or name not in known:
+            near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(
                 f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which is not a known choice.{near} "
                 f"Valid choices: {names}."
@@ -128,9 +138,7 @@ class Decoder:
             if others:
                 return f" `{name}` belongs to {TYPE} {' or '.join(others)}."
         beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # groups of keys are among them
-        known = [*beside, *self._entries()]
-        same_name = [other for other in known if other.rpartition(".")[2] == name]
-        return _did_you_mean(list(dict.fromkeys(same_name + get_close_matches(key, known)))[:3])
+        return did_you_mean(suggestions(key, beside, known_entries(self.root)))
 
     def _mapping(self, kind: Any, raw: Any, key: str) -> dict:
         if not isinstance(raw, dict):
@@ -142,6 +150,8 @@ class Decoder:
         if isinstance(raw, Text):
             as_yaml = raw.startswith(("[", "{"))
             raw = self._read(raw, key) if as_yaml else [Text(part.strip()) for part in raw.split(",") if part.strip()]
+        if isinstance(raw, dict) and list(raw) == [str(i) for i in range(len(raw))] != []:
+            raw = list(raw.values())  # `--trackers.0.type wandb` where there was no list yet
         if not isinstance(raw, list):
             raise self._wrong(kind, raw, key)
         arguments = get_args(kind)
@@ -167,13 +177,14 @@ class Decoder:
     def _one_of(self, members: Mapping[str, Any], raw: Any, key: str) -> Any:
         text = str(raw).lower() if isinstance(raw, bool) else str(raw)
         if text not in members:
-            near = _did_you_mean(get_close_matches(text, members))
+            near = did_you_mean(get_close_matches(text, members))
             raise UserError(f"`{key}` is {_show(raw)}{self._at(key)}.{near} Valid choices: {', '.join(members)}.")
         return members[text]
 
     def _scalar(self, kind: Any, raw: Any, key: str) -> Any:
         value = str(raw) if kind in (str, Path) and isinstance(raw, Text) else self._read(raw, key)
         if kind in (str, Path) and isinstance(value, str):
+            self._check_text(kind, value, key)
             return kind(value)
         if kind is bool and isinstance(value, bool):
             return value
@@ -181,18 +192,24 @@ class Decoder:
             # YAML 1.1 takes 1e-3 for a string.
             try:
                 number = float(value) if kind is float or not isinstance(value, int) else value
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise self._wrong(kind, value, key) from None
             if kind is float or number == number // 1:
                 return kind(number)
         raise self._wrong(kind, value, key)
+
+    def _check_text(self, kind: type, text: str, key: str) -> None:
+        if kind is Path and "\0" in text:
+            raise UserError(f"`{key}`{self._at(key)} is {shown(text)}: no path has a character of code 0.")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"`{key}`{self._at(key)} is {shortened(text)!a}: half of a surrogate pair is no character.")
 
     def _read(self, raw: Any, key: str) -> Any:
         return self.read_text(raw, key) if isinstance(raw, Text) else raw
 
     def _wrong(self, kind: Any, raw: Any, key: str) -> UserError:
         found = f"`{key}`{self._at(key)}"
-        entry = self._entries().get(key)
+        entry = known_entries(self.root).get(key)
         meaning = f" ({entry.help})" if entry and entry.help else ""
         if isinstance(raw, dict) and raw:
             below = ", ".join(f"`{join(key, name)}`" for name in raw)
@@ -213,26 +230,67 @@ class Decoder:
             key = key.rpartition(".")[0]
         return f" ({self.places[key]})" if key else ""
 
-    def _entries(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
-        for entry in entries(self.root):
-            # Where several choices have a key, the first one speaks for it.
-            found.setdefault(entry.key, entry)
-        return found
+
+@cache
+def known_entries(root: type) -> dict[str, Entry]:
+    """Every key of a configuration; where several choices have it, the first one speaks for it."""
+    found: dict[str, Entry] = {}
+    for entry in entries(root):
+        found.setdefault(entry.key, entry)
+    return found
+
+
+def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list[str]:
+    """What someone who wrote `key` may have meant: a key that others call so, the same name elsewhere, a near miss.
+
+    Arguments:
+    - `beside`: the keys that are valid in the same place
+    - `known`: all keys of the configuration
+    """
+    above, _, name = key.rpartition(".")
+    written = name.lower().replace("-", "_")
+    groups = [other.rpartition(".")[0] for other in known]
+    places = dict.fromkeys([*beside, *known, *groups])
+    meant = [other for other, entry in known.items() if written in entry.aliases]
+    same = [other for other in places if _last(other) == written]
+    if not meant and not same:
+        near = get_close_matches(written, {_last(other) for other in beside}, cutoff=CLOSE)
+        meant = [join(above, name) for name in near]
+    if not meant and not same:
+        near = get_close_matches(written, {_last(other) for other in places}, n=1, cutoff=CLOSE)
+        meant = [other for other in places if _last(other) in near]
+    shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
+    nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
+    shortest = [[key for key in found if _depth(key) == min(map(_depth, found))] for found in nearest]
+    return list(dict.fromkeys(shortest[0] + shortest[1]))[:3]
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _depth(key: str) -> int:
+    return key.count(".")
+
+
+def _shared_levels(key: str, other: str) -> int:
+    pairs = zip(key.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def is_index(name: str) -> bool:
+    """Whether a part of a dotted key is the number of an element."""
+    return name.isascii() and name.isdecimal() and len(name) < 6
 
 
 def _field_names(kind: Any) -> set[str]:
     return {each.name for each in fields(kind)}
 
 
-def _did_you_mean(near: list[str]) -> str:
-    return f" Did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
-
-
 def _show(raw: Any) -> str:
     if isinstance(raw, bool) or raw is None:
         return {True: "true", False: "false", None: "null"}[raw]
-    return repr(str(raw)) if isinstance(raw, str) else str(raw)
+    return shown(raw) if isinstance(raw, int | float | str) else shortened(str(raw))
 
 
 def _describe(raw: Any) -> str:
@@ -242,6 +300,7 @@ def _describe(raw: Any) -> str:
     if isinstance(raw, dict):
         return "an empty mapping"
     if isinstance(raw, list):
-        return f"[{', '.join(_show(item) for item in raw)}], a list of {len(raw)}"
+        some = ", ".join(_show(item) for item in raw[:10]) + (", ..." if len(raw) > 10 else "")
+        return f"[{some}], a list of {len(raw)}"
     names = {str: "a str", Text: "a str", bool: "a bool", int: "an int", float: "a float"}
     return f"{_show(raw)}, {names.get(type(raw), f'a {type(raw).__name__}')}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import draccus
+
+from gregale.settings import Fixed, Range
 
 TYPE = draccus.CHOICE_TYPE_KEY
 REQUIRED = MISSING
@@ -19,45 +22,67 @@ WORDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", typ
 
 @dataclass(frozen=True)
 class Entry:
-    """One dotted key: its type in words, its default (`REQUIRED` if there is none) and its meaning.
+    """One dotted key: its type in words, its default (`REQUIRED` if there is none) and what its field states.
 
-    `choice` is what has to be chosen for this key to exist or have this default (`optimizer.type lion`), if anything.
+    - `help`, `range`, `aliases`, `fixed`: see `gregale.settings`; choices are words of the type
+    - `choice`: what has to be chosen for this key to exist or have this default (`optimizer.type lion`), if anything
     """
 
     key: str
     type: str
     default: Any
     help: str
+    range: Range | None = None
+    aliases: tuple[str, ...] = ()
+    fixed: Fixed | None = None
     choice: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """The help text with the range, for people to read."""
+        return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
 
 
 def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
     """Every key of a configuration class, depth first; `default` is the value that the defaults are read from."""
-    hints = get_type_hints(config_class)
     for each in fields(config_class):
-        value = default_of(each, default)
-        key = join(prefix, each.name)
-        yield from _entries_of_field(key, hints[each.name], value, each.metadata.get("help", ""))
+        entry = _entry(join(prefix, each.name), types_of(config_class)[each.name], each, default_of(each, default))
+        yield from _entries_of_field(entry, types_of(config_class)[each.name])
 
 
-def _entries_of_field(key: str, kind: Any, value: Any, text: str) -> Iterator[Entry]:
+@cache
+def types_of(config_class: type) -> dict[str, Any]:
+    """The types of a class's fields by name; resolving them takes longer than all else here."""
+    return get_type_hints(config_class)
+
+
+def _entry(key: str, kind: Any, each: Field, value: Any) -> Entry:
+    stated = each.metadata
+    words = type_name(kind, stated.get("choices", ()))
+    return Entry(
+        key, words, value, stated.get("help", ""), stated.get("range"), stated.get("aliases", ()), stated.get("fixed")
+    )
+
+
+def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:
     inner, below = _nested(kind)
     if inner is None:
-        yield Entry(key, type_name(kind), value, text)
+        yield entry
         return
     if is_registry(inner):
-        yield from _entries_of_registry(key + below, inner, value, text)
+        yield from _entries_of_registry(replace(entry, key=entry.key + below), inner)
         return
     if inner is not kind:
-        yield Entry(key, type_name(kind), value, text)
-    yield from entries(inner, key + below, value)
+        yield entry
+    yield from entries(inner, entry.key + below, entry.default)
 
 
-def _entries_of_registry(key: str, registry: Any, value: Any, text: str) -> Iterator[Entry]:
+def _entries_of_registry(entry: Entry, registry: Any) -> Iterator[Entry]:
     """The choice itself, the keys that all choices share, then what each choice adds or gives another default."""
+    key, value = entry.key, entry.default
     known = choices(registry)
     default = choice_name(registry, value)
-    yield Entry(join(key, TYPE), " | ".join(known), REQUIRED if default is None else default, text)
+    yield replace(entry, key=join(key, TYPE), type=" | ".join(known), default=REQUIRED if default is None else default)
     shared = list(entries(registry, key, value if isinstance(value, registry) else REQUIRED))
     yield from shared
     chosen: dict[Entry, list[str]] = {}
@@ -85,17 +110,22 @@ def _nested(kind: Any) -> tuple[Any, str]:
     return None, ""
 
 
-def type_name(kind: Any) -> str:
-    """A type in words: `int | null`, `[float, float]`, `list of str`, `matrices | all`."""
+def type_name(kind: Any, words: Collection[str] = ()) -> str:
+    """A type in words: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
+
+    `words` are the choices of a text.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is str and words:
+        return " | ".join(words)
     if kind in WORDS:
         return WORDS[kind]
     if is_union(kind):
-        return " | ".join(type_name(argument) for argument in arguments)
+        return " | ".join(type_name(argument, words) for argument in arguments)
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
-        return f"list of {type_name(arguments[0])}"
+        return f"list of {type_name(arguments[0], words)}"
     if origin is tuple:
         return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin is dict:

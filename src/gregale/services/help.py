@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection, Sequence
 
 import draccus
 import yaml
@@ -13,18 +14,20 @@ from gregale.services.fields import REQUIRED, Entry, entries
 WIDTH = 100
 LONGEST_COLUMN = 26
 SHORTEST_MEANING = 20
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def render(config_class: type, topic: str | None = None) -> str:
+def render(config_class: type, topic: str | None = None, only: Collection[str] = ()) -> str:
     """The keys with type, default and meaning, under a heading with the first part of the dotted key.
 
     What only some choices of a `type` have is listed under these choices: with `topic`, a dotted key, all choices of
-    what is below that key; without, all keys of the default choices.
+    what is below that key; without, all keys of the default choices. With `only`, no keys but these and those below.
 
     Raises `UserError` if no key is below the topic.
     """
+    listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
     groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in _of_default_choices(config_class) if topic is None else _below(config_class, topic):
+    for entry in _of_default_choices(listed) if topic is None else _below(listed, topic):
         groups.setdefault((entry.key.rpartition(".")[0], entry.choice), []).append(entry)
     lines = []
     for (prefix, choice), group in groups.items():
@@ -34,32 +37,35 @@ def render(config_class: type, topic: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def topics(config_class: type) -> list[str]:
+def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
     """The keys below which some choice has keys that the default choice has not."""
-    shown = _of_default_choices(config_class)
-    hidden = {
-        entry.choice.partition(" ")[0].removesuffix(".type") for entry in entries(config_class) if entry not in shown
-    }
+    listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
+    shown = _of_default_choices(listed)
+    hidden = {entry.choice.partition(" ")[0].removesuffix(".type") for entry in listed if entry not in shown}
     hidden = {key.partition(".<")[0].removesuffix(".0") for key in hidden}  # elements of a mapping or a list
     return sorted(key for key in hidden if not any(key.startswith(f"{other}.") for other in hidden))
 
 
-def _of_default_choices(config_class: type) -> list[Entry]:
+def _of_default_choices(listed: Sequence[Entry]) -> list[Entry]:
     """The keys that a configuration has in which every `type` is left at its default."""
-    listed = list(entries(config_class))
-    defaults = {entry.key: entry.default for entry in listed}
-
-    def is_default(entry: Entry) -> bool:
+    shown: list[Entry] = []
+    chosen: dict[str, object] = {}  # of the keys that are there: a key is not, whose choice depends on one that is not
+    for entry in listed:
         key, _, names = entry.choice.partition(" ")
-        return not key or defaults.get(key) in names.split(", ")
+        if not key or chosen.get(key) in names.split(", "):
+            shown.append(entry)
+            chosen.setdefault(entry.key, entry.default)
+    return shown
 
-    return [entry for entry in listed if is_default(entry)]
+
+def _is_below(key: str, others: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{other}.") for other in others)
 
 
-def _below(config_class: type, topic: str) -> list[Entry]:
-    found = [entry for entry in entries(config_class) if f"{entry.key}.".startswith(f"{topic}.")]
+def _below(listed: Sequence[Entry], topic: str) -> list[Entry]:
+    found = [entry for entry in listed if _is_below(entry.key, [topic])]
     if not found:
-        known = sorted({entry.key.partition(".")[0] for entry in entries(config_class)})
+        known = sorted({entry.key.partition(".")[0] for entry in listed})
         raise UserError(f"--help {topic}: there is no such key. The first parts of the keys are: {', '.join(known)}.")
     return found
 
@@ -67,7 +73,7 @@ def _below(config_class: type, topic: str) -> list[Entry]:
 def _lines(group: list[Entry], prefix: str) -> list[str]:
     """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
     indent = " " * 6 if prefix else "  --"
-    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.help) for entry in group]
+    rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
     columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
     for name, value, meaning in rows:
@@ -76,8 +82,16 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         if len(head) > WIDTH - SHORTEST_MEANING:
             lines.append(head.rstrip())
             head = hanging
-        lines += textwrap.wrap(meaning, WIDTH, initial_indent=head, subsequent_indent=hanging) or [head.rstrip()]
+        lines += _wrapped(meaning, head, hanging) or [head.rstrip()]
     return lines
+
+
+def _wrapped(meaning: str, head: str, hanging: str) -> list[str]:
+    """A meaning in lines; the range at its end stays in one piece."""
+    text, bracket, span = meaning.rpartition(" [")
+    whole = f"{text}{bracket}{span.replace(' ', NO_BREAK)}" if bracket else meaning
+    lines = textwrap.wrap(whole, WIDTH, initial_indent=head, subsequent_indent=hanging)
+    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def _type_and_default(entry: Entry) -> str:

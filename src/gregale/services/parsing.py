@@ -10,8 +10,9 @@ import draccus
 import yaml
 
 from gregale.errors import UserError
-from gregale.services.decoding import Decoder, Text
+from gregale.services.decoding import Decoder, Text, is_index
 from gregale.services.fields import join
+from gregale.settings import shortened
 
 Config = TypeVar("Config")
 COMMAND_LINE = "on the command line"
@@ -103,6 +104,10 @@ class _Reader:
             self.loader = yaml.SafeLoader(text)
             node = self.loader.get_single_node()
             return None if node is None else self._build(node, "")
+        except RecursionError:
+            raise UserError(
+                f"{self.name}: not readable as YAML: lists or mappings lie too deep in one another."
+            ) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -115,13 +120,21 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self._build_at(item, join(key, i), item) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
-            return self.loader.construct_object(node, deep=True)
+            return self._scalar(node)
         self._refuse_duplicates(node, key)
         self.loader.flatten_mapping(node)
         built = {}
         for name_node, value_node in node.value:
             built[name_node.value] = self._build_at(value_node, join(key, name_node.value), name_node)
         return built
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self.loader.construct_object(node, deep=True)
+        except (ValueError, ArithmeticError, LookupError, AttributeError):
+            # What PyYAML raises for the 31st of February, for more digits than Python reads, for `!!bool perhaps`.
+            kind, place = node.tag.rpartition(":")[2], f"{self.name}, line {node.start_mark.line + 1}"
+            raise UserError(f"{place}: {shortened(node.value)!r} looks like a YAML {kind}, but it is none.") from None
 
     def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
         self.places[key] = f"{self.name}, line {start.start_mark.line + 1}"
@@ -150,7 +163,7 @@ def _override(raw: dict[str, Any], places: dict[str, str], key: str, value: Text
         inner = _child(node, name, above, key)
         if inner is None:
             inner = {}
-            node[name] = inner
+            _put(node, name, inner)
         if not isinstance(inner, dict | list):
             raise UserError(
                 f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}"
@@ -159,21 +172,29 @@ def _override(raw: dict[str, Any], places: dict[str, str], key: str, value: Text
         node = inner
     if isinstance(node, list):
         _child(node, last, key, key)
-        node[int(last)] = value
-    else:
-        node[last] = value
+    _put(node, last, value)
     for below in [place for place in places if place.startswith(f"{key}.")]:
         del places[below]
     places[key] = COMMAND_LINE
 
 
 def _child(node: dict | list, name: str, above: str, key: str) -> Any:
+    """What lies below a name; None: nothing yet. The element after the last of a list is one that is to be made."""
     if isinstance(node, dict):
         return node.get(name)
-    if not name.isdecimal() or int(name) >= len(node):
+    if not is_index(name) or int(name) > len(node):
         parent = above.rpartition(".")[0]
+        there = f"its elements are `{parent}.0` to `{parent}.{len(node) - 1}`, and" if node else "it has none yet;"
         raise UserError(
-            f"`--{key}` {COMMAND_LINE}: `{parent}` is a list of {len(node)}; its elements are `{parent}.0` to "
-            f"`{parent}.{len(node) - 1}`."
+            f"`--{key}` {COMMAND_LINE}: `{parent}` is a list of {len(node)}; {there} `{parent}.{len(node)}` adds one."
         )
-    return node[int(name)]
+    return node[int(name)] if int(name) < len(node) else None
+
+
+def _put(node: dict | list, name: str, value: Any) -> None:
+    if isinstance(node, dict):
+        node[name] = value
+    elif int(name) == len(node):
+        node.append(value)
+    else:
+        node[int(name)] = value

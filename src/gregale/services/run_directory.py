@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+import gregale
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig, incompatible_changes
+from gregale.services.config import Change, TrainConfig, changes
 from gregale.services.parsing import dump, load
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
@@ -37,11 +40,16 @@ class RunDirectory:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def changes(self) -> Path:
+        """A line for each time that the run went on with another configuration."""
+        return self.path / "changes.jsonl"
+
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation of a step was written, in full."""
         if not self.metrics.is_file():
             return False
-        lines = [line for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        lines = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         return any('"eval_loss"' in line and json.loads(line)["step"] == step for line in lines)
 
     def read_config(self) -> TrainConfig:
@@ -54,12 +62,13 @@ class RunDirectory:
         """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
         if not self.config.is_file():
             return
-        changes = incompatible_changes(self.read_config(), config)
-        if changes:
+        fixed = [change for change in changes(self.read_config(), config) if change.fixed]
+        if fixed:
+            found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
             raise UserError(
-                f"{self.path} holds a run that was started with another configuration: {'; '.join(changes)}. To go on "
-                f"with it, restore these fields; to start a new run, change `name`, or give --fresh, which sets "
-                f"the old run aside."
+                f"{self.path} holds a run that cannot go on with this configuration: {found}. To go on with it, "
+                f"restore these keys, others may change; to start a new run, change `name`, or give --fresh, which "
+                f"sets the old run aside."
             )
 
     def write_samples(self, step: int, texts: list[str]) -> None:
@@ -73,6 +82,19 @@ class RunDirectory:
         after = kept + "".join(f"--- step {step}\n{text}\n" for text in texts).encode()
         if after != before:
             write_bytes(self.samples, after)
+
+    def record_changes(self, step: int, changed: Sequence[Change]) -> None:
+        """Adds a line to changes.jsonl: from which step on which keys have which other values; none if nothing has."""
+        if not changed:
+            return
+        entry = {
+            "step": step,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gregale": gregale.__version__,
+            "changes": {change.key: [change.before, change.now] for change in changed},
+        }
+        before = self.changes.read_bytes() if self.changes.is_file() else b""
+        write_bytes(self.changes, before + json.dumps(entry).encode() + b"\n")
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes config.yaml, first under a temporary name."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.settings import shortened
 from gregale.timeline.simulate import Interval
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ def check_picture_path(path: Path, key: str) -> None:
         UserError: the suffix is neither .svg nor .png, or the folder does not exist.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{key}: {path} has the suffix {path.suffix!r}; a picture is written as .svg or .png.")
+        raise UserError(
+            f"{key}: {shortened(str(path))} has the suffix {shortened(path.suffix)!r}; a picture is .svg or .png."
+        )
     if not path.parent.is_dir():
-        raise UserError(f"{key}: the folder {path.parent} does not exist; create it or choose another.")
+        raise UserError(f"{key}: the folder {shortened(str(path.parent))} does not exist; create it or choose another.")
 
 
 def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[str, np.ndarray], title: str) -> None:

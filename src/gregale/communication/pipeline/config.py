@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from haliax import NamedArray
 
@@ -11,31 +11,32 @@ from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline, pipelined
 from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GatherLevel
-from gregale.model.config import check_choice
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
+from gregale.settings import Settings, whole
 
 # What an iteration keeps for the backward pass beside the stages' inputs, by the names that a layer gives.
 SAVED: dict[str, tuple[str, ...]] = {"full": (), "attention": ("attention",), "projections": tuple(PROJECTIONS)}
 
 
 @dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(Settings):
     """How the layers are pipelined over the mesh axis `stage`; none of it changes the model but for rounding."""
 
-    repeats: int = field(default=1, metadata={"help": "times that a microbatch passes all stages"})
+    repeats: int = field(
+        default=1, metadata={"help": "times that a microbatch passes all stages", "range": whole(1, 100_000)}
+    )
     microbatches: int | None = field(
         default=None,
-        metadata={"help": "in it at a time; null: as few as possible"},
+        metadata={"help": "in it at a time; null: as few as possible", "range": whole(1)},
     )
     delay_forwarding: bool = field(
         default=False,
         metadata={"help": "hand on an iteration later, behind compute"},
     )
-    gather: GatherLevel = field(default="per_repeat", metadata={"help": "when weights are gathered"})
-    remat: str = field(default="full", metadata={"help": f"saved by name: {', '.join(SAVED)}"})
-
-    def __post_init__(self):
-        check_choice("pipeline.remat", self.remat, SAVED)
+    gather: GatherLevel = field(
+        default="per_repeat", metadata={"help": "when weights are gathered", "choices": get_args(GatherLevel)}
+    )
+    remat: str = field(default="full", metadata={"help": "saved by name", "choices": tuple(SAVED)})
 
     def schedule(self, stages: int) -> Schedule:
         """The schedule for so many stages; raises `UserError` if the numbers do not fit together."""

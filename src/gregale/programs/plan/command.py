@@ -18,13 +18,14 @@ from gregale.programs.plan.step import plan_step
 from gregale.programs.plan.text import print_report
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
+from gregale.settings import Settings, above, whole
 
 DOES_NOT_FIT = 3
 WIDTH = 110  # of tables that no terminal limits
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Settings):
     """Options of the command, beside the configuration.
 
     Raises:
@@ -32,15 +33,17 @@ class PlanOptions:
     """
 
     topology: str | None = field(default=None, metadata={"help": "plan for a TPU topology, such as v5p:4x4x4"})
-    slices: int = field(default=1, metadata={"help": "slices of that topology"})
+    slices: int = field(default=1, metadata={"help": "slices of that topology", "range": whole(1, 4096)})
     devices: int | None = field(
-        default=None, metadata={"help": "plan for this many simulated devices; null: what the mesh needs"}
+        default=None,
+        metadata={"help": "plan for this many simulated devices; null: what the mesh needs", "range": whole(1, 4096)},
     )
     chip: str | None = field(
         default=None, metadata={"help": "whose memory and speed to compare with; null: the topology's, or H100"}
     )
     link_gbit_per_second: float | None = field(
-        default=None, metadata={"help": "a replica's link to the others; null: its chips' share of the network"}
+        default=None,
+        metadata={"help": "a replica's link to the others; null: its chips' share of the network", "range": above(0)},
     )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
     hlo: Path | None = field(
@@ -49,14 +52,11 @@ class PlanOptions:
     require_fit: bool = field(default=False, metadata={"help": "exit with 3 if the step does not fit"})
 
     def __post_init__(self):
+        super().__post_init__()
         if self.topology is not None and self.devices is not None:
             raise UserError("topology and devices are both given: a topology has its own devices. Leave one out.")
         if self.topology is None and self.slices != 1:
             raise UserError(f"slices is {self.slices}, but without a topology there are none; give --topology too.")
-        for name in ("slices", "devices", "link_gbit_per_second"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"{name} is {value:g}; it has to be above 0.")
 
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
@@ -87,7 +87,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"hlo: cannot write {path}: {error.strerror}.") from error
     os.replace(temporary, path)

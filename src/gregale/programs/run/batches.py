@@ -16,20 +16,18 @@ from gregale.data.mixtures import ReplicaExamples
 
 
 class GlobalBatches(Iterator[dict[str, NamedArray]]):
-    """The batches of a run as global arrays [batch, position] under `compute`, from a step on.
+    """The batches of a run as global arrays [batch, position] under `compute`, from an example on.
 
     A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
     """
 
-    def __init__(
-        self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, start_step: int = 0
-    ):
+    def __init__(self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, first: int = 0):
         self._axes = axes
         self._sharding = layout.sharding(axes, layout.compute)
         places = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
         rows = {row for index in places.values() if index for row in range(*index[0].indices(axes[0].size))}
         self._rows = np.asarray(sorted(rows))
-        self._batches = batches(examples, axes[0].size, self._rows.tolist(), start_step)
+        self._batches = batches(examples, axes[0].size, self._rows.tolist(), first)
 
     def __next__(self) -> dict[str, NamedArray]:
         return {name: self.placed(array) for name, array in next(self._batches).items()}

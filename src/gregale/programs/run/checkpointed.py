@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 
 from gregale.axes.layout import Layout
@@ -19,10 +22,13 @@ def checkpointed(method: Method, state: TrainState, step: int) -> TrainState:
     return state._replace(joined=jax.jit(lambda state: method.end(state).parameters)(state.method))
 
 
-def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, step: int, replica_bytes: int) -> dict:
+def checkpoint_metadata(
+    setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, int]
+) -> dict[str, Any]:
     """What is written beside a state after `step` steps, and read before it is restored.
 
     - `method`: whose state it is
+    - `counted`: until then, by name: `replica_bytes` that a device has sent over `replica`, `examples` seen
     """
     return {
         "data": corpus.fingerprint,
@@ -30,7 +36,7 @@ def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, step: int,
         "joined": method.due(step),
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
-        "replica_bytes": replica_bytes,
+        **counted,
     }
 
 

@@ -15,18 +15,20 @@ from gregale.axes.mesh import make_mesh
 from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.errors import UserError
+from gregale.errors import UserError, below
 from gregale.methods.config import Parts
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
 from gregale.model.execution import Execution, execution
+from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
 from gregale.services.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
 
 VOCABULARY_MULTIPLE = 64
+MOST_PARAMETERS = 10**15
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     Vocab = padded_vocabulary(config, tokens)
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
+    check_parameters(model)
     methods = config.sync.build(parts_of(config, model, layout))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
 
@@ -183,6 +186,15 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
 def parts_of(config: TrainConfig, model, layout: Layout) -> Parts:
     """What the configuration's methods are built of."""
     return Parts(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed)
+
+
+def check_parameters(model) -> None:
+    """Raises `UserError` for more parameters than the compiler can count the bytes of."""
+    if (count := parameter_count(model)) > MOST_PARAMETERS:
+        raise UserError(
+            f"model: these sizes make up {count:,} parameters, and {MOST_PARAMETERS:,} is the most. Look at "
+            "model.layers, model.hidden, model.heads times model.head_size, model.mlp and model.vocabulary."
+        )
 
 
 def check_replicas(config: TrainConfig, layout: Layout) -> None:
@@ -212,10 +224,12 @@ def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"
     in_loop = replace(run, weights_ready=per_step)
+    with below("optimizer"):
+        optimizer = config.optimizer.build(model, config.steps, layout)
     return Psdp(
         model=model,
         loss=lambda model, batch: model.loss(batch, in_loop),
-        optimizer=config.optimizer.build(model, config.steps, layout),
+        optimizer=optimizer,
         layout=layout,
         microbatches=config.batch.microbatches,
         prepare=run.gathered if per_step else same,

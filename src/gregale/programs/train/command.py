@@ -20,7 +20,7 @@ from gregale.programs.train.loop import Loop
 from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
-from gregale.services.config import TrainConfig
+from gregale.services.config import TrainConfig, changes
 from gregale.services.devices import start_devices
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
@@ -48,7 +48,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
-    with Console(None if is_writer() else open(os.devnull, "w"), fitting.method.shown) as console:
+    with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         console.message(describe(setup, corpus))
@@ -79,7 +79,11 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
         return 0
     if first_step:
         console.message(f"Going on after step {first_step} of {config.steps}.")
+    changed = changes(before, config) if before is not None and first_step else []
+    if changed:
+        console.message(f"Changed since step {first_step}: {'; '.join(map(str, changed))}.")
     if is_writer():
+        run.record_changes(first_step, changed)
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)

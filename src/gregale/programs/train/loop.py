@@ -12,6 +12,7 @@ from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.run.evaluation import Evaluator
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
+from gregale.programs.train.consumed import Consumed
 from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import StepLog
@@ -41,10 +42,11 @@ class Loop:
         config = self._setup.config
         state, step = start.state, start.step
         traffic = Traffic(self._setup, step, start.replica_bytes)
+        consumed = Consumed(config.batch, step, start.examples)
         method = self._setup.method_after(step)
         take_step = self._setup.stepper(method)
-        log = StepLog(self._setup, self._trackers, traffic)
-        with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, step) as batches:
+        log = StepLog(self._setup, self._trackers, traffic, consumed)
+        with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, start.examples) as batches:
             while step < config.steps and not stop.agreed(step):
                 if self._setup.method_after(step) is not method:
                     state = converted(self._setup, state, step, method)
@@ -59,17 +61,18 @@ class Loop:
                     if evaluates:
                         self._evaluate_and_sample(method, state, step)
                     if saves:
-                        self._save(method, state, step, traffic)
+                        self._save(method, state, step, traffic, consumed)
                     log.restart()
         log.catch_up()
-        self._save(method, state, step, traffic)
+        self._save(method, state, step, traffic, consumed)
         if step == config.steps:
             self._evaluate_and_sample(method, state, step)
         return step
 
-    def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic) -> None:
+    def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic, consumed: Consumed) -> None:
         """Saves in the background."""
-        metadata = checkpoint_metadata(self._setup, self._corpus, method, step, traffic.bytes_sent(step))
+        counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
+        metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
         self._checkpoints.save(step, checkpointed(method, state, step), metadata)
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:

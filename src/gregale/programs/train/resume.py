@@ -23,6 +23,7 @@ class Start(NamedTuple):
     state: TrainState  # in the form of the method that takes the next step
     step: int  # steps done
     replica_bytes: int  # bytes that a device has sent over `replica` until then
+    examples: int  # examples that they have seen
 
 
 def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkpoints, corpus: Corpus) -> Start:
@@ -41,14 +42,15 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
     )
     if restored is None:
-        return Start(setup.initial_state(), 0, 0)
+        return Start(setup.initial_state(), 0, 0, 0)
     if noted(restored.metadata, "data") != corpus.fingerprint:
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "
             f"tokenizer has changed. Put the old text back, or start another run with a new name or with --fresh."
         )
     state = converted(setup, restored.tree, restored.step, saved_by(saved, restored.metadata))
-    return Start(state, restored.step, noted(restored.metadata, "replica_bytes"))
+    counted = (noted(restored.metadata, name) for name in ("replica_bytes", "examples"))
+    return Start(state, restored.step, *counted)
 
 
 def converted(setup: Setup, state: TrainState, step: int, method: Method) -> TrainState:

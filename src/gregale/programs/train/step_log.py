@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.run.setup import Setup
+from gregale.programs.train.consumed import Consumed
 from gregale.programs.train.traffic import Traffic
 from gregale.services.tracking import Rate, Trackers
 from gregale.training.state import Report
@@ -24,8 +25,8 @@ STEPS_AHEAD = 1
 class StepLog:
     """Hands the figures of every logged step to the trackers."""
 
-    def __init__(self, setup: Setup, trackers: Trackers, traffic: Traffic):
-        self._setup, self._trackers, self._traffic = setup, trackers, traffic
+    def __init__(self, setup: Setup, trackers: Trackers, traffic: Traffic, consumed: Consumed):
+        self._setup, self._trackers, self._traffic, self._consumed = setup, trackers, traffic, consumed
         self._pending: deque[tuple[int, Report]] = deque()
         self._done = traffic.first_step
         self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
@@ -63,7 +64,7 @@ class StepLog:
             **measured(report),
             **(measured_between(self._outer) if self._outer else {}),
             "learning_rate": self._setup.learning_rate(step - skipped + bool(in_a_row)),
-            "tokens": step * config.batch.tokens,
+            "tokens": self._consumed.tokens(step),
             "tokens_per_second": self._rate.tokens_per_second,
             "step_seconds": self._rate.step_seconds,
             **self._traffic.figures(step),

@@ -41,7 +41,7 @@ def record(folder: Path, names: Iterable[str]) -> FileRecords:
 def write_manifest(folder: Path, records: FileRecords) -> None:
     """Writes the manifest; `folder` is complete once this returns."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:

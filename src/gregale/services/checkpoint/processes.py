@@ -54,7 +54,7 @@ def hashed_by(name: str, processes: int) -> int:
 
 def hand_over(folder: Path, process: int, records: FileRecords) -> None:
     """Leaves a process's checksums for process 0, which collects them after a barrier."""
-    (folder / f"{_HANDOVER}{process}.json").write_text(json.dumps(records))
+    (folder / f"{_HANDOVER}{process}.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 def is_handover(name: str) -> bool:

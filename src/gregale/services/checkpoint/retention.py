@@ -5,29 +5,35 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gregale.errors import UserError
+from gregale.settings import Settings, whole
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.(partial|deleted)")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """How often to save and what to keep.
+class CheckpointConfig(Settings):
+    """How often to save and what to keep."""
 
-    Raises:
-        UserError: a number that is not positive.
-    """
-
-    every: int = field(default=1000, metadata={"help": "Save a checkpoint every this many steps."})
-    keep_last: int = field(default=3, metadata={"help": "Number of newest checkpoints to keep."})
-    keep_every: int | None = field(default=None, metadata={"help": "Keep multiples of this many steps for ever."})
-
-    def __post_init__(self):
-        for name in ("every", "keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"checkpoint.{name} is {value}; it must be 1 or more.")
+    every: int = field(
+        default=1000,
+        metadata={
+            "help": "Save a checkpoint every this many steps.",
+            "range": whole(1),
+            "aliases": ("save_steps", "save_every", "save_interval", "checkpoint_every", "ckpt_interval"),
+        },
+    )
+    keep_last: int = field(
+        default=3,
+        metadata={
+            "help": "Number of newest checkpoints to keep.",
+            "range": whole(1),
+            "aliases": ("save_total_limit", "max_to_keep", "keep"),
+        },
+    )
+    keep_every: int | None = field(
+        default=None, metadata={"help": "Keep multiples of this many steps for ever.", "range": whole(1)}
+    )
 
 
 def folder_name(step: int) -> str:

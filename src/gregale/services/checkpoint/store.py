@@ -133,7 +133,7 @@ class Checkpoints:
             self._clean()
             partial.mkdir(parents=True)
             for name, text in texts.items():
-                (partial / name).write_text(text)
+                (partial / name).write_text(text, encoding="utf-8")
         stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         self._orbax.save(partial / _arrays_name(step), args=ocp.args.PyTreeSave(stored))
         self._in_flight = self._committer.submit(self._commit, step, partial)

@@ -13,12 +13,13 @@ from gregale.errors import UserError
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.jsonl import JsonlTracker
 from gregale.services.tracking.tracker import RunInfo, Tracker, Trackers, Values, finite
+from gregale.settings import Settings
 
 _WANDB_MODES = ("auto", "online", "offline")
 
 
 @dataclass(frozen=True)
-class TrackerConfig(draccus.ChoiceRegistry):
+class TrackerConfig(Settings, draccus.ChoiceRegistry):
     """A tracker beside the console and `metrics.jsonl`.
 
     Attributes:
@@ -75,11 +76,7 @@ class _SessionTracker:
 @TrackerConfig.register_subclass("wandb")
 @dataclass(frozen=True)
 class WandbConfig(TrackerConfig):
-    """Weights & Biases. A resumed run is a second session in the group that has the run's name.
-
-    Raises:
-        UserError: an unknown mode.
-    """
+    """Weights & Biases. A resumed run is a second session in the group that has the run's name."""
 
     package: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
@@ -88,12 +85,11 @@ class WandbConfig(TrackerConfig):
     entity: str | None = field(default=None, metadata={"help": "the user or team, null for the login's own"})
     mode: str = field(
         default="auto",
-        metadata={"help": "online, offline (files in the run directory), or auto: online with a login, else offline"},
+        metadata={
+            "help": "online, offline (files in the run directory), or auto: online with a login, else offline",
+            "choices": _WANDB_MODES,
+        },
     )
-
-    def __post_init__(self):
-        if self.mode not in _WANDB_MODES:
-            raise UserError(f"trackers: mode of wandb is {self.mode!r}; choose one of {', '.join(_WANDB_MODES)}.")
 
     def open(self, run: RunInfo) -> Tracker:
         wandb = importlib.import_module(self.package)

@@ -1,0 +1,93 @@
+"""Every key of every command with values that nobody means: a configuration comes of it, or one paragraph."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from gregale.cli import PROGRAMS
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
+from gregale.services.config import TrainConfig
+from gregale.services.fields import Entry, entries
+from gregale.services.parsing import load
+
+ODD = [
+    *("0", "-1", "1", "2", "3", "0.5", "1.5", "-0.0", "1e-320", "1e308", "1e400", "2147483648", "18446744073709551616"),
+    *("-9223372036854775808", "12345678901234567890", "9" * 400, "9" * 5000, ".nan", "nan", ".inf", "-.inf", "inf"),
+    *("null", "~", "true", "", '""', "a", "é\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
+    *("[]", "[1]", "[null]", "[[]]", "[1, 2]", "{}", "{a: 1}", "{0: 1}", "{type: adamw}", "{type: text}"),
+    *("{", "]", "&a [*a]", "*a", "a: b: c", "- 1", "\t"),
+]
+COMMANDS = {name: import_module(program.module).COMMAND for name, program in PROGRAMS.items()}
+CLASSES = {"keys of a run": TrainConfig, **{name: command.options for name, command in COMMANDS.items()}}
+NEEDED = {"name": "odd", "steps": "1000", "run": "odd"}
+
+
+def given(config_class: type, entry: Entry) -> list[str]:
+    """What else has to be given for a key to exist: the fields without a default, and choices."""
+    arguments = [f"--{each.name}={NEEDED[each.name]}" for each in fields(config_class) if each.name in NEEDED]
+    if entry.key.startswith("sync."):
+        arguments.append("--sync.type=streaming_diloco")
+    chosen, _, names = entry.choice.partition(" ")
+    if chosen and chosen != "sync.type":
+        arguments.append(f"--{named(chosen)}={names.split(', ')[0]}")
+    elif entry.key.startswith("data.sources.<name>.") and not entry.key.endswith("type"):
+        arguments.append("--data.sources.web.type=text")
+    return arguments
+
+
+def named(key: str) -> str:
+    return key.replace("<name>", "web")
+
+
+def as_yaml(key: str, value: str) -> str:
+    *above, last = named(key).split(".")
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(above)]
+    return "\n".join([*lines, f"{'  ' * len(above)}{last}: {value}"]) + "\n"
+
+
+def use(config: TrainConfig) -> None:
+    """What is cheap of setting a run up, and its way through a file."""
+    config.optimizer.build_schedule(config.optimizer.learning_rate, config.steps)
+    if isinstance(config.sync, DilocoConfig):
+        config.sync.outer.build_schedule(config.sync.outer.learning_rate, config.steps)
+        config.sync.schedule(layers=12)
+    config.mesh.sizes(8)
+    config.reduce.first_codec(), config.reduce.second_codec()
+    if config.pipeline is not None:
+        config.pipeline.schedule(2)
+
+
+def outcome(config_class: type, path: Path | None, arguments: list[str]) -> str:
+    """The paragraph; empty if there is a configuration; a traceback for anything else."""
+    try:
+        config = load(config_class, path, arguments)
+        if isinstance(config, TrainConfig):
+            use(config)
+    except UserError as error:
+        return str(error)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_value_of_any_key_ends_in_a_traceback(name, tmp_path):
+    config_class, path = CLASSES[name], tmp_path / "odd.yaml"
+    loaded = 0
+    for entry in entries(config_class):
+        others = given(config_class, entry)
+        for value in ODD:
+            path.write_text(as_yaml(entry.key, value), encoding="utf-8")
+            keyed = [other for other in others if not other.startswith(f"--{named(entry.key)}=")]
+            for file, arguments in ((path, keyed), (None, [*others, f"--{named(entry.key)}={value}"])):
+                found = outcome(config_class, file, arguments)
+                assert "\n" not in found, (entry.key, value[:40], file, found)
+                assert len(found) < 1500, (entry.key, value[:40], file, found)
+                loaded += not found
+    assert loaded or not list(entries(config_class))
