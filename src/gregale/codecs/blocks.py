@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gregale.codecs.codec import Codec
 from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
@@ -14,6 +15,7 @@ from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # 2^-126; what is smaller may be flushed to 0 by some devices
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 SCALE_BYTES = SCALE_BITS // 8
+SIGN = np.uint32(1 << 31)  # the bit of a float32
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,12 @@ class BlockCodec(Codec):
 
     def scales(self, blocks: jax.Array) -> jax.Array:
         """The signed scales [...] of float32 [..., block], rounded as on the wire."""
-        high, low = jnp.max(blocks, axis=-1), jnp.min(blocks, axis=-1)
-        scales = jnp.where(high > -low, high, low) / -self.levels
+        # Magnitudes as integers have the order of the floats, with NaN above all. (XLA's maximum of floats over many
+        # rows forgets NaN on CPUs.) Negative floats are the largest integers: they win over -x of the same magnitude.
+        patterns = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
+        largest = jnp.max(patterns & ~SIGN, axis=-1)
+        x_max = jnp.where(jnp.max(patterns, axis=-1) == largest | SIGN, largest | SIGN, largest)
+        scales = jax.lax.bitcast_convert_type(x_max, jnp.float32) / -self.levels
         magnitude = jnp.abs(scales)
         # Beyond this limit a decoded value, or the scale's reciprocal, would be no normal float.
         limit = min(LARGEST_BFLOAT16 / self.levels, 1 / SMALLEST_SCALE)
@@ -111,7 +117,8 @@ class BlockCodec(Codec):
 class UniformCodec(BlockCodec):
     """Codes are the integers from -2^(bits-1) to 2^(bits-1) - 1, sent with 2^(bits-1) added.
 
-    |x - decoded| <= |scale| / 2, and at the end opposite to x_max at most |scale| (1 + 2^-8).
+    |x - decoded| <= |scale| / 2, and at the end opposite to x_max, where a value is clipped, |scale| (1 + levels 2^-8):
+    the scale is rounded, so |x_max| can be levels (1 + 2^-8) scales.
     """
 
     @property
