@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gregale.codecs.codec import Codec
 from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
@@ -15,7 +14,6 @@ from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
 SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # 2^-126; what is smaller may be flushed to 0 by some devices
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 SCALE_BYTES = SCALE_BITS // 8
-SIGN = np.uint32(1 << 31)  # the bit of a float32
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,10 @@ class BlockCodec(Codec):
 
     def scales(self, blocks: jax.Array) -> jax.Array:
         """The signed scales [...] of float32 [..., block], rounded as on the wire."""
-        # Magnitudes as integers have the order of the floats, with NaN above all. (XLA's maximum of floats over many
-        # rows forgets NaN on CPUs.) Negative floats are the largest integers: they win over -x of the same magnitude.
-        patterns = jax.lax.bitcast_convert_type(blocks, jnp.uint32)
-        largest = jnp.max(patterns & ~SIGN, axis=-1)
-        x_max = jnp.where(jnp.max(patterns, axis=-1) == largest | SIGN, largest | SIGN, largest)
-        scales = jax.lax.bitcast_convert_type(x_max, jnp.float32) / -self.levels
+        high, low = jnp.max(blocks, axis=-1), jnp.min(blocks, axis=-1)
+        # XLA's maximum over many rows forgets NaN on CPUs.
+        x_max = jnp.where(jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.where(high > -low, high, low))
+        scales = x_max / -self.levels
         magnitude = jnp.abs(scales)
         # Beyond this limit a decoded value, or the scale's reciprocal, would be no normal float.
         limit = min(LARGEST_BFLOAT16 / self.levels, 1 / SMALLEST_SCALE)
