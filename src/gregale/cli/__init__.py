@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +89,10 @@ def _overview(programs: Mapping[str, Program]) -> str:
         "",
         "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
     ]
-    return "\n".join(lines)
+    width = shutil.get_terminal_size((120, 24)).columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=" " * 12 if line[:1] == " " else "") for line in lines
+    )
 
 
 def _silence_deprecations() -> None:
