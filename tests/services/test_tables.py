@@ -33,8 +33,8 @@ def test_a_narrow_terminal_has_a_row_a_paragraph():
         "",
         "Collectives",
         "all-gather",
-        "  axes data, model, bytes each time 1.25",
-        "  MiB, note [not markup]",
+        "  axes data, model; bytes each time 1.25",
+        "  MiB; note [not markup]",
     ]
 
 

@@ -29,6 +29,9 @@ PROGRAMS = {
     "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
     "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
+    "clean": Program(
+        "gregale.programs.clean", "list the token stores and tokenizers of a cache folder, and delete them"
+    ),
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),

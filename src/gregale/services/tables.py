@@ -27,5 +27,5 @@ def print_table(console: Console, title: str, headings: Sequence[str], rows: Seq
     for first, *others in rows:
         console.print(Text(first))
         named = zip(headings[1:], others, strict=True)
-        words = ", ".join(f"{heading} {cell}" for heading, cell in named if cell not in ("", "-"))
+        words = "; ".join(f"{heading} {cell}" for heading, cell in named if cell not in ("", "-"))
         console.print(Text(textwrap.indent(textwrap.fill(words, console.width - 2), "  ")))
