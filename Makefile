@@ -1,34 +1,33 @@
 # What the README tells users to run. Everything lives in .venv; versions are pinned in constraints.txt.
-PYTHON ?= python3.11
+# `make PYTHON=/path/to/python3 ...` chooses the Python that .venv is made with.
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# $(call prepare,SET,STEPS): makes .venv, or mends it; quick if nothing is missing.
+prepare = python=$$(infra/find_python.sh "$(PYTHON)") && "$$python" infra/environment.py $(1) $(2)
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup setup-dev demo test lint docs clean
 
-setup: $(VENV)/.core
+setup:
+	@$(call prepare,core,2)
 
-$(VENV)/.core: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
-	touch $@
+setup-dev:
+	@$(call prepare,dev,2)
 
-$(VENV)/.dev: $(VENV)/.core
-	$(PIP) --editable '.[dev,docs,tpu]'
-	touch $@
+demo:
+	@$(call prepare,core,3)
+	@echo "3/3 training a small model on your Python's own standard library"
+	@$(BIN)/gregale train config/quickstart.yaml
 
-demo: $(VENV)/.core
-	$(BIN)/gregale train config/quickstart.yaml
-
-test: $(VENV)/.dev lint
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-lint: $(VENV)/.dev
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: $(VENV)/.dev
+docs: setup-dev
 	$(BIN)/mkdocs build --strict
 
 clean:

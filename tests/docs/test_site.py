@@ -9,6 +9,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gregale.services.config import TrainConfig
 from gregale.services.fields import entries
@@ -43,6 +44,34 @@ def test_every_module_has_its_reference(site):
         "gregale.__main__",
     }
     assert not [module for module in sorted(modules) if f'id="{module}"' not in reference]
+
+
+def pages_of_nav(nav: list) -> list[str]:
+    """The pages of mkdocs.yml's menu, without the index; of a group of pages the first."""
+    targets = [target for entry in nav for target in entry.values()]
+    firsts = [next(iter(target[0].values())) if isinstance(target, list) else target for target in targets]
+    return [first for first in firsts if first != "index.md"]
+
+
+def test_the_index_has_the_pages_of_the_menu_in_its_order():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    index = re.findall(r"^\| \[[^\]]+\]\(([\w/]+\.md)\)", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert index == pages_of_nav(nav)
+
+
+def test_the_menu_has_every_page():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert not [page for page in pages if f": {page}" not in nav]
+
+
+def test_code_folds_at_the_edge_of_the_page(site):
+    """The classes that docs/stylesheets/code.css goes by are there, and so is the file."""
+    page = (site / "quickstart" / "index.html").read_text()
+    for language in ("bash", "python", "yaml"):
+        assert f"language-{language} highlight" in page
+    assert "stylesheets/code.css" in page
+    assert (site / "stylesheets" / "code.css").is_file()
 
 
 def test_nothing_is_fetched_from_elsewhere(site):

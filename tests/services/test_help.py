@@ -150,3 +150,12 @@ def test_the_short_help_has_the_default_choices_and_the_topics_have_all():
 def test_an_unknown_topic_is_told():
     with pytest.raises(UserError, match="optimizer"):
         render(TrainConfig, "optimiser")
+
+
+@pytest.mark.parametrize("columns", [40, 60, 90, 200])
+def test_help_is_as_wide_as_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = render(TrainConfig).splitlines()
+    too_wide = [line for line in lines if len(line) > min(columns, WIDTH) and len(line.split()) > 1]
+    assert all(len(max(line.split(), key=len)) > columns / 2 for line in too_wide), too_wide[:3]
+    assert {word for line in lines for word in line.split()} >= {"learning_rate", "hidden", "microbatches"}

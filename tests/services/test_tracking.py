@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import sys
 
@@ -112,8 +113,43 @@ def test_plain_lines_come_at_intervals_with_the_first_and_the_last():
         console.log(step, TRAINING | {"replica_bytes": 2_500_000})
     console.close()
     lines = file.getvalue().splitlines()
-    assert lines[0] == "step 1/100  loss 2.5000  12,346 tokens/s  replica bytes 2.5 MB  ETA 49m 30s"
-    assert [line.split("/")[0] for line in lines] == ["step 1", "step 41", "step 81", "step 100"]
+    assert lines[:3] == [
+        "step 0/100  compiling the first step",
+        "step 1/100  loss 2.5000  30s, compiling included",
+        "step 41/100  loss 2.5000  12,346 tokens/s  replica bytes 2.5 MB  ETA 29m 30s",
+    ]
+    assert [line.split("/")[0] for line in lines[1:]] == ["step 1", "step 41", "step 81", "step 100"]
+
+
+def test_a_run_that_goes_on_compiles_too_and_one_that_is_done_does_not():
+    file = io.StringIO()
+    console = Console(file, interval_seconds=0)
+    console.begin(9, done=4)
+    console.log(5, TRAINING)
+    console.log(6, TRAINING)
+    console.begin(9, done=9)
+    assert file.getvalue().splitlines() == [
+        "step 4/9  compiling the first step",
+        "step 5/9  loss 2.5000  30s, compiling included",
+        "step 6/9  loss 2.5000  12,346 tokens/s  ETA 1m 30s",
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_progress_line_fits_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = Terminal()
+    with Console(file, fields=["replica_bytes"]) as console:
+        console.begin(1000)
+        console.log(1, TRAINING)
+        console.log(999, TRAINING | {"replica_bytes": 2_500_000, "step_seconds": 3000.0})
+    drawn = [re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]", file.getvalue())]
+    assert max(map(len, drawn)) <= columns
+    last = [line for line in drawn if "999/1000" in line][-1]
+    assert "loss 2.5000" in last
+    assert last.rstrip().endswith("ETA 50m 00s")
+    assert ("replica bytes" in last) == (columns == 120)
 
 
 def test_evaluations_and_messages_are_always_shown():
@@ -123,9 +159,8 @@ def test_evaluations_and_messages_are_always_shown():
     for _ in range(2):
         console.log(4, {"eval_loss": 1.25, "bits_per_byte": 1.803})
         console.message("checkpoint [4] saved")
-    assert (
-        file.getvalue().splitlines() == ["step 4/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"] * 2
-    )
+    shown = ["step 4/9  eval loss 1.2500  bits per byte 1.803", "checkpoint [4] saved"]
+    assert file.getvalue().splitlines()[1:] == shown * 2
 
 
 def test_preparations_tell_how_far_they_are():
@@ -147,7 +182,7 @@ def test_a_terminal_keeps_the_line_below_the_messages(monkeypatch):
         console.message("a message")
         console.log(3, TRAINING)
     shown = file.getvalue()
-    assert shown.index("1/3") < shown.index("a message") < shown.rindex("3/3")
+    assert shown.index("0/3") < shown.index("a message") < shown.rindex("3/3")
     assert "\x1b[2K" in shown  # the line is redrawn
     assert shown.endswith("\x1b[?25h")  # and the cursor is given back
 

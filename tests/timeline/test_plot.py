@@ -1,6 +1,7 @@
 """The pictures: written whole, reproducible, and refused with a clear line."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from gregale.errors import UserError
 from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence
 from gregale.timeline.model import PRESETS
-from gregale.timeline.plot import check_picture_path, plot_timeline, plot_utilisation, window
+from gregale.timeline.plot import INK, check_picture_path, on_any_page, plot_timeline, plot_utilisation, window
 from gregale.timeline.table import run_method
 
 BANDWIDTHS = np.array([1.0, 10.0, 100.0])
@@ -39,6 +40,24 @@ def test_a_picture_has_the_same_bytes_each_time(tmp_path, runs):
     for name in ("one.svg", "two.svg"):
         plot_timeline(tmp_path / name, {n: run.intervals for n, run in runs.items()}, 4, "1 Gbit/s")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "docs" / "figures").glob("*.svg")), ids=lambda p: p.stem
+)
+def test_the_pages_pictures_have_no_white_background_and_no_black(path):
+    svg = path.read_text()
+    assert 'style="fill: #ffffff"' not in svg
+    assert "#000000" not in svg
+    assert on_any_page(svg) == svg
+
+
+def test_an_svg_has_no_background_of_its_own(tmp_path, runs):
+    draw(tmp_path / "picture.svg", runs)
+    svg = (tmp_path / "picture.svg").read_text()
+    assert 'style="fill: #ffffff"' not in svg
+    assert "#000000" not in svg
+    assert f"svg{{fill: {INK}}}" in svg
 
 
 def test_the_window_begins_before_the_first_transfer(runs):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,9 @@ PROGRAMS = {
     "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
     "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
+    "clean": Program(
+        "gregale.programs.clean", "list the token stores and tokenizers of a cache folder, and delete them"
+    ),
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),
@@ -98,7 +103,10 @@ def _overview(programs: Mapping[str, Program]) -> str:
         "",
         "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
     ]
-    return "\n".join(lines)
+    width = shutil.get_terminal_size((120, 24)).columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=" " * 12 if line[:1] == " " else "") for line in lines
+    )
 
 
 def _write_what_the_locale_lacks() -> None:

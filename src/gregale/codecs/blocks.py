@@ -69,7 +69,9 @@ class BlockCodec(Codec):
     def scales(self, blocks: jax.Array) -> jax.Array:
         """The signed scales [...] of float32 [..., block], rounded as on the wire."""
         high, low = jnp.max(blocks, axis=-1), jnp.min(blocks, axis=-1)
-        scales = jnp.where(high > -low, high, low) / -self.levels
+        # XLA's maximum over many rows forgets NaN on CPUs.
+        x_max = jnp.where(jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.where(high > -low, high, low))
+        scales = x_max / -self.levels
         magnitude = jnp.abs(scales)
         # Beyond this limit a decoded value, or the scale's reciprocal, would be no normal float.
         limit = min(LARGEST_BFLOAT16 / self.levels, 1 / SMALLEST_SCALE)
@@ -111,7 +113,8 @@ class BlockCodec(Codec):
 class UniformCodec(BlockCodec):
     """Codes are the integers from -2^(bits-1) to 2^(bits-1) - 1, sent with 2^(bits-1) added.
 
-    |x - decoded| <= |scale| / 2, and at the end opposite to x_max at most |scale| (1 + 2^-8).
+    |x - decoded| <= |scale| / 2, and at the end opposite to x_max, where a value is clipped, |scale| (1 + levels 2^-8):
+    the scale is rounded, so |x_max| can be levels (1 + 2^-8) scales.
     """
 
     @property

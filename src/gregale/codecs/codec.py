@@ -37,9 +37,9 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class FloatCodec(Codec):
-    """The values' own bytes: float32 (`none`, exact) or bfloat16 (relative error of at most 2^-9).
+    """The values' own bytes: float32 (`none`, exact) or bfloat16 (relative error of at most 2^-8).
 
-    - `name`: `none` or `bfloat16`; values beyond the largest bfloat16 (3.39e38) become infinite there
+    - `name`: `none` or `bfloat16`; values from (2 - 2^-8) 2^127 (3.396e38) become infinite there
     """
 
     name: str

@@ -27,7 +27,10 @@ def stored_block(size: int) -> int:
 
 
 def store(values: jax.Array) -> Stored:
-    """float32 [..., n] in 8 bits: an error of at most 1/256 of the largest magnitude of its block (1/128 once)."""
+    """float32 [..., n] in 8 bits: an error of at most (1 + 2^-8) / 256 of the largest magnitude of its block.
+
+    A value that is clipped, almost as large and of the other sign, errs by at most 3/256 of it.
+    """
     codec = UniformCodec(bits=8, block=stored_block(values.shape[-1]))
     codes, scales = codec.quantise(values.reshape(*values.shape[:-1], -1, codec.block))
     return Stored(codes.reshape(values.shape), scales.astype(jnp.bfloat16))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from gregale.errors import UserError
 from gregale.services.command import Command
+from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
 from gregale.timeline.fleet import NEVER, Fleet
 from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, method
@@ -241,21 +241,16 @@ def _print_tables(report: dict) -> None:
         name: ["> 1000" if value is None else f"{value:.1f}" for value in values]
         for name, values in report["bandwidth_gbit_per_second"].items()
     }
-    _print_table("Gbit/s between sites for a compute utilisation of", [f"{goal:.0%}" for goal in UTILISATIONS], needed)
+    _print("Gbit/s between sites for a compute utilisation of", [f"{goal:.0%}" for goal in UTILISATIONS], needed)
     if report["asked_gbit_per_second"]:
         reached = {name: [f"{u:.1%}" for u in row] for name, row in report["asked_utilisation"].items()}
         headings = [f"{gbit_per_second:g}" for gbit_per_second in report["asked_gbit_per_second"]]
-        _print_table("Compute utilisation at Gbit/s between sites", headings, reached)
+        _print("Compute utilisation at Gbit/s between sites", headings, reached)
 
 
-def _print_table(title: str, headings: list[str], rows: dict[str, list[str]]) -> None:
-    table = Table(title=title)
-    table.add_column("method")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for name, cells in rows.items():
-        table.add_row(method(name).label, *cells)
-    Console().print(table)
+def _print(title: str, headings: list[str], rows: dict[str, list[str]]) -> None:
+    cells = [(method(name).label, *row) for name, row in rows.items()]
+    print_table(Console(), title, ("method", *headings), cells)
 
 
 COMMAND = Command(main=main, options=SimulateConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 
@@ -11,7 +12,8 @@ import yaml
 from gregale.errors import UserError
 from gregale.services.fields import REQUIRED, Entry, entries
 
-WIDTH = 100
+WIDTH = 100  # at most, and where no terminal says how wide it is
+NARROW = 80  # below this a meaning stands under its key
 LONGEST_COLUMN = 26
 SHORTEST_MEANING = 20
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -74,23 +76,42 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
     """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
     indent = " " * 6 if prefix else "  --"
     rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    if width < NARROW:
+        return _narrow_lines(rows, indent, width)
     columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
     for name, value, meaning in rows:
         head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
         hanging = " " * (len(indent) + sum(columns) + 4)
-        if len(head) > WIDTH - SHORTEST_MEANING:
+        if len(head) > width - SHORTEST_MEANING:
             lines.append(head.rstrip())
             head = hanging
-        lines += _wrapped(meaning, head, hanging) or [head.rstrip()]
+        lines += _wrapped(meaning, width, head, hanging) or [head.rstrip()]
     return lines
 
 
-def _wrapped(meaning: str, head: str, hanging: str) -> list[str]:
+def _narrow_lines(rows: list[tuple[str, str, str]], indent: str, width: int) -> list[str]:
+    """Each key over its meaning, on lines as wide as the terminal but for single words that are wider."""
+    lines, hanging = [], " " * (len(indent) + 2)
+    for name, value, meaning in rows:
+        for text, first in ((f"{name}  {value}", indent), (meaning, hanging)):
+            lines += textwrap.wrap(
+                text,
+                width,
+                initial_indent=first,
+                subsequent_indent=hanging,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+    return lines
+
+
+def _wrapped(meaning: str, width: int, head: str, hanging: str) -> list[str]:
     """A meaning in lines; the range at its end stays in one piece."""
     text, bracket, span = meaning.rpartition(" [")
     whole = f"{text}{bracket}{span.replace(' ', NO_BREAK)}" if bracket else meaning
-    lines = textwrap.wrap(whole, WIDTH, initial_indent=head, subsequent_indent=hanging)
+    lines = textwrap.wrap(whole, width, initial_indent=head, subsequent_indent=hanging)
     return [line.replace(NO_BREAK, " ") for line in lines]
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from gregale.audit.placement import BETWEEN
 from gregale.programs.plan.programs import STEP
+from gregale.services.tables import print_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {
@@ -45,7 +45,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     rows = [(label, size(memory[key])) for key, label in MEMORY_ROWS.items() if memory[key]]
     if len(report["programs"]) > 1:
         rows[-3:-3] = [(f"  of {name}", size(each["peak"])) for name, each in report["programs"].items()]
-    _table(console, f"Memory of one device ({report['chip']})", ("", "bytes"), rows)
+    print_table(console, f"Memory of one device ({report['chip']})", ("", "bytes"), rows)
     _verdict(report, console)
     for name, each in report["programs"].items():
         _collectives(name, each["collectives"], console)
@@ -55,16 +55,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     _methods(report, console)
     for note in report["notes"]:
         console.print(f"Note: {note}", highlight=False)
-
-
-def _table(console: Console, title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    console.print(f"\n{title}", highlight=False)
-    table = Table()
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _head(report: dict[str, Any], console: Console) -> None:
@@ -118,7 +108,7 @@ def _collectives(name: str, collectives: list[dict[str, Any]], console: Console)
         payloads[key] += each["bytes"]
     rows = [(*key, str(counts[key]), size(payloads[key])) for key in counts]
     title = "Collectives" if name == STEP else f"Collectives of {name} between slices"
-    _table(console, title, ("kind", "dtype", "axes", "link", "loop", "times", "count", "bytes each time"), rows)
+    print_table(console, title, ("kind", "dtype", "axes", "link", "loop", "times", "count", "bytes each time"), rows)
 
 
 def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
@@ -129,7 +119,7 @@ def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
             closed = size(expected[axes]) if axes in expected else "-"
             rows.append((name, axes.replace(",", ", ") or "none", size(count), closed))
     title = "Payload of a program on one device, by mesh axes"
-    _table(console, title, ("program", "axes", "compiled", "closed form"), rows)
+    print_table(console, title, ("program", "axes", "compiled", "closed form"), rows)
 
 
 def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
@@ -139,7 +129,7 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
         for link, each in program["overlap"].items()
     ]
     headings = ("program", "link", "bytes", "asynchronous", "behind compute")
-    _table(console, "What the compiler overlaps", headings, rows)
+    print_table(console, "What the compiler overlaps", headings, rows)
 
 
 def _speed(report: dict[str, Any], console: Console) -> None:
@@ -151,7 +141,7 @@ def _speed(report: dict[str, Any], console: Console) -> None:
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),
         ("model FLOPs utilisation, at most", f"{bound['mfu_bound']:.1%}"),
     ]
-    _table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)
+    print_table(console, f"Roofline ({report['chip']})", ("", "at least"), rows)
 
 
 def _methods(report: dict[str, Any], console: Console) -> None:
@@ -169,14 +159,14 @@ def _methods(report: dict[str, Any], console: Console) -> None:
         for name, each in methods.items()
     ]
     headings = ("method", "on average", "in a step at most", "Gbit/s, average", "Gbit/s, at most")
-    _table(console, "What a device sends over the slow axis a step, and a replica a second of it", headings, rows)
+    print_table(console, "What a device sends over the slow axis a step, and a replica a second of it", headings, rows)
     rows = []
     for name, each in methods.items():
         needed, here = each["needed_gbit_per_second"], each.get("utilisation")
         needed = "> 1000" if needed is None else f"{needed:.1f}"
         rows.append((_with_settings(name, each), needed, "-" if here is None else f"{here:.1%}"))
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
-    _table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
+    print_table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
     console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,9 +31,21 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """The run directory by its path, or by its name under runs/."""
-    path = Path(name)
-    return RunDirectory(path if path.exists() or not (Path("runs") / name).exists() else Path("runs") / name)
+    """The run directory by its path, or by its name under runs/: whichever of the two is a run.
+
+    A name with a `/` in it is a path first. Raises `UserError` if neither is a run, or both are and the name is bare.
+    """
+    places = list(dict.fromkeys([Path(name), Path("runs") / name]))
+    runs = [place for place in places if os.path.isfile(RunDirectory(place).config)]  # False for any impossible path
+    if len(runs) == 2 and "/" not in name:
+        raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
+    if runs:
+        return RunDirectory(runs[0])
+    states = {True: "has no config.yaml", False: "does not exist"}
+    found = " and ".join(f"{place} {states[os.path.exists(place)]}" for place in places)
+    known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
+    hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
+    raise UserError(f"{name} is not a run directory: {found}. {hint}")
 
 
 def open_trained(name: str, step: int | None, devices: int | None) -> Trained:

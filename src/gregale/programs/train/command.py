@@ -87,7 +87,7 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
-    console.begin(config.steps)
+    console.begin(config.steps, first_step)
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
     with StopRequest() as stop, open_trackers(config.trackers, info, console, is_writer()) as trackers:
         loop = Loop(setup, corpus, run, checkpoints, trackers)

@@ -8,6 +8,7 @@ from typing import TextIO
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.filesize import decimal
+from rich.table import Column
 
 from gregale.services.tracking.tracker import Values
 
@@ -43,16 +44,25 @@ class Console:
         self._clock = clock
         self._bars: rich_progress.Progress | None = None
         self._tasks: dict[str, rich_progress.TaskID] = {}
-        self._steps = 0
+        self._steps, self._first = 0, 1
         self._last_plain: dict[str, float] = {}
 
-    def begin(self, steps: int) -> None:
-        """Says how many steps the run has; `log` may follow."""
-        self._steps = steps
+    def begin(self, steps: int, done: int = 0) -> None:
+        """Says how many steps the run has and how many are done; `log` may follow.
+
+        The first step from here on is compiled, and then nothing is known yet of how long the others will take.
+        """
+        self._steps, self._first = steps, done + 1
+        if done < steps:
+            text = f"{done}/{steps}  compiling the first step"
+            if self._is_live:
+                self._show("step", text, done, steps)
+            else:
+                self.message(f"step {text}")
 
     def message(self, text: str) -> None:
         """Shows a line, above the progress line if there is one."""
-        self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._rich.print(text, markup=False, highlight=False, soft_wrap=not self._is_live)
 
     def log(self, step: int, values: Values) -> None:
         """Shows a step's figures: training in the progress line, an evaluation as a message."""
@@ -83,13 +93,17 @@ class Console:
         self.close()
 
     def _training_text(self, step: int, values: Values) -> str:
-        shown = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
-        if speed := values.get("tokens_per_second"):
-            shown.append(f"{speed:,.0f} tokens/s")
-        shown += [_figure(name, values[name]) for name in self._fields if name in values]
-        if seconds := values.get("step_seconds"):
-            shown.append(f"ETA {_duration(seconds * max(self._steps - step, 0))}")
-        return "  ".join(shown)
+        seconds, speed = values.get("step_seconds"), values.get("tokens_per_second")
+        begin = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
+        if step == self._first:
+            return "  ".join([*begin, f"{_duration(seconds)}, compiling included"] if seconds else begin)
+        middle = [f"{speed:,.0f} tokens/s"] if speed else []
+        middle += [_figure(name, values[name]) for name in self._fields if name in values]
+        end = [f"ETA {_duration(seconds * max(self._steps - step, 0))}"] if seconds else []
+        room = self._rich.width - len("- step ") - _bar_width(self._rich.width) - 1
+        while self._is_live and middle and len("  ".join([*begin, *middle, *end])) > room:
+            middle.pop()
+        return "  ".join([*begin, *middle, *end])
 
     def _show(self, label: str, text: str, done: int, total: int) -> None:
         if self._is_live:
@@ -110,14 +124,22 @@ class Console:
 
     def _live_bars(self) -> rich_progress.Progress:
         if self._bars is None:
+            one_line = Column(no_wrap=True, overflow="ellipsis")
+            bar_width = _bar_width(self._rich.width)
             self._bars = rich_progress.Progress(
-                rich_progress.TextColumn("{task.description}"),
-                rich_progress.BarColumn(bar_width=24),
-                rich_progress.TextColumn("{task.fields[text]}", markup=False),
+                rich_progress.SpinnerColumn("line"),
+                rich_progress.TextColumn("{task.description}", table_column=one_line.copy()),
+                *([rich_progress.BarColumn(bar_width)] if bar_width else []),
+                rich_progress.TextColumn("{task.fields[text]}", markup=False, table_column=one_line),
                 console=self._rich,
             )
             self._bars.start()
         return self._bars
+
+
+def _bar_width(columns: int) -> int:
+    """A bar is the first that a narrow terminal goes without."""
+    return 24 if columns >= 100 else 8 if columns >= 70 else 0
 
 
 def _figure(name: str, value: float | int | None) -> str:

@@ -1,0 +1,170 @@
+"""What lies in a cache folder, and how it goes: token stores, trained tokenizers, and what killed builds left."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gregale.data.store import MANIFEST_NAME, TOKENS_NAME, read_manifest
+from gregale.data.tokenizers import SAVED_NAME
+from gregale.errors import UserError
+
+STORE = re.compile(r"[0-9a-f]{24}")
+TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{24}")
+LEFTOVER = re.compile(r"\.([0-9a-f]{24})\.(.+)\.[^.]+")  # of a store's key, the host that built it, and a random end
+LOCK = re.compile(rf"({STORE.pattern}|{TOKENIZER.pattern})\.lock")
+DAY_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of a cache.
+
+    Attributes:
+        folder: where it lies.
+        kind: `token store`, `tokenizer` or `leftover`.
+        size_bytes: of all its files.
+        used: when it was last opened or built, in seconds since 1970.
+        origin: what it was made of, in words; empty where that is not known.
+        is_stale: no run can use it any more: a leftover, a damaged store, or one whose files have changed or are gone.
+    """
+
+    folder: Path
+    kind: str
+    size_bytes: int
+    used: float
+    origin: str
+    is_stale: bool
+
+    @property
+    def lock(self) -> Path:
+        """The file that who builds it, or opens it, holds a lock on."""
+        found = LEFTOVER.fullmatch(self.folder.name)
+        return self.folder.with_name(f"{found[1] if found else self.folder.name}.lock")
+
+
+def entries(cache: Path) -> list[Entry]:
+    """What is in a cache, by last use; whatever else lies in the folder is passed over.
+
+    Raises:
+        UserError: there is no such folder, or it is no cache.
+    """
+    try:
+        paths = [path for path in cache.iterdir() if path.is_dir() and not path.is_symlink()]
+        is_cache = any(LOCK.fullmatch(path.name) for path in cache.iterdir())
+        found = [entry for path in paths if (entry := entry_of(path)) is not None]
+    except OSError as error:
+        raise UserError(f"{cache}: no cache can be read there ({error.strerror}).") from error
+    if not found and not is_cache:
+        raise UserError(
+            f"{cache} is no cache of token stores: nothing in it was made by `gregale train` or `gregale tokenize`. "
+            "Give the folder that `data.cache` names."
+        )
+    return sorted(found, key=lambda entry: (entry.used, entry.folder.name))
+
+
+def entry_of(folder: Path) -> Entry | None:
+    """None if a folder is nothing that a cache has."""
+    name = folder.name
+    if STORE.fullmatch(name) and any((folder / file).exists() for file in (MANIFEST_NAME, TOKENS_NAME)):
+        origin, is_stale = origin_of(folder)
+        return Entry(folder, "token store", size_of(folder), last_use(folder), origin, is_stale)
+    if TOKENIZER.fullmatch(name):
+        return Entry(folder, "tokenizer", size_of(folder), last_use(folder), "", not (folder / SAVED_NAME).is_file())
+    if (leftover := LEFTOVER.fullmatch(name)) is not None:
+        return Entry(folder, "leftover", size_of(folder), newest(folder), f"of a build on {leftover[2]}", True)
+    return None
+
+
+def origin_of(store: Path) -> tuple[str, bool]:
+    """What a store was made of, and whether it is stale."""
+    try:
+        source = read_manifest(store / MANIFEST_NAME)["source"]
+    except (UserError, OSError):
+        return "damaged", True
+    files = source.get("files")
+    if not files:
+        return json.dumps(source, sort_keys=True), False
+    first = files[0][0]
+    words = f"{source['type']}, {first}" + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
+    gone = [path for path, size, modified_ns in files if not is_as_it_was(path, size, modified_ns)]
+    return (f"{words}; {len(gone):,} of them changed or gone", True) if gone else (words, False)
+
+
+def is_as_it_was(path: str, size: int, modified_ns: int) -> bool:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (size, modified_ns)
+
+
+def files_below(folder: Path) -> Iterator[os.stat_result]:
+    """What the system says of every file below a folder that another process may be deleting."""
+    for path in folder.rglob("*"):
+        try:
+            yield path.lstat()
+        except FileNotFoundError:
+            continue
+
+
+def size_of(folder: Path) -> int:
+    return sum(found.st_size for found in files_below(folder))
+
+
+def newest(folder: Path) -> float:
+    """When anything in a folder last changed."""
+    return max([found.st_mtime for found in files_below(folder)], default=folder.stat().st_mtime)
+
+
+def last_use(folder: Path) -> float:
+    """Who opens a store or a tokenizer, or builds it, writes its lock."""
+    lock = folder.with_name(f"{folder.name}.lock")
+    return lock.stat().st_mtime if lock.exists() else newest(folder)
+
+
+def remove(entry: Entry) -> bool:
+    """Deletes an entry, unless a build may be at work on it; returns whether it did.
+
+    It first gets a name that no build looks for. Its lock stays, for one who waits for it may have it open. Runs that
+    have the store open keep what they have mapped.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if entry.kind == "leftover" and is_of_another_host(entry) and time.time() - entry.used < DAY_SECONDS:
+        return False
+    with tried(entry.lock) as is_held:
+        if not is_held:
+            return False
+        doomed = entry.folder.with_name(f".{entry.lock.stem.removeprefix('tokenizer-')}.{socket.gethostname()}.cleaned")
+        if entry.kind != "leftover":
+            shutil.rmtree(doomed, ignore_errors=True)
+            entry.folder.rename(doomed)
+        shutil.rmtree(entry.folder if entry.kind == "leftover" else doomed)
+    return True
+
+
+def is_of_another_host(entry: Entry) -> bool:
+    """Locks need not reach from one host to another, so only age tells whether that build is at work."""
+    found = LEFTOVER.fullmatch(entry.folder.name)
+    return found is not None and found[2] != socket.gethostname()
+
+
+@contextmanager
+def tried(lock: Path) -> Iterator[bool]:
+    """Takes a lock if nobody holds it, and tells whether it did."""
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,211 @@
+"""What `make` does before anything runs: it finds a Python, makes .venv or mends it, and says how far it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+OLD = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"
+WITHOUT_VENV = "import sys; sys.modules['ensurepip'] = None; sys.version_info = (3, 12, 4); exec(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def environment():
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "infra" / "environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["environment"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def find_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """find_python.sh where nothing but the files of a folder can be found."""
+    command = [shutil.which("bash") or "", str(ROOT / "infra" / "find_python.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": str(folder)})
+
+
+def fake(folder: Path, name: str, program: str) -> None:
+    script(folder / name, f'exec "{sys.executable}" -c "{program}" "$2"')
+
+
+def test_a_name_that_no_python_is_behind_is_passed_over(tmp_path):
+    script(tmp_path / "python3.11", 'echo "pyenv: python3.11: command not found" >&2; exit 127')
+    fake(tmp_path, "python3.12", WITHOUT_VENV)
+    script(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
+    result = find_python(tmp_path)
+    assert (result.returncode, result.stdout.strip(), result.stderr) == (0, sys.executable, "")
+
+
+def test_what_was_found_is_named_if_nothing_is_fit(tmp_path):
+    script(tmp_path / "python3.11", 'echo "pyenv: python3.11: command not found" >&2; echo more >&2; exit 127')
+    fake(tmp_path, "python3.12", WITHOUT_VENV)
+    fake(tmp_path, "python3", OLD)
+    result = find_python(tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[1:4] == [
+        "  python3.11: pyenv: python3.11: command not found",
+        "  python3.12: 3.12.4, without venv and ensurepip (Debian and Ubuntu: apt install python3.12-venv)",
+        "  python3: 3.9.2, older than 3.11",
+    ]
+
+
+def test_one_that_is_named_is_the_only_one_tried(tmp_path):
+    script(tmp_path / "python3", f'exec "{sys.executable}" "$@"')
+    fake(tmp_path, "mine", OLD)
+    result = find_python(tmp_path, "mine")
+    assert result.returncode == 1
+    assert "  mine: 3.9.2, older than 3.11\n" in result.stderr
+    assert "nothing" in find_python(tmp_path, "no-such-python").stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_ends_when_there_is_no_python():
+    result = subprocess.run(["make", "setup", "PYTHON=/nowhere/python"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "needs a Python from 3.11 on" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def made(environment, tmp_path, monkeypatch):
+    """A .venv in a folder of its own, whose Python is a script that notes what pip is given."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    pip = 'echo "Collecting rich"; echo "Installing collected packages: rich"; echo "$@" >> pip.txt'
+    script(venv / "bin" / "python", f'if [ "$1" = -m ]; then {pip}; exit ${{PIP_CODE:-0}}; fi; exit 0')
+    return venv
+
+
+def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made, capfd):
+    assert environment.prepare(made, "dev", "2") == 0
+    assert "2/2 installing 106 packages" in capfd.readouterr().out
+    for name in ("dev", "core"):
+        assert environment.prepare(made, name, "2") == 0
+    assert capfd.readouterr().out == ""
+    (made.parent / "constraints.txt").write_text("other")
+    assert environment.prepare(made, "core", "2") == 0
+    assert [line.split()[-1] for line in (made.parent / "pip.txt").read_text().splitlines()] == [".[dev,docs,tpu]", "."]
+
+
+def test_core_is_not_dev(environment, made):
+    environment.prepare(made, "core", "3")
+    assert environment.is_complete(made, "core")
+    assert not environment.is_complete(made, "dev")
+
+
+def test_pip_that_fails_is_not_taken_for_done(environment, made, monkeypatch, capfd):
+    monkeypatch.setenv("PIP_CODE", "1")
+    assert environment.prepare(made, "core", "2") == 1
+    assert "pip stopped" in capfd.readouterr().err
+    assert not environment.is_complete(made, "core")
+    assert "something stopped it" in environment.fault_of(made)
+
+
+@pytest.mark.parametrize("fault", ["gone", "no pip", "interrupted", "elsewhere"])
+def test_a_broken_one_is_made_anew(environment, made, monkeypatch, capfd, fault):
+    environment.prepare(made, "core", "2")
+    python = made / "bin" / "python"
+    whole = python.read_text()
+    if fault == "gone":
+        python.unlink()
+        python.symlink_to("/nowhere/python3")
+    elif fault == "no pip":
+        script(python, "exit 1")
+    elif fault == "interrupted":
+        (made / ".installing").touch()
+    else:
+        (made / ".core").write_text("/another/folder\n0\n")
+    maker = made.parent / "maker"  # in place of `python -m venv --clear`
+    script(maker, f'rm -rf "$4"; mkdir -p "$4/bin"; cp "{made.parent}/python" "$4/bin/python"')
+    script(made.parent / "python", whole.removeprefix("#!/bin/sh\n"))
+    monkeypatch.setattr(sys, "executable", str(maker))
+    capfd.readouterr()
+    assert environment.prepare(made, "core", "3") == 0
+    said = capfd.readouterr().out
+    assert "it is made anew.\n1/3 creating .venv with Python 3." in said
+    assert "\n2/3 installing" in said
+    assert environment.fault_of(made) is None
+
+
+def test_a_link_is_used_and_never_changed(environment, made, capfd):
+    link = made.parent / "clone"
+    link.symlink_to(made)
+    assert environment.prepare(link, "core", "2") == 0
+    assert not (made.parent / "pip.txt").exists()
+    (made / "bin" / "python").unlink()
+    assert environment.prepare(link, "core", "2") == 1
+    assert made.exists()
+    assert "Remove the link, or mend that." in capfd.readouterr().err
+
+
+PIP = """Obtaining file:///somewhere
+  Installing build dependencies: started
+Collecting jax[tpu]>=0.10.2
+  Downloading jax-0.10.2-py3-none-any.whl.metadata (13 kB)
+Collecting typing-extensions>=4
+  Using cached typing_extensions-4.16.0-py3-none-any.whl (500 kB)
+Processing /srv/files/typing_inspect-0.9.0-py3-none-any.whl (from draccus)
+Requirement already satisfied: numpy>=2 in ./.venv/lib/python3.11/site-packages (from jax) (2.4.6)
+Collecting typing_extensions
+  Downloading jaxlib-0.10.2-cp311-cp311-manylinux_2_27_x86_64.whl (81.5 MB)
+Installing collected packages: jax, jaxlib
+Successfully installed jax-0.10.2 jaxlib-0.10.2
+"""
+
+
+def test_progress_counts_packages_once_and_files_by_size(environment, tmp_path):
+    shown = io.StringIO()
+    line = environment.Line(shown)
+    line.show = lambda text, always=False: shown.write(f"{text}\n")
+    environment.follow(PIP.splitlines(), environment.SETS["core"], line, tmp_path / "marker")
+    lines = shown.getvalue().splitlines()
+    assert "4 of 58 packages, 82 of 182 MB: jaxlib, 81.5 MB" in lines
+    assert lines[-2:] == ["all 4 are here; putting 2 in place", "installed"]
+    assert (tmp_path / "marker").exists()
+
+
+def closure(*extras: str) -> set[str]:
+    """The names of all packages that Gregale needs with some extras, those of its own extras included."""
+    found: set[tuple[str, str]] = set()
+    waiting = [("gregale", extra) for extra in ("", *extras)]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in found:
+            continue
+        found.add((name, extra))
+        for line in distribution(name).requires or []:
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(need.name), each) for each in ("", *need.extras)]
+    return {name for name, _ in found} - {"gregale"}
+
+
+@pytest.mark.parametrize(("name", "extras"), [("core", ()), ("dev", ("dev", "docs", "tpu"))])
+def test_the_numbers_of_packages_are_those_announced(environment, name, extras):
+    assert abs(len(closure(*extras)) - environment.SETS[name].packages) <= 2, "some depend on the version of Python"
+
+
+def test_every_script_can_be_run():
+    for path in ("infra/find_python.sh", "infra/tpu_vm.sh"):
+        assert os.access(ROOT / path, os.X_OK)
