@@ -161,7 +161,7 @@ def is_of_another_host(entry: Entry) -> bool:
 @contextmanager
 def tried(lock: Path) -> Iterator[bool]:
     """Takes a lock if nobody holds it, and tells whether it did."""
-    with open(lock, "a") as file:
+    with open(lock, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
