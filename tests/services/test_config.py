@@ -6,6 +6,8 @@ from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
+from gregale.codecs.config import ReduceConfig
+from gregale.data.sources import TextSource
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.model.config import ComputeConfig, LlamaConfig
@@ -54,6 +56,22 @@ def test_a_bad_value_names_its_key(make, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every is 5, but there is no text to evaluate on"),
+        ({"evaluation": EvaluationConfig(bigram=True)}, "evaluation.bigram is true, but there is no text"),
+        ({"reduce": ReduceConfig(codec="int8", measure=True)}, "reduce.measure is true, but there is no text"),
+    ],
+)
+def test_an_evaluation_needs_text(asked, message):
+    nothing = replace(BASE.data, held_out=0.0)
+    with pytest.raises(UserError, match=message):
+        replace(BASE, data=nothing, **asked)
+    replace(BASE, data=nothing)
+    replace(BASE, data=replace(nothing, validation={"news": TextSource()}), **asked)
+
+
 def test_every_key_says_what_it_means():
     assert [entry.key for entry in entries(TrainConfig) if not entry.help] == []
 
@@ -77,7 +95,7 @@ def test_what_may_change_is_no_incompatible_change():
         mesh=replace(BASE.mesh, replica=2),
         compute=ComputeConfig(remat="none"),
         batch=BatchConfig(microbatches=2),
-        data=replace(BASE.data, cache="other", workers=3),
+        data=replace(BASE.data, cache="other", workers=3, validation={"news": TextSource()}),
         evaluation=EvaluationConfig(every=5),
         samples=SamplesConfig(["a"]),
         distributed=DistributedConfig("host:1", 2, 1),

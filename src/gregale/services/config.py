@@ -134,6 +134,20 @@ class TrainConfig:
             )
         for key in ("steps", "cpu_devices", "log_every", "max_skipped"):
             at_least(1, key, getattr(self, key))
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        """Raises `UserError` if there is no text for what is to be evaluated."""
+        evaluation, asked = self.evaluation, ""
+        if evaluation.every is not None:
+            asked = f"evaluation.every is {evaluation.every}"
+        elif evaluation.bigram or self.reduce.measure:
+            asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"
+        if asked and not self.data.evaluates:
+            raise UserError(
+                f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
+                f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
+            )
 
 
 # What a run may change when it resumes; a change of anything else makes another run of it.
@@ -146,6 +160,7 @@ MAY_CHANGE = (
     "mesh",
     "compute",
     "pipeline",
+    "data.validation",
     "data.cache",
     "data.workers",
     "batch.microbatches",

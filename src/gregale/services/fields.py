@@ -32,12 +32,19 @@ class Entry:
 
 
 def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
-    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from."""
+    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from.
+
+    A field whose metadata has `keys_of` is one entry: below it are the keys of another field, which are listed there.
+    """
     hints = get_type_hints(config_class)
     for each in fields(config_class):
         value = default_of(each, default)
         key = join(prefix, each.name)
-        yield from _entries_of_field(key, hints[each.name], value, each.metadata.get("help", ""))
+        text = each.metadata.get("help", "")
+        if "keys_of" in each.metadata:
+            yield Entry(key, type_name(hints[each.name]), value, f"{text}; keys as in {each.metadata['keys_of']}")
+        else:
+            yield from _entries_of_field(key, hints[each.name], value, text)
 
 
 def _entries_of_field(key: str, kind: Any, value: Any, text: str) -> Iterator[Entry]:

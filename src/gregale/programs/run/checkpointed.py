@@ -26,6 +26,7 @@ def checkpoint_metadata(setup: Setup, corpus: Corpus, method: Method, step: int,
     """
     return {
         "data": corpus.fingerprint,
+        "validation": corpus.validation_fingerprints,
         "method": method.name,
         "joined": method.due(step),
         "replicas": replicas(setup.layout, method),
