@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -44,7 +45,7 @@ from gregale.data.tokenizers import BytesTokenizer
 class Dying(SourceConfig):
     def parts(self):
         return [Part("x", 0, 1, 1 << 30)] * 2
-    def read(self, part):
+    def scan(self, part):
         os._exit(1)
     def identity(self):
         return {}
@@ -185,3 +186,52 @@ def test_a_cache_that_cannot_be_a_folder_is_named(tmp_path):
 def test_the_smallest_type_that_holds_every_id():
     assert token_dtype(65536) == np.uint16
     assert token_dtype(65537) == np.uint32
+
+
+def test_a_flipped_bit_is_refused_before_anything_reads_it(tmp_path):
+    (tmp_path / "a").write_text("some text")
+    source, cache = TextSource(files=(f"{tmp_path}/a",)), tmp_path / "cache"
+    path = build(source, cache).folder / "tokens.bin"
+    reports = []
+    build(source, cache, report=lambda *told: reports.append(told))
+    assert reports == [], "what was verified is not read again"
+    data = bytearray(path.read_bytes())
+    path.write_bytes(data)
+    build(source, cache, report=lambda *told: reports.append(told))
+    assert reports == [("checking x", len(data), len(data))], "a file that was written to is"
+    data[3] ^= 4
+    path.write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{path}: its SHA-256 is .*, the manifest says"):
+            build(source, cache)
+
+
+def test_a_bit_that_a_disk_turned_over_is_found_by_the_full_check_and_never_forgotten(tmp_path):
+    (tmp_path / "a").write_text("some text")
+    source, cache = TextSource(files=(f"{tmp_path}/a",)), tmp_path / "cache"
+    store = build(source, cache)
+    path = store.folder / "tokens.bin"
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[3] ^= 4
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    build(source, cache)  # the file seems to be the one that was verified
+    with pytest.raises(UserError, match=rf"{path}: its SHA-256"):
+        store.verify()
+    with pytest.raises(UserError, match=rf"{path}: its SHA-256"):
+        build(source, cache)
+
+
+def test_a_store_of_bad_documents_alone_says_what_was_wrong(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xff")
+    with pytest.raises(
+        UserError, match=r"empty: no document with any text .* 1 bad document\(s\) skipped: .*/a, byte 0"
+    ):
+        build(TextSource(files=(f"{tmp_path}/a",), on_bad_document="skip"), tmp_path / "cache")
+
+
+def test_what_is_skipped_is_part_of_what_a_store_is(tmp_path):
+    stops, skips = (TextSource(files=(f"{tmp_path}/a",), on_bad_document=how) for how in ("stop", "skip"))
+    (tmp_path / "a").write_text("x")
+    assert store_key(stops, BYTES) != store_key(skips, BYTES)

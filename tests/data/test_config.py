@@ -5,12 +5,13 @@ import draccus
 import numpy as np
 import pytest
 
-from gregale.data.config import DataConfig, build_stores, prepare, training_texts
+from gregale.data.config import DataConfig, build_stores, prepare
 from gregale.data.loader import batches
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import BpeConfig, BytesConfig, FileConfig, save_tokenizer
+from gregale.data.training_texts import training_texts
 from gregale.errors import UserError
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
@@ -58,7 +59,7 @@ def test_every_document_is_trained_on_or_held_out(config, tokenizer):
 
 def test_a_bpe_is_trained_on_the_training_documents_alone(config):
     out = held_out_documents(len(TEXTS), config.held_out)
-    found = list(training_texts(config, silent))
+    found = list(training_texts(config.sources, config.held_out, {}, silent))
     assert found == [text for text, held in zip(TEXTS, out, strict=True) if not held]
 
 
@@ -118,7 +119,7 @@ def test_a_tokenizer_file_is_used(config, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"held_out": 0.0}, r"data\.held_out: 0\.0 found; it is a fraction between 0 and 1"),
+        ({"held_out": -0.1}, r"data\.held_out: -0\.1 found; it is a fraction between 0 and 1"),
         ({"held_out": 1.0}, r"data\.held_out: 1\.0 found"),
         ({"workers": -1}, r"data\.workers: -1 found"),
     ],
@@ -156,13 +157,124 @@ def test_tokens_alone_train_no_bpe(config, tmp_path):
         prepare(dataclasses.replace(config, sources=sources, tokenizer=BpeConfig()), 16, 0)
 
 
-def test_too_little_text_is_refused_with_the_arithmetic(config):
+def book(tmp_path, text, **fields):
+    """A configuration of one file, the most common first try."""
+    (tmp_path / "book.txt").write_text(text)
+    source = TextSource(files=(f"{tmp_path}/book.txt",))
+    return DataConfig(sources={"book": source}, cache=str(tmp_path / "cache"), workers=1, **fields)
+
+
+def test_of_one_book_the_end_is_held_out(tmp_path):
+    text = "".join(f"sentence {number}. " for number in range(600))
+    config = book(tmp_path, text, held_out=0.05)
+    corpus = prepare(config, 32, 0)
+    held = round(0.05 * (len(text) + 1) / 32) * 32 + 1
+    assert corpus.held_out_tokens == held
+    assert texts_of(corpus.held_out_streams, corpus.tokenizer) == [(text + "$")[-held:].rstrip("$")]
+    assert texts_of(corpus.train_streams, corpus.tokenizer) == [(text + "$")[:-held]]
+    assert len(corpus.held_out) == held // 32
+    assert prepare(config, 32, 0).fingerprint == corpus.fingerprint
+    assert prepare(config, 64, 0).fingerprint != corpus.fingerprint, "the cut is part of it"
+
+
+def test_a_source_without_held_out_documents_has_an_end_and_the_others_stay(config, tmp_path):
+    alone = prepare(config, 16, 0)
+    both = book(tmp_path, "words " * 100, held_out=config.held_out)
+    corpus = prepare(dataclasses.replace(config, sources=config.sources | both.sources), 16, 0)
+    assert len(corpus.held_out_streams["book"]) == round(0.2 * 601 / 16) * 16 + 1
+    for streams in ("train_streams", "held_out_streams"):
+        ours, before = (getattr(each, streams)["books"] for each in (corpus, alone))
+        np.testing.assert_array_equal(ours.read(0, len(ours)), before.read(0, len(before)))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "fingerprint"),
+    [
+        (BytesConfig(), "85b6e663f3c8a454fdd34073f30800a12e3557d11392a854f61ef84f48d7fbe9"),
+        (BpeConfig(vocabulary=270), "aeda2d9a6725fa99208f631272c1b4e21c8939974e969be7c8144b084fb9af1e"),
+    ],
+)
+def test_sources_with_enough_documents_are_what_they_always_were(config, tokenizer, fingerprint):
+    """The fingerprints were written down before ends were held out: runs of then go on."""
+    assert prepare(dataclasses.replace(config, tokenizer=tokenizer), 16, 0).fingerprint == fingerprint
+
+
+def test_a_held_out_end_trains_no_bpe(tmp_path):
+    text = "the sea and the wind. " * 300 + "qzqz qzqz " * 80
+    held = len("qzqz qzqz " * 80) / len(text)
+    config = book(tmp_path, text, held_out=held, tokenizer=BpeConfig(vocabulary=300))
+    told = []
+    corpus = prepare(config, 16, 0, lambda *report: told.append(report[0]))
+    assert told.count("book") == 2, "once to see that an end is needed, once with the tokenizer that never saw it"
+    (out,) = texts_of(corpus.held_out_streams, corpus.tokenizer)
+    (train,) = texts_of(corpus.train_streams, corpus.tokenizer)
+    assert train + out == text
+    assert "qz" in out
+    assert not [piece for piece in corpus.tokenizer.token_pieces if b"qz" in piece or b"zq" in piece]
+    leaky = build_stores(config)[0]
+    assert [piece for piece in leaky.token_pieces if b"qz" in piece], "it would have learnt them"
+    told.clear()
+    assert prepare(config, 16, 0, lambda *report: told.append(report[0])).fingerprint == corpus.fingerprint
+    assert told == []
+
+
+def test_nothing_held_out(tmp_path):
+    config = book(tmp_path, "words " * 100, held_out=0.0)
     corpus = prepare(config, 16, 0)
-    train, out = corpus.training_tokens, corpus.held_out_tokens
+    assert (corpus.held_out, corpus.held_out_tokens, corpus.training_tokens) == (None, 0, 601)
+    assert not config.evaluates
+
+
+def test_validation_sources_are_evaluated_on_and_never_trained_on(config, tmp_path):
+    (tmp_path / "news.txt").write_text("NEWS " * 40)
+    (tmp_path / "code.txt").write_text("CODE " * 20)
+    validation = {name: TextSource(files=(f"{tmp_path}/{name}.txt",)) for name in ("news", "code")}
+    config = dataclasses.replace(config, tokenizer=BpeConfig(vocabulary=290))
+    plain, corpus = (prepare(each, 16, 0) for each in (config, dataclasses.replace(config, validation=validation)))
+    assert corpus.fingerprint == plain.fingerprint, "they may change when a run resumes"
+    assert corpus.tokenizer.fingerprint == plain.tokenizer.fingerprint
+    assert {key: len(examples) for key, examples in corpus.validation.items()} == {
+        name: (len(stream) - 1) // 16 for name, stream in corpus.validation_streams.items()
+    }
+    assert texts_of({"news": corpus.validation_streams["news"]}, corpus.tokenizer) == ["NEWS " * 40]
+    assert list(corpus.stores) == ["sources.books", "validation.news", "validation.code"]
+    assert len(set(corpus.validation_fingerprints.values())) == 2
+    with pytest.raises(UserError, match=r"data\.validation\.code: too little .* 120 \+ 1 = 121 tokens, and there are"):
+        prepare(dataclasses.replace(config, validation=validation), 120, 0)
+    with pytest.raises(UserError, match=r"data\.validation\.x\.weight: 2 found, .* evaluated by itself"):
+        DataConfig(validation={"x": TextSource(weight=2.0)})
+    with pytest.raises(UserError, match=r"data\.validation\.x: files: no file matches /nowhere"):
+        prepare(dataclasses.replace(config, validation={"x": TextSource(files=("/nowhere",))}), 16, 0)
+
+
+@pytest.mark.parametrize("tokenizer", [BytesConfig(), BpeConfig(vocabulary=270)], ids=["bytes", "bpe"])
+def test_skipped_documents_are_told_of_whenever_the_store_is_opened(config, tmp_path, tokenizer):
+    (tmp_path / "texts" / "30.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "texts" / "33.txt").write_bytes(b"\xff")
+    source = dataclasses.replace(config.sources["books"], on_bad_document="skip")
+    config = dataclasses.replace(config, sources={"books": source}, tokenizer=tokenizer)
+    first = prepare(config, 16, 0)
+    (note,) = first.notes
+    assert [line.partition(": 0x")[0] for line in note.splitlines()] == [
+        "data.sources.books:",
+        "  2 bad document(s) skipped:",
+        f"  {tmp_path}/texts/30.txt, byte 3",
+        f"  {tmp_path}/texts/33.txt, byte 0",
+    ]
+    assert prepare(config, 16, 0).notes == first.notes
+    found = [
+        text for streams in (first.train_streams, first.held_out_streams) for text in texts_of(streams, first.tokenizer)
+    ]
+    assert sorted(found) == sorted(TEXTS[:30] + TEXTS[31:33] + TEXTS[34:])
+
+
+def test_too_little_text_is_refused_with_the_arithmetic(config, tmp_path):
+    corpus = prepare(config, 16, 0)
+    train = corpus.training_tokens
     with pytest.raises(
         UserError, match=rf"data\.sources\.books: .* {train} \+ 1 = {train + 1} tokens; .* has {train} "
     ):
         prepare(config, train, 0)
-    with pytest.raises(UserError, match=rf"data\.held_out: .*{out} \+ 1 = {out + 1} tokens; .* are: books {out}\."):
-        prepare(config, out, 0)
-    assert len(prepare(config, out - 1, 0).held_out) == 1
+    with pytest.raises(UserError, match=r"data\.held_out: .* 50 \+ 1 = 51 tokens; the held-out tokens are: book 0\."):
+        prepare(book(tmp_path, "a" * 100), 50, 0)
+    assert len(prepare(book(tmp_path, "a" * 101), 50, 0).held_out) == 1

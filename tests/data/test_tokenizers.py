@@ -168,3 +168,9 @@ def test_truncation_and_padding_of_a_file_are_left_out():
     library.enable_padding(length=8)
     tokenizer = LibraryTokenizer(library.to_str(), "<|end_of_document|>", "here")
     np.testing.assert_array_equal(tokenizer.encode(TEXTS[1]), BPE.encode(TEXTS[1]))
+
+
+def test_a_byte_order_mark_before_a_tokenizer_json(tmp_path):
+    (tmp_path / "t.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(BPE.to_json()["library"]).encode())
+    config = FileConfig(path=str(tmp_path / "t.json"), end_of_document="<|end_of_document|>")
+    assert tokenizer_from_file(config).fingerprint == BPE.fingerprint

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 
 def test_it_builds_what_training_then_finds(gregale, inputs, capsys):
     assert gregale("tokenize", "tiny.yaml") == 0
@@ -21,6 +24,27 @@ def test_it_builds_what_training_then_finds(gregale, inputs, capsys):
 
 def subsets(count: int):
     return ([i for i in range(count) if bits >> i & 1] for bits in range(1, 2**count - 1))
+
+
+def test_it_checks_every_byte_and_says_what_was_skipped(gregale, inputs, capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("words " * 60) + "{}\n" + '{"text": "more"}\n')
+    arguments = ["tokenize", "tiny.yaml", "--data.cache", tmp_path / "cache", "--data.validation"]
+    arguments.append(f"{{lines: {{type: jsonl, files: [{tmp_path}/a.jsonl], on_bad_document: skip}}}}")
+    for _ in range(2):
+        assert gregale(*arguments) == 0
+        out = capsys.readouterr().out
+        assert "checking sources.words" in out
+        assert f"data.validation.lines:\n  1 bad document(s) skipped:\n  {tmp_path}/a.jsonl, line 2: no field" in out
+        assert f"\nlines: {60 * 6 + 1 + 4 + 1} tokens to evaluate on\n" in out
+    for path in (tmp_path / "cache").glob("*/tokens.bin"):
+        times, data = path.stat(), bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+        assert gregale(*arguments) == 2
+        assert f"{path}: its SHA-256 is" in capsys.readouterr().err
+        shutil.rmtree(path.parent)
+        assert gregale(*arguments) == 0
 
 
 def test_mistakes(gregale, capsys):

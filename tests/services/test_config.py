@@ -10,6 +10,8 @@ import jax
 import pytest
 
 from gregale.cli import PROGRAMS
+from gregale.codecs.config import ReduceConfig
+from gregale.data.sources import TextSource
 from gregale.errors import UserError
 from gregale.methods.config import SyncConfig
 from gregale.model.config import ComputeConfig, LlamaConfig, RotaryScaling
@@ -60,6 +62,22 @@ def test_a_bad_value_names_its_key(make, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every is 5, but there is no text to evaluate on"),
+        ({"evaluation": EvaluationConfig(bigram=True)}, "evaluation.bigram is true, but there is no text"),
+        ({"reduce": ReduceConfig(codec="int8", measure=True)}, "reduce.measure is true, but there is no text"),
+    ],
+)
+def test_an_evaluation_needs_text(asked, message):
+    nothing = replace(BASE.data, held_out=0.0)
+    with pytest.raises(UserError, match=message):
+        replace(BASE, data=nothing, **asked)
+    replace(BASE, data=nothing)
+    replace(BASE, data=replace(nothing, validation={"news": TextSource()}), **asked)
+
+
 def test_every_key_says_what_it_means():
     assert [entry.key for entry in entries(TrainConfig) if not entry.help] == []
 
@@ -88,7 +106,7 @@ def test_what_may_change_forbids_nothing_and_is_told():
         compute=ComputeConfig(remat="none"),
         batch=BatchConfig(size=32, microbatches=2),
         optimizer=AdamWConfig(learning_rate=0.5, betas=(0.8, 0.9), clip_norm=None, schedule=ConstantSchedule()),
-        data=replace(BASE.data, cache="other", workers=3),
+        data=replace(BASE.data, cache="other", workers=3, validation={"news": TextSource()}),
         evaluation=EvaluationConfig(every=5),
         samples=SamplesConfig(["a"]),
         distributed=DistributedConfig("host:1", 2, 1),

@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from gregale.data.progress import Report
-from gregale.data.sources import Document, Part, SourceConfig
+from gregale.data.sources import Document, Part, Skipped, SourceConfig
 from gregale.data.store import FORMAT, TOKENS_NAME, TokenStore, finish_store, flush, json_sha256, open_store
 from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
@@ -46,6 +47,13 @@ class Task:
         return sum(part.size_bytes for part in self.parts)
 
 
+class Encoded(NamedTuple):
+    """What came of a task: the documents' lengths in tokens, int64 [document], and what could not be read."""
+
+    lengths: np.ndarray
+    skipped: Skipped
+
+
 @dataclass(frozen=True)
 class NamedSource:
     """A source with the name that the configuration gives it, for messages and progress."""
@@ -63,7 +71,7 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
     """Opens the store of a source, after building it if the cache does not have it.
 
     It is written under a temporary name and renamed when it is complete. A second builder waits for the first and then
-    opens what that one built.
+    opens what that one built; and what has to be verified, one of them verifies for all.
 
     Args:
         source: the source and its name.
@@ -73,7 +81,8 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
         report: told the bytes of input encoded so far.
 
     Raises:
-        UserError: the source cannot be read, has no tokens, or has one outside the vocabulary.
+        UserError: the source cannot be read, has no tokens, or has one outside the vocabulary; or the cache's store is
+            not what was written.
     """
     folder = cache / store_key(source.config, tokenizer)
     with locked(folder.with_suffix(".lock")):
@@ -89,7 +98,9 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Path, workers:
                 raise UserError(f"{cache}: the token store could not be written there ({error}).") from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-    return open_store(folder)
+        store = open_store(folder)
+        store.verify_once(f"checking {source.name}", report)
+    return store
 
 
 @contextmanager
@@ -129,27 +140,38 @@ def write_store(source: NamedSource, tokenizer: Tokenizer, folder: Path, workers
     """Encodes a source into an empty folder."""
     tasks = make_tasks(source.config, tokenizer, folder)
     total = sum(task.size_bytes for task in tasks)
-    lengths, done = [], 0
+    lengths, skipped, done = [], Skipped(), 0
     with open(folder / TOKENS_NAME, "wb") as tokens:
         for task, found in zip(tasks, run_tasks(tasks, workers), strict=True):
             with open(task.output, "rb") as encoded:
                 shutil.copyfileobj(encoded, tokens, 1 << 20)
             task.output.unlink()
-            lengths.append(found)
+            lengths.append(found.lengths)
+            skipped.add(found.skipped)
             done += task.size_bytes
             report(source.name, done, total)
     offsets = np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
     if offsets[-1] == 0:
-        raise UserError(f"empty: no document with any text in {total} bytes of input.")
-    finish_store(
-        folder,
-        offsets,
-        {
-            "dtype": token_dtype(tokenizer.vocabulary_size).name,
-            "tokenizer": tokenizer.fingerprint,
-            "source": source.config.identity(),
-        },
-    )
+        left_out = in_words(skipped) if skipped.count else []
+        raise UserError(" ".join([f"empty: no document with any text in {total} bytes of input.", *left_out]))
+    description = {
+        "dtype": token_dtype(tokenizer.vocabulary_size).name,
+        "tokenizer": tokenizer.fingerprint,
+        "source": source.config.identity(),
+    }
+    finish_store(folder, offsets, description | ({"skipped": asdict(skipped)} if skipped.count else {}))
+
+
+def skipped_in(store: TokenStore) -> Skipped:
+    """What was left out when a store was built."""
+    return Skipped(**store.manifest.get("skipped", {}))
+
+
+def in_words(skipped: Skipped) -> list[str]:
+    """How many documents were left out and where the first few stand, a line each."""
+    more = skipped.count - len(skipped.first)
+    count = f"{skipped.count:,} bad document(s) skipped{', the first' if more else ''}:"
+    return [count, *skipped.first, *([f"and {more:,} more"] if more else [])]
 
 
 def make_tasks(source: SourceConfig, tokenizer: Tokenizer, folder: Path) -> list[Task]:
@@ -166,8 +188,8 @@ def make_tasks(source: SourceConfig, tokenizer: Tokenizer, folder: Path) -> list
     return [Task(source, tuple(group), description, folder / f"part-{n}") for n, group in enumerate(groups)]
 
 
-def run_tasks(tasks: list[Task], workers: int) -> Iterator[np.ndarray]:
-    """The documents' lengths of each task, in order; a single task is not worth starting processes for."""
+def run_tasks(tasks: list[Task], workers: int) -> Iterator[Encoded]:
+    """What came of each task, in order; a single task is not worth starting processes for."""
     if min(workers, len(tasks)) == 1:
         yield from map(encode_task, tasks)
         return
@@ -197,19 +219,19 @@ def start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def encode_task(task: Task) -> np.ndarray:
-    """Encodes the documents of a task into its output file; returns their lengths in tokens, int64 [document]."""
+def encode_task(task: Task) -> Encoded:
+    """Encodes the documents of a task into its output file."""
     tokenizer = from_json(task.tokenizer, "the tokenizer")
     dtype = token_dtype(tokenizer.vocabulary_size)
-    lengths = []
+    lengths, skipped = [], Skipped()
     with open(task.output, "wb") as output:
         for part in task.parts:
-            for document in task.source.read(part):
+            for document in task.source.read(part, skipped):
                 ids = encode_document(document, tokenizer)
                 if len(ids):
                     np.append(ids, tokenizer.end_of_document).astype(dtype.newbyteorder("<")).tofile(output)
                     lengths.append(len(ids) + 1)
-    return np.array(lengths, np.int64)
+    return Encoded(np.array(lengths, np.int64), skipped)
 
 
 def encode_document(document: Document, tokenizer: Tokenizer) -> np.ndarray:

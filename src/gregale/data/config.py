@@ -1,19 +1,20 @@
 """The data part of a configuration, and preparing what it describes."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
-from gregale.data.build import NamedSource, build_store, locked
-from gregale.data.examples import Examples, Windows, held_out_examples, training_examples
+from gregale.data.build import NamedSource, build_store, in_words, locked, skipped_in
+from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
+from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, json_sha256
-from gregale.data.stream import DocumentStream, held_out_documents
+from gregale.data.stream import DocumentStream
 from gregale.data.tokenizers import (
     SAVED_NAME,
     BpeConfig,
@@ -27,7 +28,10 @@ from gregale.data.tokenizers import (
     tokenizer_from_file,
     train_bpe,
 )
+from gregale.data.training_texts import naming, training_texts
 from gregale.errors import UserError
+
+SOURCES, VALIDATION = "sources", "validation"
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,16 @@ class DataConfig:
     """Which text to train on, and how it becomes examples."""
 
     sources: dict[str, SourceConfig] = field(
-        default_factory=dict, metadata={"help": "where documents come from, by a name of your choice"}
+        default_factory=dict, metadata={"help": "documents, by a name of your choice"}
     )
     tokenizer: TokenizerConfig = field(
         default_factory=BytesConfig, metadata={"help": "what turns text into tokens: bytes, file or bpe"}
     )
-    held_out: float = field(default=0.02, metadata={"help": "fraction of the documents kept for evaluation"})
+    validation: dict[str, SourceConfig] = field(
+        default_factory=dict,
+        metadata={"help": "only evaluated on", "keys_of": "data.sources"},
+    )
+    held_out: float = field(default=0.02, metadata={"help": "share kept for evaluation; 0: nothing"})
     shuffle: bool = field(default=True, metadata={"help": "random order, anew each epoch"})
     cross_documents: bool = field(default=False, metadata={"help": "let attention and loss cross documents"})
     replica_mixtures: list[dict[str, float]] = field(
@@ -51,13 +59,25 @@ class DataConfig:
     workers: int = field(default=0, metadata={"help": "processes that tokenize; 0: one for each core"})
 
     def __post_init__(self):
-        if not 0 < self.held_out < 1:
+        if not 0 <= self.held_out < 1:
             raise UserError(
-                f"data.held_out: {self.held_out} found; it is a fraction between 0 and 1, for example 0.02."
+                f"data.held_out: {self.held_out} found; it is a fraction between 0 and 1, for example 0.02, or 0 to "
+                "hold out nothing."
             )
         if self.workers < 0:
             raise UserError(f"data.workers: {self.workers} found; give a number of processes, or 0 for one each core.")
         check_mixtures(self.replica_mixtures, self.sources)
+        for name, source in self.validation.items():
+            if source.weight != 1:
+                raise UserError(
+                    f"data.validation.{name}.weight: {source.weight:g} found, but a validation source is evaluated by "
+                    "itself, not mixed with others. Leave weight out."
+                )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any text to evaluate on."""
+        return self.held_out > 0 or bool(self.validation)
 
 
 @dataclass(frozen=True)
@@ -66,20 +86,28 @@ class Corpus:
 
     Attributes:
         train: endless examples, see `training_examples` and, with a mixture for each replica, `replica_examples`.
-        held_out: every held-out window once, in order.
+        held_out: every held-out window once, in order; None if nothing is held out.
+        validation: by validation source, every window once, in order.
         tokenizer: of all the tokens.
-        train_streams: by source, the documents to train on.
-        held_out_streams: by source, the documents that are held out.
+        train_streams: by source, the tokens to train on.
+        held_out_streams: by source, the tokens that are held out.
+        validation_streams: by validation source, all of its tokens.
+        stores: every token store, by the key of its source (`sources.books`, `validation.news`).
         fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
-            data, and when a job resumes.
+            data, and when a job resumes. Validation sources have no part in it.
+        notes: what the user should be told, such as how many documents were skipped.
     """
 
     train: Examples | ReplicaExamples
-    held_out: Examples
+    held_out: Examples | None
+    validation: dict[str, Examples]
     tokenizer: Tokenizer
     train_streams: dict[str, DocumentStream]
     held_out_streams: dict[str, DocumentStream]
+    validation_streams: dict[str, DocumentStream]
+    stores: dict[str, TokenStore]
     fingerprint: str
+    notes: tuple[str, ...]
 
     @property
     def training_tokens(self) -> int:
@@ -89,6 +117,11 @@ class Corpus:
     @property
     def held_out_tokens(self) -> int:
         return sum(map(len, self.held_out_streams.values()))
+
+    @property
+    def validation_fingerprints(self) -> dict[str, str]:
+        """By validation source, a hash of its tokens."""
+        return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].manifest["files"]) for name in self.validation}
 
 
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
@@ -103,31 +136,58 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     Raises:
         UserError: a source or the tokenizer is unfit, or there is not one window to train or to evaluate on.
     """
-    tokenizer, stores = build_stores(config, report)
-    train, held_out = {}, {}
-    for name, store in stores.items():
-        out = held_out_documents(len(store.offsets) - 1, config.held_out)
-        train[name], held_out[name] = DocumentStream(store, ~out), DocumentStream(store, out)
+    tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
+    splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
+    train = {name: each.train for name, each in splits.items()}
+    held_out = {name: each.held_out for name, each in splits.items()}
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
-    order = seed if config.shuffle else None
-    if config.replica_mixtures:
-        examples = replica_examples(windows, config.replica_mixtures, order)
-    else:
-        weights = {name: source.weight for name, source in config.sources.items()}
-        examples = training_examples(windows, weights, order)
+    validating = stores_of(VALIDATION, config, tokenizer, report)
+    validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
     checksums = {name: store.manifest["files"] for name, store in stores.items()}
+    by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
+    by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
-        train=examples,
-        held_out=held_out_examples(held_out, sequence_length, config.cross_documents),
+        train=mixed_examples(windows, config, seed if config.shuffle else None),
+        held_out=held_out_examples(held_out, sequence_length, config.cross_documents) if config.held_out else None,
+        validation={name: validation_windows(name, each, sequence_length, config) for name, each in validation.items()},
         tokenizer=tokenizer,
         train_streams=train,
         held_out_streams=held_out,
-        fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out]),
+        validation_streams=validation,
+        stores=by_key,
+        # Cuts are named only if there are any, so that this is what it was for sources whose documents are held out.
+        fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
+        notes=notes_on(by_key),
     )
 
 
-def build_stores(config: DataConfig, report: Report = silent) -> tuple[Tokenizer, dict[str, TokenStore]]:
+def build_and_cut(
+    config: DataConfig, sequence_length: int, report: Report
+) -> tuple[Tokenizer, dict[str, TokenStore], dict[str, int]]:
+    """The tokenizer, the store of each source, and where the held-out end of each source begins that has one.
+
+    Whether a source has an end is known when its tokens are. A BPE was trained on that end by then; it is trained again
+    on what lies before, and the end stays where it is in the text.
+    """
+    tokenizer, stores = build_stores(config, report)
+    found = {name: end_cut(store, config.held_out, sequence_length) for name, store in stores.items()}
+    cuts = {name: cut for name, cut in found.items() if cut is not None}
+    if not cuts or not isinstance(config.tokenizer, BpeConfig):
+        return tokenizer, stores, cuts
+    ends = {name: end_of(stores[name], cut, tokenizer) for name, cut in cuts.items()}
+    tokenizer, stores = build_stores(config, report, ends)
+    return tokenizer, stores, {name: cut_of(stores[name], end, tokenizer) for name, end in ends.items()}
+
+
+def build_stores(
+    config: DataConfig, report: Report = silent, ends: Mapping[str, End] = MappingProxyType({})
+) -> tuple[Tokenizer, dict[str, TokenStore]]:
     """The tokenizer and the store of each source, built where the cache lacks them.
+
+    Args:
+        config: the data.
+        report: told how far the building is.
+        ends: the held-out ends of sources, which train no tokenizer.
 
     Raises:
         UserError: a source or the tokenizer is unfit; the message begins with the source's name.
@@ -138,23 +198,24 @@ def build_stores(config: DataConfig, report: Report = silent) -> tuple[Tokenizer
             "sources: {books: {type: text, files: ['books/*.txt']}}. "
             f"The types are: {', '.join(SourceConfig.get_known_choices())}."
         )
-    cache = Path(expand(config.cache))
-    tokenizer = make_tokenizer(config, cache, report)
-    workers = config.workers or os.cpu_count() or 1
+    tokenizer = make_tokenizer(config, ends, report)
+    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
+
+
+def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
+    """The store of each of the configuration's `sources`, or of each in `validation`."""
+    cache, workers = Path(expand(config.cache)), config.workers or os.cpu_count() or 1
     stores = {}
-    for name, source in config.sources.items():
-        with naming(name):
+    for name, source in getattr(config, group).items():
+        with naming(f"data.{group}.{name}"):
             stores[name] = build_store(NamedSource(name, source), tokenizer, cache, workers, report)
-    return tokenizer, stores
+    return stores
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Puts a source's name before the message of a mistake found in it."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"data.sources.{name}: {error}") from error
+def notes_on(stores: Mapping[str, TokenStore]) -> tuple[str, ...]:
+    """A note for each store that lacks documents, by the key of its source."""
+    skipped = {key: skipped_in(store) for key, store in stores.items()}
+    return tuple("\n  ".join([f"data.{key}:", *in_words(each)]) for key, each in skipped.items() if each.count)
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:
@@ -163,52 +224,39 @@ def training_windows(name: str, stream: DocumentStream, sequence_length: int, co
     if len(windows) == 0:
         raise UserError(
             f"data.sources.{name}: too little text to train on. A window takes {sequence_length} + 1 = "
-            f"{sequence_length + 1} tokens; this source has {len(stream)} after holding out {config.held_out:g} of its "
-            "documents. Shorten the sequences, give more text, or lower data.held_out."
+            f"{sequence_length + 1} tokens; this source has {len(stream)} after holding out {config.held_out:g} of it. "
+            "Shorten the sequences, give more text, or lower data.held_out."
         )
     return windows
 
 
-def make_tokenizer(config: DataConfig, cache: Path, report: Report) -> Tokenizer:
-    """The configured tokenizer; a BPE is trained once and kept in the cache."""
+def validation_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Examples:
+    """The windows of one validation source; there must be one."""
+    with naming(f"data.{VALIDATION}.{name}"):
+        return validation_examples(stream, sequence_length, config.cross_documents)
+
+
+def mixed_examples(windows: dict[str, Windows], config: DataConfig, seed: int | None) -> Examples | ReplicaExamples:
+    """The windows of all sources mixed, for all replicas alike or for each by itself; no seed: in order."""
+    if config.replica_mixtures:
+        return replica_examples(windows, config.replica_mixtures, seed)
+    return training_examples(windows, {name: source.weight for name, source in config.sources.items()}, seed)
+
+
+def make_tokenizer(config: DataConfig, ends: Mapping[str, End], report: Report) -> Tokenizer:
+    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache."""
     if isinstance(config.tokenizer, FileConfig):
         return tokenizer_from_file(config.tokenizer)
     if not isinstance(config.tokenizer, BpeConfig):
         return BytesTokenizer()
     identities = {}
     for name, source in config.sources.items():
-        with naming(name):
+        with naming(f"data.{SOURCES}.{name}"):
             identities[name] = source.identity()
-    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out])[:24]
-    folder = cache / f"tokenizer-{key}"
+    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
+    folder = Path(expand(config.cache)) / f"tokenizer-{key}"
     with locked(folder.with_suffix(".lock")):
         if not (folder / SAVED_NAME).exists():
-            texts = training_texts(config, report)
+            texts = training_texts(config.sources, config.held_out, ends, report)
             save_tokenizer(train_bpe(config.tokenizer, texts), folder)
     return load_tokenizer(folder)
-
-
-def training_texts(config: DataConfig, report: Report) -> Iterator[str]:
-    """The text of the documents that are not held out, over all sources.
-
-    A document's number counts those that are not empty, as in the store, so that the split is the store's.
-    """
-    label = "training the tokenizer"
-    parts = [(name, source, part) for name, source in config.sources.items() for part in source.parts()]
-    total = sum(part.size_bytes for _, _, part in parts)
-    done, found, number, current = 0, 0, 0, None
-    for name, source, part in parts:
-        with naming(name):
-            number = number if name == current else 0
-            current = name
-            texts = [document.content for document in source.read(part) if len(document.content)]
-        out = held_out_documents(number + len(texts), config.held_out)[number:]
-        number += len(texts)
-        for text, held in zip(texts, out, strict=True):
-            if isinstance(text, str) and not held:
-                found += 1
-                yield text
-        done += part.size_bytes
-        report(label, done, total)
-    if found == 0:
-        raise UserError("data.tokenizer: no text to train a BPE on; the sources have no training document of text.")

@@ -172,14 +172,30 @@ def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: in
     Raises:
         UserError: there is no whole window.
     """
-    import grain
-
     windows = Windows(list(streams.values()), sequence_length, cross_documents)
     if len(windows) == 0:
         found = ", ".join(f"{name} {len(stream)}" for name, stream in streams.items())
         raise UserError(
-            f"data.held_out: too little text is held out. A window takes {sequence_length} + 1 = {sequence_length + 1} "
-            f"tokens; the held-out tokens are: {found}. Raise data.held_out, shorten the sequences, or give more "
-            "documents (whole documents are held out)."
+            f"data.held_out: too little text for a window to train on and one that is held out. A window takes "
+            f"{sequence_length} + 1 = {sequence_length + 1} tokens; the held-out tokens are: {found}. Shorten the "
+            "sequences, give more text, or set data.held_out to 0 (data.validation can name other text to evaluate on)."
         )
-    return Examples(grain.MapDataset.source(windows), sequence_length)
+    return in_order(windows)
+
+
+def validation_examples(stream: DocumentStream, sequence_length: int, cross_documents: bool) -> Examples:
+    """Every window of a text that is evaluated on by itself, once, in order; raises `UserError` if there is none."""
+    windows = Windows([stream], sequence_length, cross_documents)
+    if len(windows) == 0:
+        raise UserError(
+            f"too little text to evaluate on. A window takes {sequence_length} + 1 = {sequence_length + 1} tokens, and "
+            f"there are {len(stream)}. Give more text, or train with shorter sequences."
+        )
+    return in_order(windows)
+
+
+def in_order(windows: Windows) -> Examples:
+    """Every window once."""
+    import grain
+
+    return Examples(grain.MapDataset.source(windows), windows.sequence_length)

@@ -1,27 +1,34 @@
 """A token store on disk: the tokens of one source, ready to be mapped into memory.
 
-A store is a folder with three files:
+A store is a folder with three files, and a note:
 
 - `tokens.bin`: the ids of all documents, one after the other, each ended by the end-of-document token, as little-endian
   uint16 or uint32 (the smallest that holds the vocabulary)
 - `documents.npy`: int64 [document + 1], where in `tokens.bin` each document begins, and the end of the last
-- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other two
+- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other two, and
+  what could not be read, where that was to be skipped
+- `verified.json`: which `tokens.bin` (size, time, inode) was last found to have the manifest's SHA-256
 """
 
 import hashlib
 import json
 import os
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from gregale.data.progress import Report, silent
 from gregale.errors import UserError
 
 FORMAT = 1
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.npy"
 MANIFEST_NAME = "manifest.json"
+VERIFIED_NAME = "verified.json"
+READ_BYTES = 16 << 20
 MENDING = "Delete the folder and it will be built again."
 
 
@@ -41,18 +48,62 @@ class TokenStore:
     offsets: np.ndarray
     manifest: dict
 
-    def verify(self) -> None:
+    def verify(self, label: str = "checking", report: Report = silent) -> None:
         """Reads everything and compares it with the manifest's checksums.
+
+        Args:
+            label: of the reports.
+            report: told the bytes of tokens read so far.
 
         Raises:
             UserError: a file is not what was written; names the file.
         """
-        for name in self.manifest["files"]:
-            check_sha256(self.folder / name, self.manifest)
+        note, path = self.folder / VERIFIED_NAME, self.folder / TOKENS_NAME
+        seen = state_of(path)  # before it is read: a change meanwhile makes another state
+        check_sha256(self.folder / DOCUMENTS_NAME, self.manifest)
+        try:
+            check_sha256(path, self.manifest, lambda done: report(label, done, seen["bytes"]))
+        except UserError:
+            note.unlink(missing_ok=True)
+            raise
+        if read_note(note) != seen:
+            write_note(note, seen)
+
+    def verify_once(self, label: str, report: Report) -> None:
+        """Verifies unless this very `tokens.bin` was found to be right before: hashing takes a second a gigabyte.
+
+        What a disk turns over without a change of the file's time is left to `verify`.
+        """
+        if read_note(self.folder / VERIFIED_NAME) != state_of(self.folder / TOKENS_NAME):
+            self.verify(label, report)
+
+
+def state_of(path: Path) -> dict[str, int]:
+    """What tells a file from another, or from itself after a change."""
+    found = path.stat()
+    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+
+
+def read_note(path: Path) -> dict | None:
+    """What was verified; None if nothing was, or the note is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def write_note(path: Path, verified: dict[str, int]) -> None:
+    """Notes what was verified, whole or not at all. Where the store belongs to another user it is not noted."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(verified), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
 
 
 def open_store(folder: Path) -> TokenStore:
-    """Maps a finished store into memory; checks all but the tokens' checksum, see `verify`.
+    """Maps a finished store into memory; checks all but the tokens' checksum, see `verify` and `verify_once`.
 
     Raises:
         UserError: the store is missing, damaged or of another version; names the file.
@@ -72,9 +123,13 @@ def open_store(folder: Path) -> TokenStore:
     return TokenStore(folder, tokens, offsets, manifest)
 
 
-def check_sha256(path: Path, manifest: dict) -> None:
-    """Raises UserError if a file is not what was written."""
-    found, expected = file_sha256(path), manifest["files"][path.name]["sha256"]
+def check_sha256(path: Path, manifest: dict, read: Callable[[int], None] = lambda done: None) -> None:
+    """Raises UserError if a file is not what was written; `read` is told the bytes read so far."""
+    expected = manifest["files"][path.name]["sha256"]
+    try:
+        found = file_sha256(path, read)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}). {MENDING}") from error
     if found != expected:
         raise UserError(f"{path}: its SHA-256 is {found}, the manifest says {expected}. {MENDING}")
 
@@ -111,6 +166,7 @@ def finish_store(folder: Path, offsets: np.ndarray, description: dict) -> None:
     manifest = {"format": FORMAT, **counts, **description, "files": files}
     content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)
     (folder / MANIFEST_NAME).write_text(content, encoding="utf-8")
+    write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
     for path in [*folder.iterdir(), folder]:
         flush(path)
 
@@ -124,9 +180,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path, read: Callable[[int], None] = lambda done: None) -> str:
+    """The SHA-256 of a file; `read` is told the bytes read so far."""
+    digest, done = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            done += len(block)
+            read(done)
+    return digest.hexdigest()
 
 
 def json_sha256(value) -> str:

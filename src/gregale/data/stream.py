@@ -6,21 +6,24 @@ from gregale.data.store import TokenStore
 
 
 class DocumentStream:
-    """Some documents of a store, concatenated in order.
+    """Some documents of a store, or what lies of them between two places, concatenated in order.
 
     Args:
         store: where the tokens lie; nothing is copied.
         chosen: bool [document], which documents the stream has.
+        start: the first of the store's tokens that the stream may have.
+        stop: where those end; the end of the store if not given.
 
     Attributes:
         starts: int64 [chosen document + 1], where each document begins in the stream, and the end of the last.
     """
 
-    def __init__(self, store: TokenStore, chosen: np.ndarray):
-        numbers = np.flatnonzero(chosen)
-        lengths = store.offsets[numbers + 1] - store.offsets[numbers]
+    def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):
+        offsets = store.offsets.clip(start, stop)
+        numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
+        lengths = offsets[numbers + 1] - offsets[numbers]
         self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
-        self._shifts = store.offsets[numbers] - self.starts[:-1]  # from place in the stream to place in the store
+        self._shifts = offsets[numbers] - self.starts[:-1]  # from place in the stream to place in the store
         self._tokens = store.tokens
 
     def __len__(self) -> int:

@@ -1,24 +1,27 @@
-"""`gregale eval`: the held-out loss of a trained model, on its own held-out text or on other files."""
+"""`gregale eval`: the loss of a trained model on the text that its run evaluates on, or on other files."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from gregale.data.build import NamedSource, build_store
-from gregale.data.config import Corpus, prepare
-from gregale.data.examples import Examples, held_out_examples
+from gregale.data.config import prepare
+from gregale.data.examples import validation_examples
 from gregale.data.sources.base import expand
 from gregale.data.sources.text import TextSource
-from gregale.data.stream import DocumentStream
+from gregale.data.split import split_at
 from gregale.data.tokenizers import load_tokenizer
-from gregale.programs.run.evaluation import Evaluator
+from gregale.data.training_texts import naming
+from gregale.errors import UserError
+from gregale.programs.run.checkpointed import noted
+from gregale.programs.run.evaluation import EvaluationText, Evaluator, evaluation_text, in_words
 from gregale.programs.run.trained import Trained, open_trained
 from gregale.services.command import Command
 from gregale.services.tracking.console import Console
+from gregale.services.tracking.tracker import finite
 from gregale.settings import Settings, whole
 
 
@@ -31,42 +34,81 @@ class EvalOptions(Settings):
     step: int | None = field(
         default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
     )
-    batches: int | None = field(default=None, metadata={"help": "batches to evaluate on; null: all", "range": whole(1)})
-    json: bool = field(default=False, metadata={"help": "print the figures as JSON"})
+    batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "batches of each text to evaluate on; null: the run's evaluation.batches, or all of --data",
+            "range": whole(1),
+        },
+    )
+    all: bool = field(default=False, metadata={"help": "evaluate on all batches, whatever evaluation.batches says"})
+    json: bool = field(default=False, metadata={"help": "print the figures as JSON; all else goes to standard error"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.all and self.batches is not None:
+            raise UserError(f"all and batches {self.batches} are both given; leave one out.")
 
 
 def main(options: EvalOptions) -> int:
     """Prints the loss in nats a token and in bits a byte."""
     trained = open_trained(options.run, options.step, devices=None)
-    with Console() as console:
-        held_out = other_text(trained, options.data, console) if options.data else own_text(trained, console)
+    with Console(sys.stderr if options.json else None) as console:
+        text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
+    batches = options.batches
+    if batches is None and not options.all and not options.data:
+        batches = trained.setup.config.evaluation.batches
     tokenizer = load_tokenizer(trained.run.path)
-    figures = Evaluator(trained.setup, held_out, tokenizer.token_bytes)(trained.model, options.batches)
+    figures = Evaluator(trained.setup, text, tokenizer.token_bytes)(trained.model, batches)
     if options.json:
-        print(json.dumps({"step": trained.step, **figures}))
+        print(json.dumps({"step": trained.step} | dict.fromkeys(figures) | finite(figures), allow_nan=False))
     else:
-        print(
-            f"{trained.run.path} at step {trained.step}: held-out loss {figures['eval_loss']:.4f} nats a token, "
-            f"{figures['bits_per_byte']:.4f} bits per byte"
-        )
+        words = in_words(figures, held_out=text.held_out is not None, bits_digits=4)
+        print(f"{trained.run.path} at step {trained.step}: {words}")
     return 0
 
 
-def own_text(trained: Trained, console: Console) -> Examples:
-    """What the run itself holds out."""
-    config = trained.setup.config
-    corpus: Corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
-    return corpus.held_out
+def own_text(trained: Trained, console: Console) -> EvaluationText:
+    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was."""
+    config, path = trained.setup.config, trained.run.path
+    if not config.data.evaluates:
+        raise UserError(
+            f"{path} has no text to evaluate on: its data.held_out is 0 and it has no data.validation. Name some: "
+            f"gregale eval {path} --data 'FILES'"
+        )
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    for note in corpus.notes:
+        console.message(note)
+    if corpus.fingerprint != noted(trained.metadata, "data"):
+        raise UserError(changed("data.sources", trained))
+    for name, found in corpus.validation_fingerprints.items():
+        if found != trained.metadata.get("validation", {}).get(name, found):
+            raise UserError(changed(f"data.validation.{name}", trained))
+    return evaluation_text(corpus)
 
 
-def other_text(trained: Trained, files: list[str], console: Console) -> Examples:
+def changed(key: str, trained: Trained) -> str:
+    """That a text is another now."""
+    return (
+        f"{key}: the text is not what it was when {trained.run.path} saved step {trained.step}: files, the tokenizer "
+        f"or what is held out have changed. A loss on it could not be compared with the run's own, and might be one on "
+        f"text that the run was trained on. Put the old text back, or name text to evaluate on: "
+        f"gregale eval {trained.run.path} --data 'FILES'"
+    )
+
+
+def other_text(trained: Trained, files: list[str], console: Console) -> EvaluationText:
     """All of the text in some files."""
     config = trained.setup.config
     source = NamedSource("data", TextSource(files=tuple(files)))
     tokenizer = load_tokenizer(trained.run.path)
-    store = build_store(source, tokenizer, Path(expand(config.data.cache)), config.data.workers or 1, console.progress)
-    everything = DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
-    return held_out_examples({"data": everything}, config.batch.sequence_length, config.data.cross_documents)
+    cache, workers = Path(expand(config.data.cache)), config.data.workers or 1
+    with naming("data"):
+        store = build_store(source, tokenizer, cache, workers, console.progress)
+        everything = split_at(store, 0, None).train
+        return EvaluationText(
+            validation_examples(everything, config.batch.sequence_length, config.data.cross_documents)
+        )
 
 
 COMMAND = Command(main=main, options=EvalOptions, positional=("run",))

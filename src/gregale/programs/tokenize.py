@@ -16,12 +16,18 @@ class TokenizeOptions:
 
 
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
-    """Builds what the cache lacks, checks all of it, and says what is there."""
+    """Builds what the cache lacks, checks every byte of it, and says what is there."""
     del options
     with Console() as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+        for key, store in corpus.stores.items():
+            store.verify(f"checking {key}", console.progress)
+        for note in corpus.notes:
+            console.message(note)
     for name, stream in corpus.train_streams.items():
         print(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
+    for name, stream in corpus.validation_streams.items():
+        print(f"{name}: {len(stream):,} tokens to evaluate on")
     print(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
     return 0
 

@@ -11,7 +11,7 @@ from gregale.axes.mesh import MeshConfig
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.pipeline.config import PipelineConfig
 from gregale.data.config import DataConfig
-from gregale.errors import KeyedError
+from gregale.errors import KeyedError, UserError
 from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
@@ -214,6 +214,20 @@ class TrainConfig(Settings):
         for key in ("name", "runs"):
             if "\0" in getattr(self, key):
                 raise KeyedError(key, f"is {shown(getattr(self, key))}", ": no path has a character of code 0.")
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        """Raises `UserError` if there is no text for what is to be evaluated."""
+        evaluation, asked = self.evaluation, ""
+        if evaluation.every is not None:
+            asked = f"evaluation.every is {evaluation.every}"
+        elif evaluation.bigram or self.reduce.measure:
+            asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"
+        if asked and not self.data.evaluates:
+            raise UserError(
+                f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
+                f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
+            )
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,17 @@ class Entry:
 
 
 def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
-    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from."""
+    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from.
+
+    A field whose metadata has `keys_of` is one entry: below it are the keys of another field, which are listed there.
+    """
     for each in fields(config_class):
-        entry = _entry(join(prefix, each.name), types_of(config_class)[each.name], each, default_of(each, default))
-        yield from _entries_of_field(entry, types_of(config_class)[each.name])
+        kind = types_of(config_class)[each.name]
+        entry = _entry(join(prefix, each.name), kind, each, default_of(each, default))
+        if "keys_of" in each.metadata:
+            yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
+        else:
+            yield from _entries_of_field(entry, kind)
 
 
 @cache

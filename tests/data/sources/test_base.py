@@ -78,3 +78,8 @@ def test_half_a_surrogate_pair_is_refused():
     assert encodable("fine \U0001f600", "here") == "fine \U0001f600"
     with pytest.raises(UserError, match=r"here: character 2 of the text is U\+D83D"):
         encodable("ab\ud83d", "here")
+
+
+def test_an_unknown_way_with_bad_documents_is_refused():
+    with pytest.raises(UserError, match="on_bad_document: 'ignore' found; the choices are: stop, skip"):
+        TextSource(on_bad_document="ignore")

@@ -1,6 +1,8 @@
 """With the extra `hf` installed the source is tested against the library; without it, that the extra is asked for."""
 
 import importlib.util
+import sys
+import types
 
 import pytest
 
@@ -43,3 +45,14 @@ def test_a_saved_data_set_or_the_missing_extra(tmp_path, contents):
 def test_a_path_is_needed():
     with pytest.raises(UserError, match="path: empty"):
         HuggingFaceSource()
+
+
+def test_whatever_the_library_raises_is_a_message(monkeypatch):
+    """The library's own errors are no OSErrors; where it is not installed, something has to raise one."""
+
+    def load_dataset(*_, **__):
+        raise Exception("An error occurred while generating the dataset")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(UserError, match=r"broken: the data set could not be loaded \(An error occurred"):
+        HuggingFaceSource(path="broken").parts()

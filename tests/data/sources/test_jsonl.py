@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.data.sources import JsonLinesSource, Part
+from gregale.data.sources import JsonLinesSource, Part, Skipped
 from gregale.errors import UserError
 
 TEXTS = ["one", "zwei ü", "drei\nlines", ""]
@@ -48,7 +48,7 @@ def test_any_cut_into_parts_gives_every_line_once(tmp_path_factory, lines, cuts)
     source = JsonLinesSource(files=(str(path),))
     edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
     parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
-    found = [document for part in parts for document in source.read(part)]
+    found = [document for part in parts for document in source.read(part, Skipped())]
     assert [one.content for one in found] == [json.loads(line)["text"] for line in lines if line]
     assert [one.start for one in found] == [
         sum(len(before) + 1 for before in lines[:number]) for number, line in enumerate(lines) if line
@@ -78,7 +78,7 @@ def test_the_line_is_counted_in_the_whole_file_not_in_the_part(tmp_path):
     data = b'{"text": "good"}\n' * 9 + b"bad\n"
     source = source_of(tmp_path, data)
     with pytest.raises(UserError, match="line 10: not JSON"):
-        list(source.read(Part(source.files[0], 40, len(data), len(data) - 40)))
+        list(source.read(Part(source.files[0], 40, len(data), len(data) - 40), Skipped()))
 
 
 def test_zst_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
@@ -94,3 +94,58 @@ def test_damaged_and_truncated_archives_are_refused(tmp_path, name):
     for broken, message in ((data[: len(data) // 2], "truncated"), (b"no archive at all", "damaged")):
         with pytest.raises(UserError, match=rf"{name}: a .*{message}"):
             list(source_of(tmp_path, broken, name).documents())
+
+
+@pytest.mark.parametrize(("name", "pack"), [("a.jsonl", bytes), ("a.gz", gzip.compress), ("a.zst", zstandard.compress)])
+def test_a_byte_order_mark_is_no_text(tmp_path, contents, name, pack):
+    assert contents(source_of(tmp_path, pack(b"\xef\xbb\xbf" + LINES), name)) == TEXTS
+    assert contents(source_of(tmp_path, pack(b"\xef\xbb\xbf\n" + LINES), name)) == TEXTS
+
+
+def test_a_number_of_thousands_of_digits_is_no_mistake(tmp_path, contents):
+    line = b'{"text": "a", "n": %s}\n' % (b"7" * 5001)
+    assert contents(source_of(tmp_path, line)) == ["a"]
+    with pytest.raises(UserError, match="line 1: field `n` is int, expected text"):
+        contents(source_of(tmp_path, line, field="n"))
+
+
+BAD_LINES = [
+    b"\xff",
+    b"7" * 5001,
+    b'{"text": ' + b"7" * 5001 + b"}",
+    b"{",
+    b"[]",
+    b'{"text": "\\udfff"}',
+    b'{"\\ud800": 1}',
+]
+
+
+@given(st.lists(st.one_of(st.sampled_from([b'{"text": "a"}', *BAD_LINES]), st.binary(max_size=20)), max_size=8))
+def test_any_bytes_are_documents_or_bad_ones(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("any") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    source, skipped = JsonLinesSource(files=(str(path),), on_bad_document="skip"), Skipped()
+    found = [document for part in source.parts() for document in source.read(part, skipped)]
+    stripped = [line.removeprefix(b"\xef\xbb\xbf").strip() for line in path.read_bytes().split(b"\n")]
+    assert len(found) + skipped.count == sum(map(bool, stripped))
+    assert len(found) >= lines.count(b'{"text": "a"}')
+    assert len(skipped.first) == min(skipped.count, 5)
+    "".join(skipped.first).encode("utf-8")
+    if skipped.count:
+        with pytest.raises(UserError) as caught:
+            list(JsonLinesSource(files=(str(path),)).documents())
+        assert str(caught.value).encode("utf-8", "backslashreplace").decode() == skipped.first[0]
+
+
+@pytest.mark.parametrize("name", ["a.gz", "a.zst"])
+def test_of_a_damaged_archive_what_can_be_read_is_kept(tmp_path, name):
+    texts = [f"{number} " * 50 for number in range(100_000)]
+    data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    packed = gzip.compress(data, 1) if name == "a.gz" else zstandard.compress(data)
+    source, skipped = source_of(tmp_path, packed[: len(packed) // 2], name, on_bad_document="skip"), Skipped()
+    (part,) = source.parts()
+    found = [document.content for document in source.read(part, skipped)]
+    assert 0 < len(found) < len(texts)
+    assert found == texts[: len(found)]
+    assert skipped.count == 1
+    assert "truncated" in skipped.first[0]

@@ -1,10 +1,11 @@
+import dataclasses
 import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gregale.data.sources import ParquetSource
+from gregale.data.sources import ParquetSource, Skipped
 from gregale.errors import UserError
 
 
@@ -56,3 +57,34 @@ def test_parquet_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`: pip install"):
         source.parts()
+
+
+def skipping(source):
+    """The texts that a source has when it skips what is bad, and what that was."""
+    source, skipped = dataclasses.replace(source, on_bad_document="skip"), Skipped()
+    return [document.content for part in source.parts() for document in source.read(part, skipped)], skipped
+
+
+def test_a_bad_row_is_skipped_by_itself(tmp_path):
+    raw = pyarrow.array([b"a", b"\xff", b"c", None, b"e"]).cast(pyarrow.string(), safe=False)
+    source = write(tmp_path / "a.parquet", {"text": raw})
+    with pytest.raises(UserError, match=r"a\.parquet, row 1: column `text` is not UTF-8"):
+        list(source.documents())
+    texts, skipped = skipping(source)
+    assert texts == ["a", "c", "e"]
+    assert [place.partition(": ")[0][-5:] for place in skipped.first] == ["row 1", "row 3"]
+
+
+def test_a_file_that_is_no_parquet_is_skipped_whole(tmp_path):
+    write(tmp_path / "a.parquet", {"text": ["a"]})
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
+    texts, skipped = skipping(ParquetSource(files=(f"{tmp_path}/*.parquet",)))
+    assert (texts, skipped.count) == (["a"], 1)
+
+
+def test_a_name_that_is_not_utf8_is_damage(tmp_path):
+    source = write(tmp_path / "a.parquet", {"text": ["a"]}, store_schema=False)
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data.replace(b"text", b"te\xf8t"))
+    with pytest.raises(UserError, match=r"a\.parquet"):
+        list(source.documents())

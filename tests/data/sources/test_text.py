@@ -1,6 +1,6 @@
 import pytest
 
-from gregale.data.sources import TextSource
+from gregale.data.sources import Skipped, TextSource
 from gregale.errors import UserError
 
 
@@ -32,4 +32,32 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (part,) = source.parts()
     (tmp_path / "gone.txt").unlink()
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read \(No such file"):
-        list(source.read(part))
+        list(source.read(part, Skipped()))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone--\xef\xbb\xbftwo")
+    found = list(TextSource(files=(str(path),), separator="--").documents())
+    assert [(one.content, one.start) for one in found] == [("one", 3), ("\ufefftwo", 8)], (
+        "inside a file it is a character"
+    )
+    assert [one.content for one in TextSource(files=(str(path),)).documents()] == ["one--\ufefftwo"]
+
+
+def test_a_piece_that_is_not_utf8_is_skipped_by_itself(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one--caf\xe9--three")
+    source, skipped = TextSource(files=(str(path),), separator="--", on_bad_document="skip"), Skipped()
+    assert [one.content for part in source.parts() for one in source.read(part, skipped)] == ["one", "three"]
+    assert skipped.count == 1
+    assert skipped.first[0].startswith(f"{path}, byte 8: 0xe9 is not UTF-8")
+
+
+def test_what_the_system_will_not_read_is_never_skipped(tmp_path):
+    source = TextSource(files=(str(tmp_path / "gone.txt"),), on_bad_document="skip")
+    (tmp_path / "gone.txt").write_text("x")
+    (part,) = source.parts()
+    (tmp_path / "gone.txt").unlink()
+    with pytest.raises(UserError, match=r"gone\.txt: cannot be read"):
+        list(source.read(part, Skipped()))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.data.sources import Part, TokensSource
+from gregale.data.sources import Part, Skipped, TokensSource
 from gregale.errors import UserError
 
 TOKENS = [5, 6, 0, 7, 0, 0, 8, 9]
@@ -29,7 +29,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, 
     source = TokensSource(files=(str(path),), end_of_document=0)
     edges = [0, *sorted({cut for cut in cuts if cut < len(tokens)}), len(tokens)]
     parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
-    found = [token for part in parts for one in source.read(part) for token in [*one.content.tolist(), 0]]
+    found = [token for part in parts for one in source.read(part, Skipped()) for token in [*one.content.tolist(), 0]]
     assert found == (tokens if tokens[-1] == 0 else [*tokens, 0])
 
 
@@ -67,3 +67,13 @@ def test_what_is_no_token_file_is_refused(tmp_path, name, content, message):
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(UserError, match="dtype: 'float32' found; a raw token file holds one of uint16, uint32, int32"):
         TokensSource(dtype="float32")
+
+
+def test_a_file_of_no_tokens_is_skipped_whole(tmp_path):
+    np.array([5, 6], np.uint16).tofile(tmp_path / "a.bin")
+    (tmp_path / "b.bin").write_bytes(b"123")
+    (tmp_path / "c.npy").write_bytes(b"not an array")
+    source = TokensSource(files=(f"{tmp_path}/?.*",), on_bad_document="skip")
+    skipped = Skipped()
+    found = [one.content.tolist() for part in source.parts() for one in source.read(part, skipped)]
+    assert (found, skipped.count) == ([[5, 6]], 2)

@@ -8,6 +8,7 @@ import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import draccus
 import numpy as np
 
 from gregale.errors import UserError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
+STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
+PLACES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -39,36 +44,88 @@ class Document:
     start: int
 
 
+class BadDocument(UserError):
+    """Content that is no document, and where. A source yields it if it can go on behind it, and raises it if not."""
+
+
+@dataclass
+class Skipped:
+    """The documents that were left out because they could not be read.
+
+    Attributes:
+        count: how many.
+        first: the first few, each as what was wrong and where.
+    """
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def note(self, bad: BadDocument) -> None:
+        """Counts one more."""
+        # A file's name, and text inside a message, may hold what UTF-8 cannot write.
+        self.add(Skipped(1, [str(bad).encode("utf-8", "backslashreplace").decode("utf-8")]))
+
+    def add(self, later: "Skipped") -> None:
+        """Counts what was found behind these."""
+        self.count += later.count
+        self.first = [*self.first, *later.first][:PLACES_SHOWN]
+
+
 @dataclass(frozen=True)
 class SourceConfig(draccus.ChoiceRegistry):
     """A source of documents. The order of its documents depends on the files alone, never on how they are read."""
 
-    weight: float = field(default=1.0, metadata={"help": "share of the training examples, relative to other sources"})
+    weight: float = field(default=1.0, metadata={"help": "share of the training examples, beside others"})
+    on_bad_document: str = field(default=STOP, metadata={"help": "bad documents: stop, or skip and report"})
 
     def __post_init__(self):
         if not 0 < self.weight < math.inf:
             raise UserError(f"weight: {self.weight} found, but the weight of a source is a finite number above 0.")
+        if self.on_bad_document not in ON_BAD_DOCUMENT:
+            raise UserError(
+                f"on_bad_document: {self.on_bad_document!r} found; the choices are: {', '.join(ON_BAD_DOCUMENT)}."
+            )
 
     @abstractmethod
     def parts(self) -> list[Part]:
         """The parts in order; reading them one after the other gives every document once."""
 
     @abstractmethod
-    def read(self, part: Part) -> Iterator[Document]:
-        """The documents that begin in a part, in order.
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+        """The documents that begin in a part, in order, and what is none of those that it should be.
 
         Raises:
-            UserError: the part is damaged, or is not what the configuration says; names the file and the place.
+            BadDocument: from here on the part cannot be read, because of its content.
+            UserError: the part is not what the configuration says, or the system cannot read it; names the file.
         """
 
     @abstractmethod
     def identity(self) -> dict:
         """What the documents depend on, as JSON: two sources with equal identities have the same documents."""
 
+    def read(self, part: Part, skipped: Skipped) -> Iterator[Document]:
+        """The documents that begin in a part, in order; `skipped` is told of those that are left out.
+
+        Raises:
+            UserError: the part is damaged, or is not what the configuration says; names the file and the place.
+        """
+        try:
+            for found in self.scan(part):
+                if isinstance(found, Document):
+                    yield found
+                elif self.on_bad_document == STOP:
+                    raise found
+                else:
+                    skipped.note(found)
+        except BadDocument as bad:
+            if self.on_bad_document == STOP:
+                raise
+            skipped.note(bad)
+
     def documents(self) -> Iterator[Document]:
         """All documents, in order, read by this process."""
         for part in self.parts():
-            yield from self.read(part)
+            yield from self.read(part, Skipped())
 
 
 @dataclass(frozen=True)
@@ -83,7 +140,16 @@ class FileSource(SourceConfig):
     )
 
     def parts(self) -> list[Part]:
-        return [part for path in self.paths() for part in self.split(path)]
+        return [part for path in self.paths() for part in self.parts_of(path)]
+
+    def parts_of(self, path: str) -> list[Part]:
+        """The parts of one file. A file that cannot be cut is one part, so that reading finds again what is wrong."""
+        try:
+            return self.split(path)
+        except BadDocument:
+            if self.on_bad_document == STOP:
+                raise
+            return [Part(path, 0, 1, os.path.getsize(path))]
 
     def paths(self) -> list[str]:
         """The files, by pattern and then by name.
@@ -105,7 +171,11 @@ class FileSource(SourceConfig):
         return kept
 
     def split(self, path: str) -> list[Part]:
-        """The parts of one file; a single one unless the format can be read from the middle."""
+        """The parts of one file; a single one unless the format can be read from the middle.
+
+        Raises:
+            BadDocument: the file is damaged.
+        """
         size = os.path.getsize(path)
         return [Part(path, 0, size, size)]
 
@@ -134,9 +204,21 @@ def expand(pattern: str) -> str:
 
 def read_bytes(path: str) -> bytes:
     """A file's content; a file that cannot be read is the user's to mend."""
-    try:
+    with readable(path):
         return Path(path).read_bytes()
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turns the system's refusal to read a file into a `UserError`, whatever `on_bad_document` says: try again later.
+
+    Libraries raise an OSError without a number for damage that they find themselves; that is let through.
+    """
+    try:
+        yield
     except OSError as error:
+        if error.errno is None:
+            raise
         raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
@@ -146,5 +228,17 @@ def encodable(text: str, place: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X}"
-        raise UserError(f"{place}: character {error.start} of the text is {found}, half a surrogate pair.") from error
+        raise BadDocument(f"{place}: character {error.start} of the text is {found}, half a surrogate pair.") from error
     return text
+
+
+def in_column(value, column: str, path: str, row: int) -> Document | BadDocument:
+    """A value of a table as a document, if it is text."""
+    place = f"{path}, row {row}"
+    if not isinstance(value, str):
+        kind = "empty (null)" if value is None else type(value).__name__
+        return BadDocument(f"{place}: column `{column}` is {kind}, expected text.")
+    try:
+        return Document(encodable(value, place), path, row)
+    except BadDocument as bad:
+        return bad

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import Document, Part, SourceConfig, encodable, expand, options, ranges
+from gregale.data.sources.base import BadDocument, Document, Part, SourceConfig, expand, in_column, options, ranges
 from gregale.errors import UserError
 
 PART_ROWS = 4096
@@ -33,16 +33,17 @@ class HuggingFaceSource(SourceConfig):
         pieces = ranges(len(rows), PART_ROWS)
         return [Part(self.path, start, stop, round((stop - start) * bytes_per_row)) for start, stop in pieces]
 
-    def read(self, part: Part) -> Iterator[Document]:
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
         rows = self.rows()
         if self.column not in rows.column_names:
             raise UserError(f"{self.path}: no column `{self.column}`; the columns are: {', '.join(rows.column_names)}.")
         for row in range(part.start, part.stop):
-            value = rows[row][self.column]
-            place = f"{self.path}, row {row}"
-            if not isinstance(value, str):
-                raise UserError(f"{place}: column `{self.column}` is {type(value).__name__}, expected text.")
-            yield Document(encodable(value, place), self.path, row)
+            try:
+                value = rows[row][self.column]
+            except Exception as error:  # the library decodes the row, and raises what its decoders raise
+                yield BadDocument(f"{self.path}, row {row}: cannot be read ({error}).")
+            else:
+                yield in_column(value, self.column, self.path, row)
 
     def identity(self) -> dict:
         return {"type": "huggingface", "content": self.rows()._fingerprint, **options(self)}
@@ -66,6 +67,6 @@ def load_rows(path: str, name: str | None, split: str, revision: str | None):
             return saved
         if split in saved:
             return saved[split]
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # no narrower class has all that the library and the data set's host raise
         raise UserError(f"{path}: the data set could not be loaded ({error}).") from error
     raise UserError(f"{path}: no split `{split}`; the splits are: {', '.join(map(str, saved))}.")

@@ -8,11 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from gregale.data.sources.base import Document, FileSource, Part, SourceConfig, encodable, ranges
+from gregale.data.sources.base import (
+    BYTE_ORDER_MARK,
+    BadDocument,
+    Document,
+    FileSource,
+    Part,
+    SourceConfig,
+    encodable,
+    ranges,
+    readable,
+)
 from gregale.errors import UserError
 
 PART_BYTES = 8 << 20
 READ_BYTES = 1 << 20
+FIELDS_SHOWN = 20
 
 
 @SourceConfig.register_subclass("jsonl")
@@ -28,34 +39,39 @@ class JsonLinesSource(FileSource):
             return [Part(path, 0, size, size)]
         return [Part(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
-    def read(self, part: Part) -> Iterator[Document]:
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
         lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
         for number, start, line in lines:
-            if line.strip():
-                yield Document(self.text_of(line, f"{part.path}, line {number}"), part.path, start)
+            content = line.removeprefix(BYTE_ORDER_MARK)
+            if content.strip():
+                try:
+                    yield Document(self.text_of(content, f"{part.path}, line {number}"), part.path, start)
+                except BadDocument as bad:
+                    yield bad
 
     def text_of(self, line: bytes, place: str) -> str:
-        """The text field of one line of JSON."""
+        """The text field of one line of JSON; raises `BadDocument` if it has none."""
         try:
-            record = json.loads(line.decode("utf-8").rstrip())
+            # Numbers are not used, and those of thousands of digits Python refuses to read.
+            record = json.loads(line.decode("utf-8").rstrip(), parse_int=lambda digits: 0)
         except UnicodeDecodeError as error:
-            raise UserError(
+            raise BadDocument(
                 f"{place}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
             ) from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno}).") from error
+            raise BadDocument(f"{place}: not JSON ({error.msg} at column {error.colno}).") from error
         except RecursionError as error:
-            raise UserError(f"{place}: the JSON is nested too deeply.") from error
+            raise BadDocument(f"{place}: the JSON is nested too deeply.") from error
         if not isinstance(record, dict):
-            raise UserError(
+            raise BadDocument(
                 f"{place}: found {type(record).__name__}, expected a JSON object with field `{self.field}`."
             )
         if self.field not in record:
-            found = ", ".join(record) or "none"
-            raise UserError(f"{place}: no field `{self.field}`; the fields of this line are: {found}.")
+            found = ", ".join(list(record)[:FIELDS_SHOWN]) or "none"
+            raise BadDocument(f"{place}: no field `{self.field}`; the fields of this line are: {found}.")
         if not isinstance(record[self.field], str):
             kind = type(record[self.field]).__name__
-            raise UserError(f"{place}: field `{self.field}` is {kind}, expected text.")
+            raise BadDocument(f"{place}: field `{self.field}` is {kind}, expected text.")
         return encodable(record[self.field], place)
 
 
@@ -65,21 +81,18 @@ def is_compressed(path: str) -> bool:
 
 def lines_of_part(part: Part) -> Iterator[tuple[int, int, bytes]]:
     """(line number, byte offset, line) of the lines that begin in a part of a plain file."""
-    try:
-        with open(part.path, "rb") as file:
-            newlines = count_newlines(file, part.start)
-            start = part.start
-            if start > 0:
-                file.seek(start - 1)
-                skipped = file.readline()  # the rest of a line that began earlier, or just its newline
-                newlines += skipped[1:].count(b"\n")
-                start += len(skipped) - 1
-            while start < part.stop and (line := file.readline()):
-                newlines += 1
-                yield newlines, start, line
-                start += len(line)
-    except OSError as error:
-        raise UserError(f"{part.path}: cannot be read ({error.strerror}).") from error
+    with readable(part.path), open(part.path, "rb") as file:
+        newlines = count_newlines(file, part.start)
+        start = part.start
+        if start > 0:
+            file.seek(start - 1)
+            skipped = file.readline()  # the rest of a line that began earlier, or just its newline
+            newlines += skipped[1:].count(b"\n")
+            start += len(skipped) - 1
+        while start < part.stop and (line := file.readline()):
+            newlines += 1
+            yield newlines, start, line
+            start += len(line)
 
 
 def count_newlines(file: BinaryIO, stop: int) -> int:
@@ -105,11 +118,11 @@ def compressed_lines(path: str) -> Iterator[tuple[int, int, bytes]]:
 
 def gzip_blocks(path: str) -> Iterator[bytes]:
     try:
-        with gzip.open(path, "rb") as file:
+        with readable(path), gzip.open(path, "rb") as file:
             while block := file.read(READ_BYTES):
                 yield block
     except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"{path}: a damaged or truncated gzip file ({error}).") from error
+        raise BadDocument(f"{path}: a damaged or truncated gzip file ({error}).") from error
 
 
 def zstd_blocks(path: str) -> Iterator[bytes]:
@@ -118,7 +131,7 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
     except ImportError as error:
         raise UserError(f"{path}: .zst files need the extra `formats`: pip install 'gregale[formats]'.") from error
     try:
-        with open(path, "rb") as file:
+        with readable(path), open(path, "rb") as file:
             frame = zstandard.ZstdDecompressor().decompressobj()
             waiting = b""
             while data := waiting or file.read(READ_BYTES):
@@ -127,6 +140,6 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
                 yield frame.decompress(data)
                 waiting = frame.unused_data if frame.eof else b""
             if not frame.eof:
-                raise UserError(f"{path}: a truncated zstd file (it ends inside a frame).")
-    except (zstandard.ZstdError, OSError) as error:
-        raise UserError(f"{path}: a damaged zstd file ({error}).") from error
+                raise BadDocument(f"{path}: a truncated zstd file (it ends inside a frame).")
+    except zstandard.ZstdError as error:
+        raise BadDocument(f"{path}: a damaged zstd file ({error}).") from error

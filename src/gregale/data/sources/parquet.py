@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import Document, FileSource, Part, SourceConfig, encodable
+from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, in_column, readable
 from gregale.errors import UserError
 
 BATCH_ROWS = 1024
@@ -21,27 +21,29 @@ class ParquetSource(FileSource):
         groups = range(metadata.num_row_groups)
         return [Part(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
 
-    def read(self, part: Part) -> Iterator[Document]:
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+        import pyarrow
+
         file = open_parquet(part.path)
-        names = file.schema_arrow.names
-        if self.column not in names:
-            raise UserError(f"{part.path}: no column `{self.column}`; the columns are: {', '.join(names)}.")
-        row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+        row = 0
         try:
+            names = file.schema_arrow.names
+            if self.column not in names:
+                raise UserError(f"{part.path}: no column `{self.column}`; the columns are: {', '.join(names)}.")
+            row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             for batch in file.iter_batches(BATCH_ROWS, row_groups=[part.start], columns=[self.column]):
-                for value in batch.column(0).to_pylist():
-                    place = f"{part.path}, row {row}"
-                    if not isinstance(value, str):
-                        kind = "empty (null)" if value is None else type(value).__name__
-                        raise UserError(f"{place}: column `{self.column}` is {kind}, expected text.")
-                    yield Document(encodable(value, place), part.path, row)
+                for value in batch.column(0):
+                    yield self.document(value, part.path, row)
                     row += 1
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{part.path}, within {BATCH_ROWS} rows after row {row}: text that is not UTF-8."
-            ) from error
-        except OSError as error:
-            raise UserError(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
+        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+            raise BadDocument(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
+
+    def document(self, value, path: str, row: int) -> Document | BadDocument:
+        """The document of one `pyarrow.Scalar`."""
+        try:
+            return in_column(value.as_py(), self.column, path, row)
+        except UnicodeDecodeError:
+            return BadDocument(f"{path}, row {row}: column `{self.column}` is not UTF-8.")
 
 
 def open_parquet(path: str):
@@ -52,6 +54,7 @@ def open_parquet(path: str):
     except ImportError as error:
         raise UserError(f"{path}: Parquet files need the extra `formats`: pip install 'gregale[formats]'.") from error
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: not a Parquet file, or a damaged one ({error}).") from error
+        with readable(path):
+            return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise BadDocument(f"{path}: not a Parquet file, or a damaged one ({error}).") from error

@@ -3,8 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import Document, FileSource, Part, SourceConfig, read_bytes
-from gregale.errors import UserError
+from gregale.data.sources.base import (
+    BYTE_ORDER_MARK,
+    BadDocument,
+    Document,
+    FileSource,
+    Part,
+    SourceConfig,
+    read_bytes,
+)
 
 
 @SourceConfig.register_subclass("text")
@@ -16,19 +23,21 @@ class TextSource(FileSource):
         default="", metadata={"help": "text between two documents of one file; empty: a document per file"}
     )
 
-    def read(self, part: Part) -> Iterator[Document]:
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
         data = read_bytes(part.path)
-        try:
-            text = data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{part.path}, byte {error.start}: 0x{data[error.start]:02x} is not UTF-8 text. "
-                "Convert the file, or leave it out with `exclude`."
-            ) from error
-        if not self.separator:
-            yield Document(text, part.path, 0)
-            return
-        start = 0
-        for piece in text.split(self.separator):
-            yield Document(piece, part.path, start)
-            start += len(piece.encode()) + len(self.separator.encode())
+        start = len(BYTE_ORDER_MARK) if data.startswith(BYTE_ORDER_MARK) else 0
+        separator = self.separator.encode()
+        for piece in data[start:].split(separator) if separator else [data[start:]]:
+            yield decoded(piece, part.path, start)
+            start += len(piece) + len(separator)
+
+
+def decoded(piece: bytes, path: str, start: int) -> Document | BadDocument:
+    """A piece of a file, found at the byte `start`, as a document."""
+    try:
+        return Document(piece.decode("utf-8"), path, start)
+    except UnicodeDecodeError as error:
+        return BadDocument(
+            f"{path}, byte {start + error.start}: 0x{piece[error.start]:02x} is not UTF-8 text. "
+            "Convert the file, or leave it out with `exclude`."
+        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gregale.data.sources.base import Document, FileSource, Part, SourceConfig, ranges
+from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, ranges, readable
 from gregale.errors import UserError
 
 DTYPES = ("uint16", "uint32", "int32")
@@ -37,25 +37,29 @@ class TokensSource(FileSource):
 
     def open(self, path: str) -> np.ndarray:
         """The ids [token], memory-mapped."""
-        if os.path.getsize(path) == 0:
-            raise UserError(f"{path}: empty (0 bytes), no tokens.")
+        size = os.path.getsize(path)
+        if size == 0:
+            raise BadDocument(f"{path}: empty (0 bytes), no tokens.")
         if not path.endswith(".npy"):
             itemsize = np.dtype(self.dtype).itemsize
-            size = os.path.getsize(path)
             if size % itemsize:
-                raise UserError(
+                raise BadDocument(
                     f"{path}: {size} bytes is no whole number of {self.dtype} tokens ({itemsize} bytes each)."
                 )
-            return np.memmap(path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
+            with readable(path):
+                return np.memmap(path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
         try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            with readable(path):
+                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except UserError:
+            raise
         except Exception as error:  # a damaged header raises whatever Python's own parser does
-            raise UserError(f"{path}: not a .npy array, or a damaged one ({error}).") from error
+            raise BadDocument(f"{path}: not a .npy array, or a damaged one ({error}).") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise UserError(f"{path}: {tokens.dtype} of shape {tokens.shape}; expected integers in one dimension.")
+            raise BadDocument(f"{path}: {tokens.dtype} of shape {tokens.shape}; expected integers in one dimension.")
         return tokens
 
-    def read(self, part: Part) -> Iterator[Document]:
+    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
         tokens = self.open(part.path)
         start = part.start
         if start > 0:  # the first document of this part begins after the end of the one that reaches into it

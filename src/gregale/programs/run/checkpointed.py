@@ -32,6 +32,7 @@ def checkpoint_metadata(
     """
     return {
         "data": corpus.fingerprint,
+        "validation": corpus.validation_fingerprints,
         "method": method.name,
         "joined": method.due(step),
         "replicas": replicas(setup.layout, method),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -28,6 +30,7 @@ class Trained:
     setup: Setup
     model: object
     step: int
+    metadata: dict
 
 
 def find_run(name: str) -> RunDirectory:
@@ -71,7 +74,7 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     def template(metadata: dict) -> TrainState:
         return evaluation_template(setup, metadata)
 
-    with Checkpoints(run.checkpoints) as checkpoints:
+    with Checkpoints(run.checkpoints, report=partial(print, file=sys.stderr)) as checkpoints:
         if step is None:
             restored = checkpoints.latest(template, partial=True)
         else:
@@ -79,4 +82,4 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     if restored is None:
         raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
     model = evaluated_model(setup, restored.metadata, restored.tree)
-    return Trained(run, setup, model, restored.step)
+    return Trained(run, setup, model, restored.step, restored.metadata)

@@ -15,6 +15,7 @@ from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.model.llama import parameter_count
+from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.programs.train.loop import Loop
 from gregale.programs.train.resume import starting_point
@@ -51,7 +52,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        console.message(describe(setup, corpus))
+        for note in (*corpus.notes, describe(setup, corpus)):
+            console.message(note)
         if remark := config.sync.remark(setup.layout):
             console.message(remark)
         if options.fresh and is_writer() and (aside := run.set_aside()):
@@ -71,7 +73,8 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     before = run.read_config() if run.config.is_file() else None
     start = starting_point(setup, before, checkpoints, corpus)
     first_step = start.step
-    if first_step > config.steps or (first_step == config.steps and run.has_evaluation(first_step)):
+    evaluated = not config.data.evaluates or run.has_evaluation(first_step)
+    if first_step > config.steps or (first_step == config.steps and evaluated):
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
             f"`steps` would go on from there, --fresh begins anew."
@@ -110,17 +113,27 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     return (
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {corpus.held_out_tokens:,} tokens held out"
+        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
     )
+
+
+def held_back(corpus: Corpus) -> str:
+    """How much there is to evaluate on."""
+    parts = [f"{corpus.held_out_tokens:,} tokens held out"] if corpus.held_out_tokens else ["nothing held out"]
+    parts += [f"{len(stream):,} tokens of {name} to evaluate on" for name, stream in corpus.validation_streams.items()]
+    return ", ".join(parts)
 
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
     """The last evaluation, beside a bigram model of the same text if that is asked for."""
-    bits = evaluation["bits_per_byte"]
-    text = f"Done. Held-out loss {evaluation['eval_loss']:.4f} nats a token, {bits:.3f} bits per byte"
+    if not config.data.evaluates:
+        return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
+    words = in_words(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    text = f"Done. {words[0].upper()}{words[1:]}"
     if not config.evaluation.bigram:
         return text + "."
-    streams = corpus.train_streams.values(), corpus.held_out_streams.values()
+    scored = corpus.held_out_streams if corpus.held_out is not None else corpus.validation_streams
+    streams = corpus.train_streams.values(), scored.values()
     bigram = bigram_bits_per_byte(*streams, corpus.tokenizer.token_bytes, config.data.cross_documents)
     return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
 

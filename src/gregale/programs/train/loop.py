@@ -9,7 +9,7 @@ from gregale.methods.method import Method
 from gregale.model.generate import Sampling
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.run.evaluation import Evaluator
+from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
 from gregale.programs.train.consumed import Consumed
@@ -25,13 +25,14 @@ from gregale.training.state import TrainState
 
 
 class Loop:
-    """One run's loop; `evaluation` holds the figures of the last evaluation."""
+    """One run's loop; `evaluation` holds the figures of the last evaluation, none if there is no text for one."""
 
     def __init__(self, setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, trackers: Trackers):
         self._setup, self._corpus, self._run = setup, corpus, run
         self._checkpoints, self._trackers = checkpoints, trackers
-        self._evaluate = Evaluator(setup, corpus.held_out, corpus.tokenizer.token_bytes)
-        self._measure = QuantisationFigures(setup, corpus.held_out) if setup.config.reduce.measure else None
+        text = evaluation_text(corpus)
+        self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
+        self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
@@ -78,12 +79,14 @@ class Loop:
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
         model = jax.jit(method.trained)(state.method)
-        self.evaluation = self._evaluate(model, config.evaluation.batches)
+        if self._evaluate is not None:
+            self.evaluation = self._evaluate(model, config.evaluation.batches)
         if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
         if config.samples.prompts:
             self._sample(model, step)
-        self._trackers.log(step, self.evaluation)  # last: with this line a run is complete
+        if self.evaluation:
+            self._trackers.log(step, self.evaluation)  # last: with this line a run is complete
 
     def _sample(self, model, step: int) -> None:
         samples = self._setup.config.samples

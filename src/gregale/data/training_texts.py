@@ -1,0 +1,70 @@
+"""What a tokenizer is trained on: the text of all sources that is not held out."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from gregale.data.progress import Report
+from gregale.data.sources import Document, Skipped, SourceConfig
+from gregale.data.split import End
+from gregale.data.stream import held_out_documents
+from gregale.errors import UserError
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Puts the key of a source before the message of a mistake found in it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def training_texts(
+    sources: Mapping[str, SourceConfig], fraction: float, ends: Mapping[str, End], report: Report
+) -> Iterator[str]:
+    """The text that is not held out, over all sources.
+
+    A document's number counts those that are not empty, as in the store, so that the split is the store's.
+
+    Args:
+        sources: by name.
+        fraction: of the documents that is held out.
+        ends: by name, the sources of which an end is held out instead.
+        report: told the bytes of input read so far.
+
+    Raises:
+        UserError: a source cannot be read, or there is no text.
+    """
+    parts = [(name, source, part) for name, source in sources.items() for part in source.parts()]
+    total = sum(part.size_bytes for _, _, part in parts)
+    done, found, number, current = 0, 0, 0, None
+    for name, source, part in parts:
+        with naming(f"data.sources.{name}"):
+            number = number if name == current else 0
+            current = name
+            documents = [document for document in source.read(part, Skipped()) if len(document.content)]
+        for text in kept_of(documents, number, fraction, ends.get(name)):
+            found += 1
+            yield text
+        number += len(documents)
+        done += part.size_bytes
+        report("training the tokenizer", done, total)
+    if found == 0:
+        raise UserError("data.tokenizer: no text to train a BPE on; the sources have no training document of text.")
+
+
+def kept_of(documents: list[Document], first: int, fraction: float, end: End | None) -> Iterator[str]:
+    """The texts among some documents that are not held out; `first` is the number of the first."""
+    out = held_out_documents(first + len(documents), fraction)[first:]
+    for number, (document, held) in enumerate(zip(documents, out, strict=True), first):
+        text = document.content
+        if isinstance(text, str) and (text := before(text, number, end) if end else "" if held else text):
+            yield text
+
+
+def before(text: str, number: int, end: End) -> str:
+    """What of a document's text lies before the held-out end of its source."""
+    if number != end.document:
+        return text if number < end.document else ""
+    data = text.encode("utf-8")
+    return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character

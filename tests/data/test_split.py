@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gregale.data.examples import Windows
+from gregale.data.split import cut_of, end_cut, end_of, split_at
+from gregale.data.store import TOKENS_NAME, finish_store, open_store
+from gregale.data.stream import held_out_documents
+from gregale.data.tokenizers import BpeConfig, BytesTokenizer, train_bpe
+
+BYTES = BytesTokenizer()
+SENTENCES = ["the wind, the sea, the gale ü ", "an island ", "north of the north "]
+BPE = train_bpe(BpeConfig(vocabulary=290), iter(SENTENCES))
+
+
+@pytest.fixture
+def numbered():
+    """A store in which every token, the ends of documents too, is another number; of documents of given lengths."""
+
+    def make(lengths, folder):
+        folder.mkdir()
+        np.arange(sum(lengths), dtype=np.uint16).tofile(folder / TOKENS_NAME)
+        finish_store(folder, np.cumsum([0, *lengths]), {"dtype": "uint16", "tokenizer": "none", "source": {}})
+        return open_store(folder)
+
+    return make
+
+
+def tokens_of(stream, length):
+    """All tokens in the windows of a stream, inputs and targets."""
+    windows = Windows([stream], length, cross_documents=False)
+    return {int(token) for n in range(len(windows)) for key in ("tokens", "targets") for token in windows[n][key]}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5), fraction=st.floats(0, 0.9), length=st.integers(1, 9)
+)
+def test_no_token_is_in_a_training_window_and_in_one_that_is_held_out(
+    numbered, tmp_path_factory, lengths, fraction, length
+):
+    store = numbered(lengths, tmp_path_factory.mktemp("store") / "x")
+    cut = end_cut(store, fraction, length)
+    split = split_at(store, fraction, cut)
+    train, held_out = (tokens_of(stream, length) for stream in split)
+    assert not train & held_out
+    assert len(split.train) + len(split.held_out) == sum(lengths)
+    by_documents = split_at(store, fraction, None)
+    enough = all(len(stream) > length for stream in by_documents)
+    if fraction == 0 or enough:
+        assert cut is None, "sources that have enough documents stay as they are"
+    elif cut is None:
+        assert sum(lengths) < 2 * length + 2, "one window each, that share no token"
+    else:
+        held = sum(lengths) - cut
+        windows, rest = divmod(held - 1, length)
+        assert rest == 0
+        assert len(held_out) == held, "no held-out token is spent on less than a window"
+        assert train
+        assert max(train) < cut
+        wanted = max(2, round(fraction * sum(lengths) / length))
+        assert windows == wanted or (windows < wanted and cut - length <= length), (
+            "the next would leave none to train on"
+        )
+
+
+def test_the_end_of_one_document(numbered, tmp_path):
+    store = numbered([1000], tmp_path / "x")
+    assert not held_out_documents(1, 0.1).any()
+    assert end_cut(store, 0.1, 10) == 1000 - (10 * 10 + 1)
+    assert end_cut(store, 0.001, 10) == 1000 - (2 * 10 + 1)
+    assert end_cut(store, 0.1, 400) == 1000 - (400 + 1), "two windows would leave none to train on"
+    assert end_cut(store, 0.87, 100) == 1000 - (8 * 100 + 1)
+    assert end_cut(store, 0.1, 499) == 500
+    assert end_cut(store, 0.1, 500) is None
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 31, 32, 40, 45, 56, 60])
+@pytest.mark.parametrize("other", [BYTES, BPE])
+def test_an_end_lies_where_it_was_in_the_text_for_another_tokenizer(tmp_path, other, cut):
+    def store_of(tokenizer, name):
+        documents = [np.append(tokenizer.encode(text), tokenizer.end_of_document) for text in SENTENCES]
+        (tmp_path / name).mkdir()
+        np.concatenate(documents).astype(np.uint16).tofile(tmp_path / name / TOKENS_NAME)
+        offsets = np.cumsum([0, *map(len, documents)])
+        finish_store(tmp_path / name, offsets, {"dtype": "uint16", "tokenizer": "none", "source": {}})
+        return open_store(tmp_path / name)
+
+    before, after = store_of(BYTES, "before"), store_of(other, "after")
+    end = end_of(before, cut, BYTES)
+    place = cut_of(after, end, other)
+    text = b"".join(other.token_pieces[token] for token in after.tokens[place:])
+    expected = bytes(token for token in before.tokens[cut:] if token < 256)
+    assert expected.endswith(text)
+    assert len(expected) - len(text) < max(map(len, other.token_pieces)), "at most a token that straddles the cut"
+    if other is BYTES:
+        assert place == cut

@@ -1,0 +1,145 @@
+"""Validation sources, runs that hold out nothing, and `gregale eval` on both and on text that has changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gregale.cli import main
+from gregale.services.run_directory import RunDirectory
+from tests.programs.tiny import WORDS, lines
+
+SHORT = ["--steps", "2", "--optimizer.schedule.warmup", "1", "--checkpoint.every", "2"]
+VALIDATION = ["--data.validation", "{calm: {type: text, files: [calm.txt]}, noise: {type: text, files: [noise.txt]}}"]
+
+
+@pytest.fixture(scope="module")
+def texts(inputs):
+    """Text of its own for the runs, which the tests may change."""
+    (inputs / "own").mkdir()
+    for path in (inputs / "text").glob("*.txt"):
+        (inputs / "own" / path.name).write_text(path.read_text())
+    (inputs / "calm.txt").write_text(" ".join(WORDS * 20))
+    (inputs / "noise.txt").write_text("".join(chr(33 + number * 7 % 90) for number in range(500)))
+    return inputs
+
+
+def trained(folder, name, *arguments):
+    """The run directory of a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        own = ["--data.sources.words.files", "[own/*.txt]"]
+        assert main(["train", "tiny.yaml", "--name", name, *SHORT, *own, *arguments]) == 0
+    return folder / "runs" / name
+
+
+@pytest.fixture(scope="module")
+def validated(texts):
+    """A run with held-out text and validation sources that evaluates on one batch of each."""
+    return trained(texts, "validated", *VALIDATION, "--evaluation.batches", "1")
+
+
+def figures(capsys, gregale, *arguments):
+    """What `eval --json` says: standard output is nothing else."""
+    capsys.readouterr()
+    assert gregale("eval", *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, gregale, *arguments):
+    capsys.readouterr()
+    assert gregale("eval", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_each_text_is_reported_apart_and_eval_says_the_same(gregale, validated, capsys):
+    (evaluation,) = [line for line in lines(validated) if "eval_loss" in line]
+    pairs = [f"{figure}{name}" for name in ("", ".calm", ".noise") for figure in ("eval_loss", "bits_per_byte")]
+    assert list(evaluation) == ["step", *pairs]
+    assert evaluation["eval_loss.noise"] > evaluation["eval_loss.calm"]
+    assert figures(capsys, gregale, "validated") == evaluation, "also of as many batches as the run's own"
+    everything = figures(capsys, gregale, "validated", "--all")
+    assert everything["eval_loss"] != evaluation["eval_loss"]
+    assert figures(capsys, gregale, "validated", "--batches", "1000") == everything
+    assert "leave one out" in refused(capsys, gregale, "validated", "--all", "--batches", "3")
+    assert gregale("eval", "validated") == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"held-out loss {evaluation['eval_loss']:.4f} nats" in line
+    assert f"; noise: {evaluation['eval_loss.noise']:.4f} nats a token, " in line
+
+
+def test_with_json_everything_else_goes_to_standard_error(gregale, validated, capsys, tmp_path):
+    """Also the progress of text that has to be encoded first."""
+    (tmp_path / "new.txt").write_text("the wind and the sea " * 50)
+    capsys.readouterr()
+    assert gregale("eval", "validated", "--data", str(tmp_path / "new.txt"), "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert list(found) == ["step", "eval_loss", "bits_per_byte"]
+    assert "data 1.1 kB/1.1 kB" in captured.err
+    assert figures(capsys, gregale, "validated", "--data", str(tmp_path / "new.txt"), "--all") == found, (
+        "all of it anyway"
+    )
+
+
+def test_text_that_has_changed_is_refused(gregale, validated, texts, capsys):
+    for path, key in ((texts / "own" / "3.txt", "data.sources"), (texts / "calm.txt", "data.validation.calm")):
+        before = path.read_text()
+        path.write_text(before + " sea")
+        error = refused(capsys, gregale, "validated")
+        assert f"{key}: the text is not what it was when runs/validated saved step 2" in error
+        assert "gregale eval runs/validated --data 'FILES'" in error
+        assert figures(capsys, gregale, "validated", "--data", "noise.txt")["step"] == 2
+        path.write_text(before)
+    figures(capsys, gregale, "validated")
+
+
+def test_a_run_takes_other_validation_sources_when_it_goes_on(gregale, validated, capsys):
+    arguments = ["--data.validation", "{news: {type: text, files: [noise.txt]}}", "--steps", "3"]
+    trained(validated.parent.parent, "validated", *arguments)
+    assert "eval_loss.news" in lines(validated)[-1]
+    assert "eval_loss.calm" not in lines(validated)[-1]
+    assert list(RunDirectory(validated).read_config().data.validation) == ["news"]
+    assert "eval_loss.news" in figures(capsys, gregale, "validated", "--step", "2"), "step 2 knows nothing of it"
+
+
+def test_where_nothing_is_held_out_the_figures_are_over_all_validation_tokens(gregale, texts, capsys):
+    run = trained(texts, "unheld", "--data.held_out", "0", *VALIDATION, "--evaluation.bigram", "true")
+    said = capsys.readouterr().out
+    calm_tokens = len((texts / "calm.txt").read_text()) + 1
+    held_back = f"; nothing held out, {calm_tokens:,} tokens of calm to evaluate on, 501 tokens of noise to evaluate on"
+    assert held_back in said
+    found = lines(run)[-1]
+    summary = said.splitlines()[-1]
+    assert f"Done. Validation loss {found['eval_loss']:.4f} nats a token, " in summary
+    assert "a bigram model counted on the same training text" in summary
+    calm, noise = (found[f"eval_loss.{name}"] for name in ("calm", "noise"))
+    counts = [(len((texts / f"{name}.txt").read_text())) // 32 * 32 for name in ("calm", "noise")]
+    mean = (calm * counts[0] + noise * counts[1]) / sum(counts)
+    assert found["eval_loss"] == pytest.approx(mean, rel=1e-4)
+    assert figures(capsys, gregale, "unheld") == found
+
+
+def test_training_works_without_any_evaluation(gregale, texts, capsys):
+    arguments = ["--data.held_out", "0", "--samples.prompts", "[the]", "--samples.tokens", "2"]
+    run = trained(texts, "blind", *arguments)
+    expected = "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
+    assert capsys.readouterr().out.splitlines()[-1] == expected
+    assert [line for line in lines(run) if "eval_loss" in line] == []
+    assert (run / "samples.txt").read_text().startswith("--- step 2\nthe")
+    before = (run / "samples.txt").read_bytes()
+    trained(texts, "blind", *arguments)
+    assert "blind is complete" in capsys.readouterr().out
+    assert (run / "samples.txt").read_bytes() == before
+    assert "runs/blind has no text to evaluate on: its data.held_out is 0" in refused(capsys, gregale, "blind")
+    assert figures(capsys, gregale, "blind", "--data", "noise.txt")["step"] == 2
+
+
+def test_one_book_is_enough(gregale, texts, capsys):
+    (texts / "book.txt").write_bytes(b"\xef\xbb\xbf" + (" ".join(WORDS * 30)).encode())
+    run = trained(texts, "book", "--data.sources.words.files", "[book.txt]", "--data.held_out", "0.02")
+    assert " 65 tokens held out" in capsys.readouterr().out
+    assert lines(run)[-1]["eval_loss"] > 0
