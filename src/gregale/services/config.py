@@ -67,6 +67,8 @@ class SamplesConfig:
 
 
 AUTO = "auto"
+MOST_TIMEOUT_SECONDS = 86_400
+MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,17 @@ class DistributedConfig:
     )
     processes: int = field(default=1, metadata={"help": "number of processes"})
     process: int = field(default=0, metadata={"help": "this process's number, from 0"})
+    timeout_seconds: float = field(
+        default=60.0, metadata={"help": "a process that gives no sign of life for so long is lost, and the others end"}
+    )
 
     def __post_init__(self):
         at_least(1, "distributed.processes", self.processes)
+        if not 1 <= self.timeout_seconds <= MOST_TIMEOUT_SECONDS:
+            raise UserError(
+                f"distributed.timeout_seconds is {self.timeout_seconds:g}; it has to be from 1 to "
+                f"{MOST_TIMEOUT_SECONDS:,} seconds."
+            )
         if not 0 <= self.process < self.processes:
             raise UserError(
                 f"distributed.process is {self.process}; the {self.processes} processes have the numbers 0 to "
@@ -131,6 +141,11 @@ class TrainConfig:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(
                 f"name is {self.name!r}; it names a directory, so it has no '/' and does not begin with '.'."
+            )
+        if (size := len(self.name.encode())) > MOST_NAME_BYTES:
+            raise UserError(
+                f"name has {size} bytes ({self.name[:20]}...); it names a directory, so it has at most "
+                f"{MOST_NAME_BYTES}."
             )
         for key in ("steps", "cpu_devices", "log_every", "max_skipped"):
             at_least(1, key, getattr(self, key))
