@@ -3,30 +3,35 @@
 The processes wait for one another inside of compiled programs, where a lost one means waiting for ever, or an error of
 the transport that names nobody. So each has a thread that hears from process 0, and process 0 hears from each, over a
 TCP connection of their own. A connection that closes, or over which nothing comes for `distributed.timeout_seconds`, is
-a lost process: all others say which it was and end with an exit code that tells a scheduler to start the job again.
+a lost process: all others say which it was and end with an exit code that tells a scheduler to start the job again. If
+one ends with an error of its own, the others end a while later with exit code 1.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread
 
 import jax
 
 from gregale.errors import UserError
 from gregale.services.checkpoint.processes import first_message
 from gregale.services.config import AUTO, DistributedConfig
+from gregale.streams import LastingStream
 
 EXIT_CODE = os.EX_TEMPFAIL
 _BEATS = 6  # signs of life in the time after which a process is lost
 _GREETING_SECONDS = 5.0
+_VERDICT_SECONDS = 3.0
 
 
 @dataclass
@@ -77,20 +82,25 @@ class Watch(Thread):
         self._peers, self._timeout, self._is_first, self._where = peers, timeout_seconds, is_first, where
         self._beat = timeout_seconds / _BEATS
         self._may_leave = self._has_failed = False
+        self._said_so = Event()
 
     def leave(self) -> None:
         """Waits until all processes have come to the end of the run."""
         self._may_leave = True
         self.join()
 
-    def fail(self) -> None:
-        """Tells the others that this process ends with an error of its own; they may be about to, too."""
+    def fail(self, code: int) -> None:
+        """Tells the others that this process ends with an error of its own; they may be about to, too.
+
+        JAX would wait for them when Python exits, and abort if they do not come; so this process exits without that.
+        """
         self._has_failed = True
-        self.join()
+        self._said_so.wait()
+        atexit.register(_exit_at_once, code)
 
     def await_verdict(self) -> None:
         """Gives the thread the time to find out whether an error of this process is the loss of another."""
-        time.sleep(self._beat)
+        time.sleep(_VERDICT_SECONDS)
         while any(time.monotonic() - peer.heard > 2 * self._beat for peer in self._peers):
             time.sleep(self._beat / 4)
 
@@ -110,10 +120,10 @@ class Watch(Thread):
                 self._check()
 
     def _is_over(self) -> bool:
-        if self._has_failed:
+        if self._has_failed and not self._said_so.is_set():
             for peer in self._peers:
                 peer.tell("failed")
-            return True
+            self._said_so.set()
         if not self._may_leave:
             return False
         are_all_done = all(peer.is_done for peer in self._peers)
@@ -127,13 +137,14 @@ class Watch(Thread):
         lines = peer.lines()
         if lines is None:
             if peer.ended is None and not peer.is_done:
-                self._end(f"{peer.name} was lost: its connection closed.", peer)
+                self._end(EXIT_CODE, f"{peer.name} was lost: its connection closed.", peer)
             return False
         peer.heard = time.monotonic()
         for line in lines:
             word, _, rest = line.partition(" ")
-            if word == "lost":
-                self._end(rest, peer)
+            if word == "end":
+                code, _, text = rest.partition(" ")
+                self._end(int(code), text, peer)
             peer.is_done |= word == "done"
             if word == "failed":
                 peer.ended = peer.heard
@@ -143,15 +154,18 @@ class Watch(Thread):
         now = time.monotonic()
         for peer in self._peers:
             if peer.ended is not None and now - peer.ended > self._timeout:
-                self._end(f"{peer.name} ended with an error {self._timeout:g} s ago; its own output says which.", peer)
+                text = f"{peer.name} ended with an error {self._timeout:g} s ago; its own output says which."
+                self._end(1, text, peer)
             if peer.ended is None and not peer.is_done and now - peer.heard > self._timeout:
-                self._end(f"{peer.name} was lost: no sign of life for {self._timeout:g} s.", peer)
+                self._end(EXIT_CODE, f"{peer.name} was lost: no sign of life for {self._timeout:g} s.", peer)
 
-    def _end(self, text: str, of: Peer) -> None:
+    def _end(self, code: int, text: str, of: Peer) -> None:
         """Ends this process, whose other threads may wait for ever, after telling the other peers why."""
+        if self._has_failed:  # it ends anyway, and has its own reason
+            return
         others = [peer for peer in self._peers if peer is not of]
         for peer in others:
-            peer.tell(f"lost {text}")
+            peer.tell(f"end {code} {text}")
         with suppress(OSError):
             os.write(2, f"gregale: error: {text} {self._where()}\n".encode())
         for peer in others:  # a connection that closes with something unread in it would take the message back
@@ -159,7 +173,7 @@ class Watch(Thread):
                 peer.connection.settimeout(1.0)
                 while peer.connection.recv(1 << 16):
                     pass
-        os._exit(EXIT_CODE)
+        os._exit(code)
 
 
 @contextmanager
@@ -177,14 +191,20 @@ def watched(config: DistributedConfig, where: Callable[[], str]) -> Iterator[Non
     watch.start()
     try:
         yield
-    except (UserError, KeyboardInterrupt):
-        watch.fail()
+    except (UserError, KeyboardInterrupt) as error:
+        watch.fail(2 if isinstance(error, UserError) else 130)
         raise
     except BaseException:
         watch.await_verdict()
-        watch.fail()
+        watch.fail(1)
         raise
     watch.leave()
+
+
+def _exit_at_once(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        LastingStream(stream).flush()
+    os._exit(code)
 
 
 def _connected(config: DistributedConfig) -> list[Peer]:
