@@ -2,12 +2,9 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import equinox as eqx
@@ -24,6 +21,7 @@ from gregale.errors import UserError
 from gregale.services.checkpoint import CheckpointConfig
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.store import Checkpoints
+from tests.disk import largest_file
 
 Embed, Vocab = Axis("embed", 16), Axis("vocab", 24)
 
@@ -172,17 +170,6 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(bytes(content))
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The system lets no file of this process grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 DAMAGES = {"truncated": truncate, "flipped bit": flip_a_bit, "missing": Path.unlink}
