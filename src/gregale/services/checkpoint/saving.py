@@ -1,8 +1,10 @@
 """Writing a checkpoint: in the background, whole or not at all, and never a state that is not finite."""
 
+import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from rich.filesize import decimal
 
 from gregale.errors import UserError
 from gregale.files import reason
@@ -27,6 +30,8 @@ from gregale.services.checkpoint.retention import (
     superfluous,
     unfinished,
 )
+
+_REMOVAL_SECONDS = 5.0
 
 
 class Saver:
@@ -61,10 +66,11 @@ class Saver:
         partial = self._directory / f"{folder_name(step)}.partial"
         leaves = {name: spec.to_json() for name, spec in specs_by_name(tree).items()}
         texts = {LEAVES: json.dumps(leaves, indent=1), METADATA: json.dumps(metadata, indent=1)}
-        self.failure = first_message(self._begin(step, partial, texts) if jax.process_index() == 0 else None)
+        stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
+        size = sum(array.nbytes for array in stored.values())
+        self.failure = first_message(self._begin(step, partial, texts, size) if jax.process_index() == 0 else None)
         if self.failure:
             return
-        stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         arguments = ocp.args.PyTreeSave(stored)
         failed = _failure_of(lambda: self._orbax.save(partial / arrays_name(step), args=arguments))
         self._in_flight = step, self._thread.submit(self._commit, step, partial, failed)
@@ -81,6 +87,9 @@ class Saver:
     def close(self) -> None:
         """Waits, without the other processes, and frees the thread."""
         self._thread.shutdown()
+        if self.failure and jax.process_index() == 0:
+            for path in unfinished(self._directory):  # what threads of a failed save wrote after it had been given up
+                _remove(path)
 
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
@@ -90,16 +99,20 @@ class Saver:
                 f"smaller optimizer.clip_norm may help."
             )
 
-    def _begin(self, step: int, partial: Path, texts: dict[str, str]) -> str | None:
+    def _begin(self, step: int, partial: Path, texts: dict[str, str], size: int) -> str | None:
         """Makes the folder, after removing what a killed process left unfinished (process 0, with nothing in flight).
 
-        Returns why it failed, if it did.
+        Returns why it failed, if it did. `size`: of the arrays, in bytes.
         """
 
         def make() -> None:
             for path in unfinished(self._directory):
                 shutil.rmtree(path)
             partial.mkdir(parents=True)
+            disk = shutil.disk_usage(partial)
+            if disk.free < size and disk.total:
+                words = f"{os.strerror(errno.ENOSPC)}, it needs {decimal(size)} and {decimal(disk.free)} are free"
+                raise OSError(errno.ENOSPC, words)
             for name, text in texts.items():
                 (partial / name).write_text(text)
 
@@ -159,7 +172,7 @@ class Saver:
 
     def _give_up(self, step: int, partial: Path, failed: str) -> None:
         """Frees the room that a failed save takes, and says so."""
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         self._report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
 
     def _newest(self) -> str:
@@ -172,6 +185,14 @@ class Saver:
         doomed = self._directory / f"{name}.deleted"
         os.rename(self._directory / name, doomed)
         shutil.rmtree(doomed)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder into which other threads of a failed save may still write for a moment."""
+    until = time.monotonic() + _REMOVAL_SECONDS
+    while folder.exists() and time.monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
 
 
 def _failure_of(action: Callable[[], object]) -> str | None:

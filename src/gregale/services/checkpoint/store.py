@@ -7,7 +7,6 @@ whether it still is.
 """
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import isfunction
@@ -21,6 +20,7 @@ from gregale.errors import UserError
 from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
 from gregale.services.checkpoint.manifest import find_damage
 from gregale.services.checkpoint.processes import first_message, from_first_process
+from gregale.services.checkpoint.quiet import silence
 from gregale.services.checkpoint.retention import (
     LEAVES,
     METADATA,
@@ -75,7 +75,7 @@ class Checkpoints:
                 only.
             committed: called with the step of each checkpoint that is committed, likewise.
         """
-        _silence_orbax()
+        silence()
         self._directory = Path(directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
         self._orbax = ocp.AsyncCheckpointer(
@@ -230,12 +230,3 @@ class Checkpoints:
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
         self._saver.history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
-
-
-def _is_worth_showing(entry: logging.LogRecord) -> bool:
-    return "orbax" not in entry.pathname
-
-
-def _silence_orbax() -> None:
-    """Keeps Orbax's notes and tracebacks off the user's screen: its failures reach us as exceptions."""
-    logging.getLogger("absl").addFilter(_is_worth_showing)
