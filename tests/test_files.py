@@ -16,7 +16,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     write_bytes(path, b"before")
     with pytest.raises(BufferError):
         write_bytes(path, memoryview(b"after")[::2])
-    with largest_file(3), pytest.raises(OSError, match="File too large"):
+    with largest_file(3), pytest.raises(OSError, match=f"File too large: '{path}'"):
         write_bytes(path, b"after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path], "nothing half-written takes up room"

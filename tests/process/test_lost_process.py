@@ -127,3 +127,23 @@ def test_an_error_of_one_process_ends_the_others(job):
     assert re.fullmatch(message(job, 1, why), err), err
     assert code == 1
     assert job.left(1) == (2, "text that only this process sees\n"), "JAX does not wait for the others"
+
+
+ALONE = """
+import sys
+from gregale.services import devices
+from gregale.services.config import DistributedConfig
+
+devices.JOIN_SECONDS = 1
+devices.start_devices(2, DistributedConfig(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_does_not_wait_for_ever_for_others_that_never_come(process):
+    command = [sys.executable, "-c", ALONE, str(free_port()), str(process)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert done.returncode == EXIT_CODE
+    assert "the processes did not find one another within 1 s. Each of the 2 has to run" in done.stderr
+    assert done.stderr.count("\n") == 1

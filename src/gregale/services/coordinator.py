@@ -12,25 +12,14 @@ import time
 from contextlib import suppress
 from threading import Thread
 
-from gregale.errors import UserError
-
 _RETRY_SECONDS = 0.2
 
 
-def way_to(coordinator: str, patience_seconds: float) -> str:
-    """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached.
-
-    Raises `UserError` if it cannot within `patience_seconds`.
-    """
+def way_to(coordinator: str) -> str:
+    """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached."""
     host, _, port = coordinator.rpartition(":")
     address = host.strip("[]"), int(port)
-    until = time.monotonic() + patience_seconds
     while not _is_there(address):
-        if time.monotonic() > until:
-            raise UserError(
-                f"distributed.coordinator is {coordinator}, but nothing answered there for {patience_seconds:.0f} s. "
-                f"Process 0 has to run on that host, and the others have to reach this port."
-            )
         time.sleep(_RETRY_SECONDS)
     server = socket.create_server(("127.0.0.1", 0))
     Thread(target=_serve, args=(server, address), daemon=True, name="coordinator").start()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from contextlib import suppress
+from threading import Timer
 
 import jax
 
 from gregale.errors import UserError
-from gregale.files import reason
 from gregale.services.config import AUTO, DistributedConfig
 from gregale.services.coordinator import way_to
 
@@ -48,26 +48,42 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"process 0, the same for all processes."
             )
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        coordinator = None if distributed.coordinator == AUTO else distributed.coordinator
-        if coordinator is not None and distributed.process > 0:
-            coordinator = way_to(coordinator, JOIN_SECONDS)
-        _join(distributed, coordinator, processes, distributed.process)
+        _join(distributed, processes)
     elif distributed.coordinator == AUTO:
-        _join(distributed)
+        _join(distributed, None)
 
 
-def _join(config: DistributedConfig, *place: Any) -> None:
-    """Joins the processes. `gregale.services.peers` notices a lost one, long before JAX would abort the others."""
+def _join(config: DistributedConfig, processes: int | None) -> None:
+    """Joins the processes; ends this one if they do not find one another in time.
+
+    `gregale.services.peers` notices a lost one later, long before JAX would abort the others.
+    """
+    late = Timer(JOIN_SECONDS, _end_alone, [config])
+    late.daemon = True
+    late.start()
+    is_known = config.coordinator not in (None, AUTO)
+    coordinator = config.coordinator if is_known else None
+    if coordinator is not None and config.process > 0:
+        coordinator = way_to(coordinator)
     seconds = math.ceil(JAX_PATIENCE * config.timeout_seconds)
-    try:
-        jax.distributed.initialize(
-            *place,
-            initialization_timeout=JOIN_SECONDS,
-            heartbeat_timeout_seconds=seconds,
-            shutdown_timeout_seconds=seconds,
-        )
-    except RuntimeError as error:
-        raise UserError(
-            f"distributed: the processes did not find one another within {JOIN_SECONDS} s ({reason(error)}). Each of "
-            f"the {config.processes} has to run with its own distributed.process and reach {config.coordinator}."
-        ) from error
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        None if processes is None else config.process,
+        initialization_timeout=2 * JOIN_SECONDS,
+        heartbeat_timeout_seconds=seconds,
+        shutdown_timeout_seconds=seconds,
+    )
+    late.cancel()
+
+
+def _end_alone(config: DistributedConfig) -> None:
+    """JAX would abort the process, with a stack of C++ frames."""
+    text = (
+        f"gregale: error: distributed: the processes did not find one another within {JOIN_SECONDS} s. Each of the "
+        f"{config.processes} has to run, with its own distributed.process, and all have to reach process 0 at "
+        f"{config.coordinator}.\n"
+    )
+    with suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(os.EX_TEMPFAIL)
