@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "axes"},
+    {"errors", "settings", "files", "streams", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication"},
     {"methods"},

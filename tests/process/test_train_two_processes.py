@@ -92,6 +92,7 @@ def test_only_the_first_process_writes(outputs, two):
         "metrics.jsonl",
         "samples.txt",
         "checkpoints",
+        "newest_checkpoint.json",
         "tokenizer.json",
     }
 

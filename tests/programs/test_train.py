@@ -56,7 +56,7 @@ def go_on(gregale):
 
 def test_a_run_leaves_what_is_documented(whole):
     names = {path.name for path in whole.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tokenizer.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "newest_checkpoint.json", "tokenizer.json"}
     assert checkpoint_steps(whole) == [4, 8, 12]
     steps = [line for line in lines(whole) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

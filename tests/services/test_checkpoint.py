@@ -21,6 +21,7 @@ from gregale.errors import UserError
 from gregale.services.checkpoint import CheckpointConfig
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.store import Checkpoints
+from tests.disk import largest_file
 
 Embed, Vocab = Axis("embed", 16), Axis("vocab", 24)
 
@@ -255,12 +256,55 @@ def test_metadata_is_taken_when_save_is_called(checkpoints):
     assert checkpoints.metadata(1) == {"tokens": 1}
 
 
-def test_a_failed_save_is_raised_by_wait(tmp_path):
-    (tmp_path / "step-00000001").write_text("a file in the folder's place")
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, small(1), {})
-        with pytest.raises(NotADirectoryError):
-            checkpoints.wait()
+def test_a_failed_save_is_reported_and_the_next_one_is_none_the_worse(checkpoints, reports, tmp_path):
+    directory = tmp_path / "checkpoints"
+    checkpoints.save(1, small(1), {})
+    checkpoints.wait()
+    (directory / "step-00000002").write_text("a file in the folder's place")
+    checkpoints.save(2, small(2), {})
+    checkpoints.wait()
+    assert checkpoints.failure == f"Not a directory: {directory / 'step-00000002.deleted'}"
+    assert reports[-1].startswith("The checkpoint of step 2 could not be saved: Not a directory")
+    checkpoints.save(3, small(3), {})
+    checkpoints.wait()
+    assert checkpoints.failure is None
+    assert checkpoints.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("most", [100, 10_000], ids=["at its beginning", "in its arrays"])
+def test_a_full_disk_costs_one_checkpoint(checkpoints, reports, tmp_path, most, caplog):
+    """Files have a largest size here: the system refuses to write on, as on a full disk."""
+    directory = tmp_path / "checkpoints"
+    large = {"weight": jnp.arange(100_000, dtype=jnp.float32), "step": jnp.int32(0)}
+    checkpoints.save(1, large, {})
+    checkpoints.wait()
+    with largest_file(most):
+        checkpoints.save(2, large, {})
+        checkpoints.wait()
+    assert checkpoints.failure.startswith("File too large")
+    assert checkpoints.failure in reports[-1]
+    assert reports[-1].endswith("The newest one is that of step 1.")
+    assert [path.name for path in directory.iterdir()] == ["step-00000001"], "what was half-written is gone"
+    assert not caplog.records, "Orbax says nothing beside"
+    checkpoints.save(2, large, {})
+    assert_same_bits(checkpoints.latest(large).tree, large)
+    assert (checkpoints.failure, checkpoints.steps()) == (None, [1, 2])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["model", "optimizer", "extras"])
+def test_a_state_that_is_not_finite_is_never_saved(checkpoints, bad, where):
+    sound = state(7, PartitionSpec("data"), mesh_of(2, 4))
+    checkpoints.save(1, sound, {})
+
+    def spoilt(leaf):
+        is_float = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size
+        return leaf.at[-1, -1].set(bad) if is_float and leaf.ndim == 2 else leaf
+
+    with pytest.raises(UserError, match=rf"After step 2, .* \({where}/.*\), so no checkpoint .* that of step 1\."):
+        checkpoints.save(2, {**sound, where: jax.tree.map(spoilt, sound[where])}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1]
 
 
 @pytest.mark.parametrize("field", ["every", "keep_last", "keep_every"])

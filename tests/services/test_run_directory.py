@@ -8,7 +8,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.services.config import TrainConfig
-from gregale.services.run_directory import RunDirectory, write_bytes
+from gregale.services.run_directory import RunDirectory
 
 CONFIG = TrainConfig("a", 10)
 
@@ -59,7 +59,7 @@ def test_runs_are_set_aside_one_beside_the_other(run):
         ("", False),
         ('{"step": 8, "loss": 1.0}\n', False),
         ('{"step": 4, "eval_loss": 1.0}\n{"step": 8, "loss": 1.0}\n', False),
-        ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": null, "bits_per_byte": null}\n', True),
+        ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": null, "bits_per_byte": null}\n', False),
         ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": 1.0, "bits', False),
         ('{"step": 8, "eval_loss": 1.0}\n{"step": 9, "lo', True),
     ],
@@ -89,9 +89,22 @@ def test_samples_of_a_step_replace_those_of_this_and_later_steps(run):
     assert sorted(path.name for path in run.path.iterdir()) == ["config.yaml", "samples.txt"]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    write_bytes(path, b"before")
-    with pytest.raises(BufferError):
-        write_bytes(path, memoryview(b"after")[::2])
-    assert path.read_text() == "before"
+def test_missing_checkpoints_are_told_from_none_yet(run):
+    assert run.check_checkpoints([]) is None, "a run that was killed before its first checkpoint begins anew"
+    run.metrics.write_text('{"step": 7, "loss": 1.0}\n')
+    assert run.check_checkpoints([]) is None
+    run.note_checkpoint(4)
+    assert run.check_checkpoints([2, 4]) is None
+    assert run.check_checkpoints([4, 6]) is None, "a process was killed between the checkpoint and its note"
+    assert run.check_checkpoints([6]) is None
+    with pytest.raises(UserError, match=r"no checkpoint any more, .* one at step 4\. .* of its 7 steps\. .*--fresh"):
+        run.check_checkpoints([])
+    assert run.check_checkpoints([1, 2]) == (
+        "The newest checkpoint, of step 4, is gone: going on from that of step 2 repeats 2 steps."
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null}'])
+def test_a_note_that_cannot_be_read_says_nothing(run, text):
+    run.newest_checkpoint.write_text(text)
+    assert run.noted_checkpoint() is None

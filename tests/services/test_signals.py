@@ -8,7 +8,7 @@ import pytest
 from gregale.services.signals import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_only_asks(number):
     with StopRequest() as stop:
         assert not stop.agreed(1)
@@ -34,7 +34,18 @@ def test_a_second_sigterm_is_patient():
 
 
 def test_the_old_handlers_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(ZeroDivisionError), StopRequest():
         _ = 1 / 0
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)] == before
+
+
+def test_a_closed_terminal_is_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.agreed(1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -23,6 +23,8 @@ from gregale.services.tracking import (
     check_installed,
     open_trackers,
 )
+from gregale.services.tracking.tracker import Guarded
+from tests.disk import largest_file
 
 CONFIGS = {name: choice() for name, choice in TrackerConfig.get_known_choices().items()}
 TRAINING = {"loss": 2.5, "grad_norm": 0.5, "tokens": 4096, "tokens_per_second": 12345.6, "step_seconds": 30.0}
@@ -72,6 +74,38 @@ def test_resuming_drops_what_a_killed_run_wrote_later(tmp_path):
     tracker.close()
     assert entries(path) == [{"step": 1}, {"step": 2}, {"step": 2}, {"step": 3, "loss": 1.0}]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("room", [0, 5, 30])
+def test_lines_wait_for_room_and_none_is_torn(tmp_path, room):
+    """`room`: bytes that the disk still takes after the first line."""
+    path, reports = tmp_path / "metrics.jsonl", []
+    tracker = JsonlTracker(path, report=reports.append)
+    tracker.log(1, {"loss": 1.0})
+    whole = path.read_bytes()
+    with largest_file(len(whole) + room):
+        for step in range(2, 5):
+            tracker.log(step, {"loss": 1.0})
+            assert [entry["step"] for entry in entries(path)] == list(range(1, 2 + room // len(whole)))
+    assert reports == [f"{path} cannot be written: File too large. Its lines are kept until there is room."]
+    tracker.log(5, {"loss": 1.0})
+    assert [entry["step"] for entry in entries(path)] == [1, 2, 3, 4, 5]
+    assert reports[1:] == [f"{path} is written again, with the lines that were kept."]
+    with largest_file(0):
+        tracker.log(6, {"loss": 1.0})
+        with pytest.raises(UserError, match=r"metrics.jsonl lacks its last 1 lines: File too large\."):
+            tracker.close()
+    assert [entry["step"] for entry in entries(path)] == [1, 2, 3, 4, 5]
+
+
+def test_resuming_on_a_full_disk_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    content = b"".join(b'{"step": %d}\n' % step for step in range(1, 6))
+    path.write_bytes(content)
+    with largest_file(10), pytest.raises(OSError, match="File too large"):
+        JsonlTracker(path, resumed_from=3)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @given(cut=st.integers(0, 60), resumed_from=st.integers(0, 6))
@@ -207,6 +241,21 @@ def test_every_tracker_gets_the_figures_and_is_closed_though_one_fails():
     with pytest.raises(OSError, match="disk full"), Trackers(trackers) as together:
         together.log(1, {"loss": 2.0})
     assert all(tracker.entries == [(1, {"loss": 2.0})] and tracker.is_closed for tracker in trackers)
+
+
+def test_a_tracker_of_others_never_ends_a_run():
+    class Broken:
+        def log(self, step, values):
+            raise ConnectionError("no network")
+
+        def close(self):
+            raise OSError("disk full")
+
+    reports = []
+    with Trackers([Guarded(Broken(), reports.append)]) as together:
+        for step in (1, 2):
+            together.log(step, {"loss": 2.0})
+    assert reports == ["A tracker fails, and the run goes on without it: ConnectionError: no network"]
 
 
 def tensorboard_records(path) -> list[bytes]:

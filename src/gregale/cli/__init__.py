@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import shutil
 import sys
 import textwrap
@@ -13,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from typing import TextIO
 
 import gregale
 from gregale.errors import UserError
+from gregale.files import OF_THE_DISK
+from gregale.streams import LastingStream, abandon
 
 
 @dataclass(frozen=True)
@@ -47,26 +51,61 @@ _ASKED = re.compile(r"allocat\w+ (\d+) bytes")
 
 
 def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
-    """Runs a command; returns its exit code. A user's mistake is one paragraph on standard error and exit code 2."""
+    """Runs a command; returns its exit code.
+
+    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2.
+    """
     _silence_deprecations()
     _write_what_the_locale_lacks()
     try:
-        return _dispatch(_in_unicode(sys.argv[1:] if arguments is None else arguments), programs)
+        code = _dispatch(_in_unicode(sys.argv[1:] if arguments is None else arguments), programs)
+        sys.stdout.flush()  # here, where a failure is still handled
+        return code
     except UserError as error:
-        print(f"gregale: error: {error}", file=sys.stderr)
+        _say(f"gregale: error: {error}")
         return 2
     except BrokenPipeError:
-        # The reader of a pipe has seen enough (`| head`). Nothing is left to be flushed when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not _has_lost_its_reader(sys.stdout):
+            raise
+        abandon(sys.stdout)  # the reader of a pipe has seen enough (`| head`)
         return 0
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        LastingStream(sys.stdout).flush()
+        _say(f"gregale: error: {_of_the_disk(error)}")
+        return 2
     except KeyboardInterrupt:
-        print("gregale: interrupted", file=sys.stderr)
+        _say("gregale: interrupted")
         return 130
     except Exception as error:
         if (mistake := _of_the_machine(error)) is None:
             raise
-        print(f"gregale: error: {mistake}", file=sys.stderr)
+        _say(f"gregale: error: {mistake}")
         return 2
+
+
+def _of_the_disk(error: OSError) -> str:
+    place = error.filename2 or error.filename
+    what = f"{place} could not be read or written" if place else "a file could not be written"
+    return (
+        f"{what}: {error.strerror}. Make room for it or give access to it, and give the same command again; a run goes "
+        f"on from its newest checkpoint."
+    )
+
+
+def _say(text: str) -> None:
+    """Writes to standard error, if anybody is there to read it."""
+    stream = LastingStream(sys.stderr)
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def _has_lost_its_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe or a socket that nobody reads any more."""
+    watched = select.poll()
+    watched.register(stream.fileno(), 0)
+    return bool(watched.poll(0))
 
 
 def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:

@@ -4,7 +4,6 @@ The worker processes import this module and what it needs; it must never import 
 seconds of start-up in every one of them.
 """
 
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -28,6 +27,7 @@ from gregale.data.sources import Document, Part, Skipped, SourceConfig
 from gregale.data.store import FORMAT, TOKENS_NAME, TokenStore, finish_store, flush, json_sha256, open_store
 from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
+from gregale.files import Taken, acquire, sign
 
 TASK_BYTES = 16 << 20
 UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
@@ -108,20 +108,16 @@ def locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system gives back when the process ends, however it ends; makes its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        file = acquire(path)
     except OSError as error:
         raise UserError(f"data.cache: {path.parent} cannot be written to ({error.strerror}).") from error
-    with open(path, "r+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if file.read() == str(os.getppid()):  # a worker that runs its parent's script again would wait forever
-                raise UserError(f"{path}: the parent process holds it. {UNGUARDED}") from None
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+    except Taken as taken:
+        if taken.holder and taken.holder.pid == os.getppid():
+            # a worker that runs its parent's script again would wait for ever
+            raise UserError(f"{path}: the parent process holds it. {UNGUARDED}") from None
+        file = acquire(path, wait=True)
+    with file:
+        sign(file)
         yield
 
 

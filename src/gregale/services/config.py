@@ -18,7 +18,7 @@ from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, shown, whole
+from gregale.settings import Fixed, Settings, at_least, between, shown, whole
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class SamplesConfig(Settings):
 
 
 AUTO = "auto"
+MOST_TIMEOUT_SECONDS = 86_400
+MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,13 @@ class DistributedConfig(Settings):
     process: int = field(
         default=0,
         metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
+    )
+    timeout_seconds: float = field(
+        default=60.0,
+        metadata={
+            "help": "a process that gives no sign of life for so long is lost, and the others end",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
     )
 
     def __post_init__(self):
@@ -214,6 +223,12 @@ class TrainConfig(Settings):
         for key in ("name", "runs"):
             if "\0" in getattr(self, key):
                 raise KeyedError(key, f"is {shown(getattr(self, key))}", ": no path has a character of code 0.")
+        if (size := len(self.name.encode())) > MOST_NAME_BYTES:
+            raise KeyedError(
+                "name",
+                f"has {size} bytes ({self.name[:20]}...)",
+                f"; it names a directory, so it has at most {MOST_NAME_BYTES}.",
+            )
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+from contextlib import suppress
+from threading import Timer
 
 import jax
 
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
+from gregale.services.coordinator import way_to
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -15,6 +19,9 @@ PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # With one thread a device, those that wait in a collective of the next step can leave none for a device that is still
 # in the last one, and all wait for ever.
 THREADS_A_DEVICE = 4
+
+JOIN_SECONDS = 300  # within which all processes have to be there
+JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
 
 
 def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
@@ -41,6 +48,42 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"process 0, the same for all processes."
             )
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(distributed.coordinator, processes, distributed.process)
+        _join(distributed, processes)
     elif distributed.coordinator == AUTO:
-        jax.distributed.initialize()
+        _join(distributed, None)
+
+
+def _join(config: DistributedConfig, processes: int | None) -> None:
+    """Joins the processes; ends this one if they do not find one another in time.
+
+    `gregale.services.peers` notices a lost one later, long before JAX would abort the others.
+    """
+    late = Timer(JOIN_SECONDS, _end_alone, [config])
+    late.daemon = True
+    late.start()
+    is_known = config.coordinator not in (None, AUTO)
+    coordinator = config.coordinator if is_known else None
+    if coordinator is not None and config.process > 0:
+        coordinator = way_to(coordinator)
+    seconds = math.ceil(JAX_PATIENCE * config.timeout_seconds)
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        None if processes is None else config.process,
+        initialization_timeout=2 * JOIN_SECONDS,
+        heartbeat_timeout_seconds=seconds,
+        shutdown_timeout_seconds=seconds,
+    )
+    late.cancel()
+
+
+def _end_alone(config: DistributedConfig) -> None:
+    """JAX would abort the process, with a stack of C++ frames."""
+    text = (
+        f"gregale: error: distributed: the processes did not find one another within {JOIN_SECONDS} s. Each of the "
+        f"{config.processes} has to run, with its own distributed.process, and all have to reach process 0 at "
+        f"{config.coordinator}.\n"
+    )
+    with suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(os.EX_TEMPFAIL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,11 @@ from pathlib import Path
 
 import gregale
 from gregale.errors import UserError
+from gregale.files import write_bytes
+from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.config import Change, TrainConfig, changes
 from gregale.services.parsing import dump, load
+from gregale.services.run_lock import LOCK
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
@@ -45,12 +47,56 @@ class RunDirectory:
         """A line for each time that the run went on with another configuration."""
         return self.path / "changes.jsonl"
 
+    @property
+    def newest_checkpoint(self) -> Path:
+        """Notes the step of the newest checkpoint, so that a run whose checkpoints are gone is not taken for new."""
+        return self.path / "newest_checkpoint.json"
+
     def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation of a step was written, in full."""
-        if not self.metrics.is_file():
-            return False
-        lines = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        return any('"eval_loss"' in line and json.loads(line)["step"] == step for line in lines)
+        """Whether the evaluation of a step was written, in full, and was a number."""
+        return any(line["step"] == step and line.get("eval_loss") is not None for line in self._figures())
+
+    def note_checkpoint(self, step: int) -> None:
+        """Notes that the checkpoint of a step was committed, the newest of the run."""
+        write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
+
+    def noted_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint that was ever committed and not replaced; None before the first."""
+        try:
+            return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def where_it_goes_on(self) -> str:
+        """What the same command would begin with, in a sentence."""
+        steps = committed_steps(self.checkpoints)
+        if not steps:
+            return "There is no checkpoint yet; the same command begins anew."
+        return f"The newest checkpoint is that of step {steps[-1]}; the same command goes on from there."
+
+    def check_checkpoints(self, steps: list[int]) -> str | None:
+        """Compares the steps whose checkpoints there are with the newest that was committed.
+
+        Returns what the user should know if newer ones are gone. Raises `UserError` if all are: starting anew would
+        delete what the run has written.
+        """
+        noted = self.noted_checkpoint()
+        if noted is None or noted in steps:
+            return None
+        if not steps:
+            last = max((line["step"] for line in self._figures()), default=noted)
+            raise UserError(
+                f"{self.checkpoints} has no checkpoint any more, but this run has saved one at step {noted}. To start "
+                f"at step 0 again would delete the figures and samples of its {last} steps. Put a checkpoint back, or "
+                f"give --fresh, which sets the old run aside and begins anew."
+            )
+        newest = steps[-1]
+        if newest > noted:
+            return None
+        return (
+            f"The newest checkpoint, of step {noted}, is gone: going on from that of step {newest} repeats "
+            f"{noted - newest} steps."
+        )
 
     def read_config(self) -> TrainConfig:
         """The configuration of the run; raises `UserError` if there is no run here."""
@@ -109,11 +155,11 @@ class RunDirectory:
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
         self.path.rename(aside)
+        (aside / LOCK).unlink(missing_ok=True)
         return aside
 
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    def _figures(self) -> list[dict]:
+        """The whole lines of metrics.jsonl."""
+        if not self.metrics.is_file():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]

@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM and SIGINT end a run after a checkpoint, in all its processes at the same step."""
+"""Stopping on request: SIGTERM, SIGINT and SIGHUP end a run after a checkpoint, in all processes at the same step."""
 
 import signal
 from types import FrameType
@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Catches SIGTERM and SIGINT inside a `with` block (in the main thread, as signals demand).
+    """Catches SIGTERM, SIGINT and SIGHUP inside a `with` block (in the main thread, as signals demand).
 
-    The first signal only sets `signal_name`; a second SIGINT raises KeyboardInterrupt, for whoever cannot wait for the
-    checkpoint. The old handlers come back when the block is left.
+    SIGHUP, which a closed terminal sends, stays ignored where it is (`nohup`). The first signal only sets
+    `signal_name`; a second SIGINT raises KeyboardInterrupt, for whoever cannot wait for the checkpoint. The old
+    handlers come back when the block is left.
 
     In a run of several processes a signal reaches them at different steps, or only some of them. `agreed` is what all
     of them may act on.
@@ -34,7 +35,8 @@ class StopRequest:
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        self._old_handlers = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+        caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        self._old_handlers = {number: signal.signal(number, self._catch) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,6 +62,10 @@ class StopRequest:
         if self.signal_name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 class _ProcessFlags:

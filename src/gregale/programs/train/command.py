@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,16 +17,20 @@ from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.errors import UserError
 from gregale.model.llama import parameter_count
 from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
-from gregale.programs.train.loop import Loop
+from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import starting_point
+from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig, changes
 from gregale.services.devices import start_devices
+from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
+from gregale.services.run_lock import training
 from gregale.services.signals import StopRequest
 from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
 
@@ -38,10 +45,17 @@ class TrainOptions:
 def main(options: TrainOptions, config: TrainConfig) -> int:
     """Trains; returns 0 when the run is complete, 128 + the signal's number when it was stopped.
 
-    The run directory is not touched before the configuration, the devices and the data are known to be right.
+    The run directory is not touched before the configuration, the devices and the data are known to be right. Where
+    there are several processes, each ends if another is lost.
     """
     start_devices(config.cpu_devices, config.distributed)
     run = RunDirectory(Path(expand(config.runs)) / config.name)
+    with watched(config.distributed, run.where_it_goes_on):
+        return prepare_and_train(options, config, run)
+
+
+def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirectory) -> int:
+    """Checks the configuration, prepares the data, takes the run's lock and trains."""
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
@@ -52,14 +66,32 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        for note in (*corpus.notes, describe(setup, corpus)):
-            console.message(note)
-        if remark := config.sync.remark(setup.layout):
-            console.message(remark)
-        if options.fresh and is_writer() and (aside := run.set_aside()):
-            console.message(f"The old run is now {aside}.")
-        with Checkpoints(run.checkpoints, config.checkpoint, console.message) as checkpoints:
+        with (
+            held(run, options.fresh, console.message),
+            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint) as checkpoints,
+        ):
+            for note in (*corpus.notes, describe(setup, corpus)):
+                console.message(note)
+            if remark := config.sync.remark(setup.layout):
+                console.message(remark)
             return train(setup, corpus, run, checkpoints, console)
+
+
+@contextmanager
+def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[None]:
+    """The run's lock, in process 0; with `fresh`, after the old run was set aside, which nobody must be training."""
+    with ExitStack() as stack:
+
+        def take() -> None:
+            if fresh and run.path.exists():
+                with training(run.path, report):
+                    aside = run.set_aside()
+                report(f"The old run is now {aside}.")
+            stack.enter_context(training(run.path, report))
+            run.checkpoints.mkdir(exist_ok=True)
+
+        by_first_process(take, None)
+        yield
 
 
 def is_writer() -> bool:
@@ -71,6 +103,8 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
+    if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
+        console.message(note)
     start = starting_point(setup, before, checkpoints, corpus)
     first_step = start.step
     evaluated = not config.data.evaluates or run.has_evaluation(first_step)
@@ -85,21 +119,35 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     changed = changes(before, config) if before is not None and first_step else []
     if changed:
         console.message(f"Changed since step {first_step}: {'; '.join(map(str, changed))}.")
-    if is_writer():
+
+    def begin() -> None:
         run.record_changes(first_step, changed)
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
+
+    by_first_process(begin, None)
     console.begin(config.steps, first_step)
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
     with StopRequest() as stop, open_trackers(config.trackers, info, console, is_writer()) as trackers:
-        loop = Loop(setup, corpus, run, checkpoints, trackers)
+        loop = Loop(setup, corpus, run, checkpoints, trackers, console.message)
         step = loop.run(start, stop)
     checkpoints.wait()
+    if checkpoints.failure:
+        raise UserError(
+            f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
+            f"{checkpoints.failure}. {run.where_it_goes_on()}"
+        )
     if step < config.steps:
         name = stop.signal_name or "SIGTERM"
         console.message(f"Stopped by {name} after step {step} and saved; the same command goes on from there.")
         return 128 + signal.Signals[name]
+    loss = loop.evaluation.get("eval_loss", 0.0)  # none where nothing is evaluated
+    if not math.isfinite(loss):
+        raise UserError(
+            f"The run has done its {step} steps, but its held-out loss is {loss}: the model has learnt nothing that "
+            f"could be used. metrics.jsonl shows where it went wrong. {HELP}"
+        )
     console.message(summary(loop.evaluation, corpus, config))
     return 0
 

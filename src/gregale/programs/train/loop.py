@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from gregale.data.config import Corpus
+from gregale.errors import UserError
+from gregale.files import reason
 from gregale.methods.method import Method
 from gregale.model.generate import Sampling
 from gregale.programs.run.batches import GlobalBatches
@@ -15,21 +19,33 @@ from gregale.programs.sample import Sampler
 from gregale.programs.train.consumed import Consumed
 from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
-from gregale.programs.train.step_log import StepLog
+from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
+from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
 from gregale.services.tracking import Trackers
 from gregale.training.state import TrainState
 
+HELP = "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
+
 
 class Loop:
     """One run's loop; `evaluation` holds the figures of the last evaluation, none if there is no text for one."""
 
-    def __init__(self, setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, trackers: Trackers):
+    def __init__(
+        self,
+        setup: Setup,
+        corpus: Corpus,
+        run: RunDirectory,
+        checkpoints: Checkpoints,
+        trackers: Trackers,
+        report: Callable[[str], None],
+    ):
+        """`report`: told in one line of what fails and does not end the run."""
         self._setup, self._corpus, self._run = setup, corpus, run
-        self._checkpoints, self._trackers = checkpoints, trackers
+        self._checkpoints, self._trackers, self._report = checkpoints, trackers, report
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
@@ -39,6 +55,8 @@ class Loop:
         """Trains from `start` to the end, or until a stop is asked for; returns the steps done.
 
         The state of the last step is saved either way.
+
+        Raises `UserError` if too many steps in a row, or all, were skipped, or if the state to be saved is not finite.
         """
         config = self._setup.config
         state, step = start.state, start.step
@@ -47,24 +65,30 @@ class Loop:
         method = self._setup.method_after(step)
         take_step = self._setup.stepper(method)
         log = StepLog(self._setup, self._trackers, traffic, consumed)
-        with GlobalBatches(self._corpus.train, self._setup.batch_axes, self._setup.layout, start.examples) as batches:
-            while step < config.steps and not stop.agreed(step):
-                if self._setup.method_after(step) is not method:
-                    state = converted(self._setup, state, step, method)
-                    method = self._setup.method_after(step)
-                    take_step = self._setup.stepper(method)
-                state, report = take_step(state, next(batches), step + 1)
-                step += 1
-                log.took(step, report)
-                evaluates, saves = (_is_due(step, each.every) for each in (config.evaluation, config.checkpoint))
-                if step < config.steps and (evaluates or saves):
-                    log.catch_up()
-                    if evaluates:
-                        self._evaluate_and_sample(method, state, step)
-                    if saves:
-                        self._save(method, state, step, traffic, consumed)
-                    log.restart()
-        log.catch_up()
+        rows = self._setup.batch_axes, self._setup.layout, start.examples
+        try:
+            with GlobalBatches(self._corpus.train, *rows) as batches:
+                while step < config.steps and not stop.agreed(step):
+                    if self._setup.method_after(step) is not method:
+                        state = converted(self._setup, state, step, method)
+                        method = self._setup.method_after(step)
+                        take_step = self._setup.stepper(method)
+                    state, report = take_step(state, next(batches), step + 1)
+                    step += 1
+                    log.took(step, report)
+                    evaluates, saves = (_is_due(step, each.every) for each in (config.evaluation, config.checkpoint))
+                    if step < config.steps and (evaluates or saves):
+                        log.catch_up()
+                        if evaluates:
+                            self._evaluate_and_sample(method, state, step)
+                        if saves:
+                            self._save(method, state, step, traffic, consumed)
+                        log.restart()
+            log.catch_up()
+        except TooManySkipped as error:
+            raise UserError(f"{error} {after_skipping(state)}") from None
+        if 0 < step == log.skipped:
+            raise UserError(f"All {step} steps were skipped: in none of them were loss and gradient finite. {HELP}")
         self._save(method, state, step, traffic, consumed)
         if step == config.steps:
             self._evaluate_and_sample(method, state, step)
@@ -94,7 +118,17 @@ class Loop:
         sampling = Sampling(temperature=samples.temperature, seed=step)
         texts = [prompt + sampler.text(prompt, samples.tokens, sampling) for prompt in samples.prompts]
         if jax.process_index() == 0:
-            self._run.write_samples(step, texts)
+            try:
+                self._run.write_samples(step, texts)
+            except OSError as error:
+                self._report(f"The samples of step {step} could not be written: {reason(error)}.")
+
+
+def after_skipping(state: TrainState) -> str:
+    """What many skipped steps mean for the state that they left: skipped steps change nothing, but one before may."""
+    if names := not_finite(state.method):
+        return f"An update before them made {len(names)} arrays of the state infinite or NaN ({listed(names)}). {HELP}"
+    return f"Nothing of these steps entered the parameters. {HELP}"
 
 
 def _is_due(step: int, every: int | None) -> bool:

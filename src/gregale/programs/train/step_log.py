@@ -22,13 +22,21 @@ from gregale.training.state import Report
 STEPS_AHEAD = 1
 
 
+class TooManySkipped(UserError):
+    """The last `max_skipped` steps were all skipped."""
+
+
 class StepLog:
-    """Hands the figures of every logged step to the trackers."""
+    """Hands the figures of every logged step to the trackers.
+
+    - `skipped`: of the steps that were read, how many were skipped, by the replica that skipped most
+    """
 
     def __init__(self, setup: Setup, trackers: Trackers, traffic: Traffic, consumed: Consumed):
         self._setup, self._trackers, self._traffic, self._consumed = setup, trackers, traffic, consumed
         self._pending: deque[tuple[int, Report]] = deque()
         self._done = traffic.first_step
+        self.skipped = 0
         self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
         # A process sees its own replicas' figures only; where there are others, all are brought everywhere.
@@ -56,21 +64,21 @@ class StepLog:
         self._rate.completed(step, config.batch.tokens, time.monotonic())
         self._done = step
         self._outer = report.metrics.outer or self._outer
+        self.skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
         check_finite(step, report, config.max_skipped)
         if step % config.log_every and step != config.steps:
             return
-        skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
         values = {
             **measured(report),
             **(measured_between(self._outer) if self._outer else {}),
-            "learning_rate": self._setup.learning_rate(step - skipped + bool(in_a_row)),
+            "learning_rate": self._setup.learning_rate(step - self.skipped + bool(in_a_row)),
             "tokens": self._consumed.tokens(step),
             "tokens_per_second": self._rate.tokens_per_second,
             "step_seconds": self._rate.step_seconds,
             **self._traffic.figures(step),
         }
         self._outer = None
-        self._trackers.log(step, values | ({"skipped": skipped} if skipped else {}))
+        self._trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))
 
 
 def measured(report: Report) -> dict[str, float]:
@@ -93,11 +101,10 @@ def measured_between(outer: PseudoGradient) -> dict[str, float]:
 
 
 def check_finite(step: int, report: Report, most: int) -> None:
-    """Raises `UserError` if the last `most` steps were all skipped, of any replica."""
+    """Raises `TooManySkipped` if the last `most` steps were all skipped, of any replica."""
     in_a_row = int(np.max(report.skipped_in_a_row))
     if in_a_row >= most:
-        raise UserError(
+        raise TooManySkipped(
             f"max_skipped: loss or gradient was not finite in the last {in_a_row} steps (step {step}: loss "
-            f"{report.metrics.loss}, gradient norm {report.metrics.grad_norm}). Nothing of these steps entered the "
-            f"parameters. A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
+            f"{report.metrics.loss}, gradient norm {report.metrics.grad_norm})."
         )

@@ -2,18 +2,24 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
+from gregale.errors import UserError
+from gregale.files import OF_THE_DISK, reason
 from gregale.services.checkpoint.manifest import FileRecords
+
+T = TypeVar("T")
 
 _HANDOVER = "checksums-of-process-"
 _WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
-_MESSAGE_BYTES = 512
+_MESSAGE_BYTES = 2048
 _BARRIER_MINUTES = 20
 
 
@@ -45,6 +51,26 @@ def first_message(message: str | None) -> str | None:
     return next((text for text in texts if text), None)
 
 
+def by_first_process(action: Callable[[], T], otherwise: T) -> T:
+    """What `action` returns in process 0, which alone carries it out; the others have `otherwise`.
+
+    Raises `UserError` in all processes if it raises one there, or fails for the disk.
+    """
+    done, failed = otherwise, None
+    if jax.process_index() == 0:
+        try:
+            done = action()
+        except UserError as error:
+            failed = str(error)
+        except OSError as error:
+            if error.errno not in OF_THE_DISK:
+                raise
+            failed = f"The run's directory cannot be written: {reason(error)}."
+    if failed := first_message(failed):
+        raise UserError(failed)
+    return done
+
+
 def hashed_by(name: str, processes: int) -> int:
     """The process that wrote a file (and has it in its page cache); process 0 for what is common."""
     found = _WRITTEN_BY.search(name)
@@ -67,6 +93,8 @@ def collect(folder: Path, processes: int) -> FileRecords:
     records: FileRecords = {}
     for process in range(1, processes):
         path = folder / f"{_HANDOVER}{process}.json"
+        if not path.exists():
+            raise OSError(f"process {process} did not write its part")
         records |= json.loads(path.read_bytes())
         path.unlink()
     return records

@@ -1,4 +1,4 @@
-"""Which checkpoints there are and which of them stay."""
+"""Which checkpoints there are, what their files are called, and which of them stay."""
 
 import re
 from collections.abc import Iterable
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gregale.settings import Settings, whole
+
+LEAVES = "leaves.json"
+METADATA = "metadata.json"
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.(partial|deleted)")
@@ -41,6 +44,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def arrays_name(step: int) -> str:
+    """The name of Orbax's folder; it builds the names of its barriers from it, and a barrier's should be used once."""
+    return f"arrays-{step:08d}"
+
+
 def committed_steps(directory: Path) -> list[int]:
     """The steps with a committed checkpoint (sound or not), in ascending order."""
     if not directory.is_dir():
@@ -53,7 +61,7 @@ def unfinished(directory: Path) -> list[Path]:
     """Folders that a killed process left half-written or half-deleted."""
     if not directory.is_dir():
         return []
-    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name)]
+    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name) and path.is_dir()]
 
 
 def superfluous(steps: Iterable[int], saved: int, config: CheckpointConfig) -> list[int]:

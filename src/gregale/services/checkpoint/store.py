@@ -7,11 +7,7 @@ whether it still is.
 """
 
 import json
-import logging
-import os
-import shutil
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from inspect import isfunction
 from pathlib import Path
@@ -21,34 +17,20 @@ import jax
 import orbax.checkpoint as ocp
 
 from gregale.errors import UserError
-from gregale.services.checkpoint.leaves import (
-    LeafSpec,
-    arrays_by_name,
-    check_match,
-    fill,
-    sharding_of,
-    specs_by_name,
-)
-from gregale.services.checkpoint.manifest import files_below, find_damage, record, write_manifest
-from gregale.services.checkpoint.processes import (
-    barrier,
-    collect,
-    first_message,
-    from_first_process,
-    hand_over,
-    hashed_by,
-    is_handover,
-)
+from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
+from gregale.services.checkpoint.manifest import find_damage
+from gregale.services.checkpoint.processes import first_message, from_first_process
+from gregale.services.checkpoint.quiet import silence
 from gregale.services.checkpoint.retention import (
+    LEAVES,
+    METADATA,
     CheckpointConfig,
+    arrays_name,
     committed_steps,
     folder_name,
-    superfluous,
-    unfinished,
 )
+from gregale.services.checkpoint.saving import Saver
 
-_LEAVES = "leaves.json"
-_METADATA = "metadata.json"
 _NONE = -1
 
 Tree = TypeVar("Tree")
@@ -83,25 +65,24 @@ class Checkpoints:
         directory: Path | str,
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = print,
+        committed: Callable[[int], None] = lambda step: None,
     ):
         """
         Args:
             directory: made by the first save.
             config: what is kept.
-            report: told in one line of each checkpoint that is committed (in a thread) or damaged; process 0 only.
+            report: told in one line of each checkpoint that is committed or failed (in a thread) or damaged; process 0
+                only.
+            committed: called with the step of each checkpoint that is committed, likewise.
         """
-        _silence_orbax()
+        silence()
         self._directory = Path(directory).absolute()
-        self._config = config or CheckpointConfig()
         self._report = report if jax.process_index() == 0 else lambda _: None
         self._orbax = ocp.AsyncCheckpointer(
             # Trained floats hardly compress, and the training loop needs the processor's cores.
             ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
         )
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._in_flight: Future | None = None
-        self._history: set[int] = set()  # steps that this object has saved, or began from
-        self._saves = 0
+        self._saver = Saver(self._directory, config or CheckpointConfig(), self._orbax, self._report, committed)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -112,7 +93,9 @@ class Checkpoints:
     def save(self, step: int, tree: Any, metadata: dict) -> None:
         """Saves in the background; returns once the arrays may be donated. Waits for an earlier save.
 
-        A step that this object has saved already, or began from, is not written again.
+        A step that this object has saved already, or began from, is not written again. A save that fails, for want of
+        room on the disk or whatever else, is reported and leaves nothing behind: the run goes on, with `failure` set
+        until a save succeeds.
 
         Args:
             step: names the checkpoint.
@@ -120,36 +103,24 @@ class Checkpoints:
             metadata: goes to JSON beside them.
 
         Raises:
-            OSError, ValueError: the earlier save failed.
+            UserError: an array of the tree holds NaN or an infinity; nothing is saved.
         """
-        self.wait()
-        if step in self._history:
-            return
-        self._saves += 1
-        partial = self._directory / f"{folder_name(step)}.partial"
-        leaves = {name: spec.to_json() for name, spec in specs_by_name(tree).items()}
-        texts = {_LEAVES: json.dumps(leaves, indent=1), _METADATA: json.dumps(metadata, indent=1)}
-        if jax.process_index() == 0:
-            self._clean()
-            partial.mkdir(parents=True)
-            for name, text in texts.items():
-                (partial / name).write_text(text, encoding="utf-8")
-        stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
-        self._orbax.save(partial / _arrays_name(step), args=ocp.args.PyTreeSave(stored))
-        self._in_flight = self._committer.submit(self._commit, step, partial)
+        self._saver.save(step, tree, metadata)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last save failed, the same in every process; None if it did not, or is still in flight."""
+        return self._saver.failure
 
     def wait(self) -> None:
-        """Waits until the save in flight, if any, is committed; raises what it raised."""
-        if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            in_flight.result()
+        """Waits until the save in flight, if any, is committed or has failed."""
+        self._saver.wait()
 
     def close(self) -> None:
         """Waits, then frees the threads, as leaving a `with` block does; nothing may be saved or restored then."""
         try:
-            self.wait()
+            self._saver.close()
         finally:
-            self._committer.shutdown()
             self._orbax.close()
 
     def steps(self) -> list[int]:
@@ -162,7 +133,7 @@ class Checkpoints:
         Raises:
             UserError: there is no such checkpoint, or its metadata cannot be read.
         """
-        path = self._existing(step) / _METADATA
+        path = self._existing(step) / METADATA
         try:
             return json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -239,7 +210,7 @@ class Checkpoints:
 
     def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial) -> Restored[Tree]:
         folder = self._directory / folder_name(step)
-        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / _LEAVES).read_bytes()).items()}
+        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / LEAVES).read_bytes()).items()}
         if isfunction(template):
             template = template(self.metadata(step))
         wanted = specs_by_name(template)
@@ -254,58 +225,8 @@ class Checkpoints:
         arrays = {}
         if stored:
             args = ocp.args.PyTreeRestore(item=stored, restore_args=how, partial_restore=True)
-            arrays = self._orbax.restore(folder / _arrays_name(step), args=args)
+            arrays = self._orbax.restore(folder / arrays_name(step), args=args)
         for name, struct in empty.items():  # Orbax does not store arrays without elements
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
-        self._history = {step}
+        self._saver.history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))
-
-    def _clean(self) -> None:
-        """Removes what a killed process left unfinished (called by process 0 while nothing is in flight)."""
-        for path in unfinished(self._directory):
-            shutil.rmtree(path)
-
-    def _commit(self, step: int, partial: Path) -> None:
-        """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones."""
-        self._orbax.wait_until_finished()
-        process, processes = jax.process_index(), jax.process_count()
-        lasting = [name for name in files_below(partial) if not is_handover(name)]
-        records = record(partial, [name for name in lasting if hashed_by(name, processes) == process])
-        if process > 0:
-            hand_over(partial, process, records)
-        barrier(f"{partial} has its checksums, save {self._saves}")
-        if process == 0:
-            records |= collect(partial, processes)
-            # A network file system may have shown another process its own files too late.
-            records |= record(partial, [name for name in lasting if name not in records])
-            write_manifest(partial, records)
-            committed = self._directory / folder_name(step)
-            if committed.exists():  # damaged, or written by a run that this one does not continue
-                self._delete(step)
-            os.rename(partial, committed)
-            self._report(f"The checkpoint of step {step} is saved.")
-            for old in superfluous(self.steps(), step, self._config):
-                self._delete(old)
-        barrier(f"{partial} is committed, save {self._saves}")
-        self._history.add(step)
-
-    def _delete(self, step: int) -> None:
-        """Takes the name away first, so that a checkpoint is there in full or not at all."""
-        name = folder_name(step)
-        doomed = self._directory / f"{name}.deleted"
-        os.rename(self._directory / name, doomed)
-        shutil.rmtree(doomed)
-
-
-def _arrays_name(step: int) -> str:
-    # Orbax builds the names of its barriers from this name, and a barrier's name should be used once.
-    return f"arrays-{step:08d}"
-
-
-def _is_worth_showing(entry: logging.LogRecord) -> bool:
-    return entry.levelno >= logging.ERROR or "orbax" not in entry.pathname
-
-
-def _silence_orbax() -> None:
-    """Keeps Orbax's progress notes off the user's screen: its failures reach us as exceptions."""
-    logging.getLogger("absl").addFilter(_is_worth_showing)

@@ -12,7 +12,7 @@ import draccus
 from gregale.errors import UserError
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.jsonl import JsonlTracker
-from gregale.services.tracking.tracker import RunInfo, Tracker, Trackers, Values, finite
+from gregale.services.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
 from gregale.settings import Settings
 
 _WANDB_MODES = ("auto", "online", "offline")
@@ -161,5 +161,5 @@ def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Conso
     if not is_writer:
         return Trackers([])
     check_installed(configs)
-    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from)
-    return Trackers([console, jsonl, *(config.open(run) for config in configs)])
+    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
+    return Trackers([console, jsonl, *(Guarded(config.open(run), console.message) for config in configs)])

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich import progress as rich_progress
 from rich.console import Console as RichConsole
@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.table import Column
 
 from gregale.services.tracking.tracker import Values
+from gregale.streams import LastingStream
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 
@@ -19,7 +20,7 @@ class Console:
     """A tracker for the eye, and the place for messages and for the progress of preparations.
 
     On a terminal one line is redrawn and messages go above it; into a file or a pipe go plain lines, some seconds
-    apart.
+    apart. Where nobody reads any more (a closed terminal, a pipe whose reader has ended) it falls silent.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class Console:
             interval_seconds: least time between plain lines.
             clock: the time in seconds.
         """
-        stream = file or sys.stdout
-        self._rich = RichConsole(file=stream)
+        stream = LastingStream(file or sys.stdout)
+        self._rich = RichConsole(file=cast(TextIO, stream))
         self._is_live = stream.isatty() and self._rich.is_interactive
         self._fields = tuple(fields)
         self._interval_seconds = interval_seconds

@@ -1,7 +1,7 @@
 """What a tracker is, and several as one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,29 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Writes out what is held back."""
         ...
+
+
+class Guarded:
+    """A tracker of another project's: that it fails (a full disk, a network that is away) never ends the run."""
+
+    def __init__(self, tracker: Tracker, report: Callable[[str], None]):
+        """`report`: told of the first failure."""
+        self._tracker, self._report = tracker, report
+        self._has_failed = False
+
+    def log(self, step: int, values: Values) -> None:
+        self._try(lambda: self._tracker.log(step, values))
+
+    def close(self) -> None:
+        self._try(self._tracker.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if not self._has_failed:
+                self._report(f"A tracker fails, and the run goes on without it: {type(error).__name__}: {error}")
+            self._has_failed = True
 
 
 class Trackers:

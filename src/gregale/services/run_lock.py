@@ -1,0 +1,95 @@
+"""The lock of a run: one process trains it at a time, on whatever hosts.
+
+It is an flock on the file `lock` of the run directory, which the system gives back when its process ends, however it
+ends. Network file systems pass it on to other hosts, but not every one and not with every mount option. So the process
+that holds it also touches the file every few seconds; who gets the lock though another host's name is still in it waits
+and sees whether somebody touches it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import IO
+
+from gregale.errors import UserError
+from gregale.files import Holder, Taken, acquire, holder_of, is_at, sign
+
+LOCK = "lock"
+BEAT_SECONDS = 10.0
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
+
+
+@contextmanager
+def training(
+    directory: Path, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
+) -> Iterator[None]:
+    """Holds the lock of a run directory, which is made if absent.
+
+    - `report`: told in one line what the user should know
+    - `beat_seconds`: time between two touches of the file
+
+    Raises `UserError` if another process holds it, with its host, its number and since when.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
+    try:
+        file = acquire(path)
+    except Taken as taken:
+        raise UserError(_refusal(directory, taken)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        report(f"{path}: this file system has no locks, so nothing keeps a second process from training the run too.")
+        yield
+        return
+    with file:
+        _check_other_host(file, directory, report, beat_seconds)
+        sign(file)
+        ended = Event()
+        beating = Thread(target=_beat, args=(file.fileno(), ended, beat_seconds), daemon=True, name="run lock")
+        beating.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beating.join()
+            if is_at(file, path):
+                path.unlink()
+
+
+def _refusal(directory: Path, taken: Taken) -> str:
+    return (
+        f"{directory} is being trained by {taken}. Two would write over each other's checkpoints: stop that process, "
+        f"or train under another name."
+    )
+
+
+def _check_other_host(file: IO[str], directory: Path, report: Callable[[str], None], beat_seconds: float) -> None:
+    """Raises `UserError` if the process of another host, which this lock does not reach, is still there."""
+    last = holder_of(file)
+    if last is None or last.host == Holder.this_process().host:
+        return
+    path, seconds = directory / LOCK, 2.5 * beat_seconds
+    report(f"{directory} was last trained by {last}; looking for {seconds:.0f} s whether it still is.")
+    before, until = _touched(path), time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(beat_seconds / 10)
+        if _touched(path) != before:
+            raise UserError(_refusal(directory, Taken(last)))
+
+
+def _touched(path: Path) -> int:
+    with open(path, "rb"):  # makes a network file system ask its server
+        return path.stat().st_mtime_ns
+
+
+def _beat(file: int, ended: Event, seconds: float) -> None:
+    while not ended.wait(seconds):
+        with suppress(OSError):
+            os.utime(file)

@@ -1,0 +1,200 @@
+"""What happens to a run when something goes wrong: nothing that was written is lost, and the user is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from gregale.services.run_lock import training
+from tests.disk import largest_file
+from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
+
+
+@pytest.fixture
+def again(gregale, whole, tmp_path):
+    """`again(*arguments)`: the command of `whole` once more, on a copy of that run, which is `again.run`."""
+    run = tmp_path / "runs" / "whole"
+    shutil.copytree(whole, run)
+
+    def train(*arguments) -> int:
+        return gregale("train", "tiny.yaml", "--name", "whole", "--runs", run.parent, *EVALUATE, *arguments)
+
+    train.run = run
+    return train
+
+
+def content(run) -> dict:
+    return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def refusal(capsys) -> str:
+    """The one line on standard error."""
+    captured = capsys.readouterr()
+    assert captured.err.startswith("gregale: error: ")
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Done." not in captured.out
+    return captured.err
+
+
+# Numbers
+
+
+OVERFLOW = ["--optimizer.type", "sgd", "--optimizer.learning_rate", "1e38", "--optimizer.clip_norm", "null"]
+
+
+def test_parameters_that_overflowed_are_not_saved(gregale, inputs, capsys):
+    """The last step's loss is finite, its update is not."""
+    arguments = ["--steps", "1", "--max_skipped", "3", "--optimizer.schedule.warmup", "0", "--checkpoint.every", "1"]
+    assert gregale("train", "tiny.yaml", "--name", "overflow", *OVERFLOW, *arguments, "--model.init_scale", "30") == 2
+    error = refusal(capsys)
+    assert "After step 1, " in error
+    assert "arrays of the state hold NaN or infinity (method/parameters/" in error
+    assert checkpoint_steps(inputs / "runs" / "overflow") == []
+
+
+DILOCO = [
+    *["--sync.type", "diloco", "--sync.period", "6", "--sync.outer.learning_rate", "1e39"],
+    *["--optimizer.schedule.warmup", "1"],
+]
+
+
+def test_diloco_keeps_the_checkpoint_before_an_outer_step_that_overflows(gregale, inputs, capsys):
+    run = inputs / "runs" / "outer"
+    assert gregale("train", "tiny.yaml", "--name", "outer", *DILOCO) == 2
+    error = refusal(capsys)
+    assert "After step 8, " in error
+    assert "The newest one is that of step 4." in error
+    assert checkpoint_steps(run) == [4]
+    assert [step for step, _ in losses(run)] == list(range(1, 9))
+    # Without a save in between the skipped steps end the run, and the message says that they are not to blame.
+    assert (
+        gregale("train", "tiny.yaml", "--name", "outer", *DILOCO, "--checkpoint.every", "50", "--max_skipped", "2") == 2
+    )
+    error = refusal(capsys)
+    assert "not finite in the last 2 steps (step 8" in error
+    assert "An update before them made" in error
+    assert "infinite or NaN" in error
+    assert checkpoint_steps(run) == [4]
+
+
+def test_a_run_whose_steps_were_all_skipped_is_not_done(gregale, inputs, capsys):
+    arguments = ["--max_skipped", "13", "--model.init_scale", "1e30", "--checkpoint.every", "50"]
+    assert gregale("train", "tiny.yaml", "--name", "skipped", *arguments) == 2
+    assert "All 12 steps were skipped: in none of them were loss and gradient finite." in refusal(capsys)
+    assert checkpoint_steps(inputs / "runs" / "skipped") == []
+
+
+def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatch):
+    """A run whose last evaluation was lost makes up for it, again and again if need be."""
+    *kept, _ = (again.run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (again.run / "metrics.jsonl").write_text("".join(kept))
+    monkeypatch.setattr("gregale.programs.run.evaluation.Evaluator.__call__", lambda *_: {"eval_loss": float("nan")})
+    for _ in range(2):
+        assert again() == 2
+        assert "has done its 12 steps, but its held-out loss is nan" in refusal(capsys)
+
+
+# Two at once
+
+
+@pytest.mark.parametrize("arguments", [[], ["--fresh"]])
+def test_a_run_that_is_being_trained_is_left_alone(again, capsys, arguments):
+    before = content(again.run)
+    with training(again.run):
+        assert again("--steps", "16", *arguments) == 2
+        assert f"is being trained by process {os.getpid()} on " in refusal(capsys)
+        assert content(again.run).keys() - before.keys() == {(again.run / "lock").relative_to(again.run)}
+    assert content(again.run) == before
+    assert [path.name for path in again.run.parent.iterdir()] == ["whole"]
+
+
+def test_a_run_that_is_being_trained_can_be_evaluated(again, gregale, capsys):
+    with training(again.run):
+        assert gregale("eval", again.run) == 0
+    assert "at step 12: held-out loss" in capsys.readouterr().out
+
+
+# Checkpoints that are gone
+
+
+def test_a_run_without_its_checkpoints_is_not_begun_anew(again, capsys):
+    shutil.rmtree(again.run / "checkpoints")
+    before = content(again.run)
+    assert again("--steps", "16") == 2
+    error = refusal(capsys)
+    assert "has no checkpoint any more, but this run has saved one at step 12" in error
+    assert "would delete the figures and samples of its 12 steps" in error
+    assert "--fresh" in error
+    assert content(again.run) == before
+
+
+def test_a_run_without_its_newest_checkpoint_says_what_it_repeats(again, whole, capsys):
+    for step in (8, 12):
+        shutil.rmtree(again.run / "checkpoints" / f"step-{step:08d}")
+    assert again() == 0
+    out = capsys.readouterr().out
+    assert "The newest checkpoint, of step 12, is gone: going on from that of step 4 repeats 8 steps." in out
+    assert_same_state(again.run, whole, 12)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(again, whole):
+    shutil.rmtree(again.run / "checkpoints")
+    (again.run / "newest_checkpoint.json").unlink()
+    assert again() == 0
+    assert losses(again.run) == losses(whole)
+
+
+# Disks
+
+
+def test_a_run_goes_on_though_no_checkpoint_can_be_saved(again, whole, capsys):
+    """No file may grow beyond a size that arrays have and figures have not, as if the disk were full."""
+    shutil.rmtree(again.run)
+    with largest_file(16_000):
+        assert again() == 2
+    captured = capsys.readouterr()
+    for step in (4, 8, 12):
+        assert f"The checkpoint of step {step} could not be saved: File too large" in captured.out
+    assert "eval loss" in captured.out
+    assert "Done." not in captured.out
+    assert captured.err.count("\n") == 1, captured.err
+    assert (
+        "The run ended after step 12 of 12, but its last checkpoint could not be saved: File too large" in captured.err
+    )
+    assert losses(again.run) == losses(whole)
+    assert list((again.run / "checkpoints").iterdir()) == []
+
+
+def test_a_file_in_the_way_is_one_paragraph(again, capsys):
+    checkpoints = checkpoint_steps(again.run)
+    (again.run / "metrics.jsonl").unlink()
+    (again.run / "metrics.jsonl").mkdir()
+    assert again() == 2
+    assert "metrics.jsonl" in refusal(capsys)
+    assert checkpoint_steps(again.run) == checkpoints
+
+
+def test_the_runs_folder_may_be_no_folder(gregale, tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file")
+    assert gregale("train", "tiny.yaml", "--runs", tmp_path / "runs") == 2
+    assert str(tmp_path / "runs") in refusal(capsys)
+
+
+# The console
+
+
+def test_a_run_outlives_its_reader(again, whole, monkeypatch):
+    shutil.rmtree(again.run)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+        assert again() == 0
+        sys.stdout.close()
+    assert losses(again.run) == losses(whole)
+    assert [line["step"] for line in lines(again.run) if "eval_loss" in line] == [6, 12]
+    assert json.loads((again.run / "newest_checkpoint.json").read_text()) == {"step": 12}

@@ -1,0 +1,64 @@
+"""Files are whole or not there, and locks are those of the file that others see."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from gregale.files import Holder, Taken, acquire, holder_of, reason, sign, write_bytes
+from tests.disk import largest_file
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_bytes(path, b"before")
+    with pytest.raises(BufferError):
+        write_bytes(path, memoryview(b"after")[::2])
+    with largest_file(3), pytest.raises(OSError, match=f"File too large: '{path}'"):
+        write_bytes(path, b"after")
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written takes up room"
+
+
+def test_a_lock_names_its_holder_and_ends_with_its_file(tmp_path):
+    path = tmp_path / "lock"
+    with acquire(path) as file:
+        with pytest.raises(Taken, match="another process"):
+            acquire(path)
+        sign(file)
+        with pytest.raises(Taken) as caught:
+            acquire(path)
+        assert caught.value.holder.pid == os.getpid()
+    with acquire(path) as file:
+        assert holder_of(file).pid == os.getpid(), "who held it last"
+        path.rename(tmp_path / "aside")
+        with acquire(path) as other:
+            assert holder_of(other) is None
+
+
+def test_a_lock_can_be_held_on_a_full_disk(tmp_path):
+    with acquire(tmp_path / "lock") as file, largest_file(0):
+        sign(file)
+        with pytest.raises(Taken, match="another process"):
+            acquire(tmp_path / "lock")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system", "a/b"), "Read-only file system: a/b"),
+        (ValueError('RESOURCE_EXHAUSTED: "x"\n  file 4: No space left on device [28]'), "No space left on device"),
+        (ValueError("a\n " + "b" * 300), "a " + "b" * 198),
+        (ValueError(), "ValueError"),
+        (OSError("process 1 did not write its part"), "process 1 did not write its part"),
+    ],
+)
+def test_the_reason_is_short(error, words):
+    assert reason(error) == words
+
+
+def test_a_holder_reads_as_words():
+    assert str(Holder("h", 7, 0.0)).startswith("process 7 on h, since 19")
