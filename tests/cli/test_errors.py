@@ -96,7 +96,7 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
         (["--steps", "0"], ["steps is 0", "at least 1"]),
         (["--name", "a/b"], ["name is 'a/b'", "no '/'"]),
         (["--name", "x" * 300], ["name has 300 bytes (xxxxxxxxxxxxxxxxxxxx...)", "at most 240"]),
-        (["--distributed.timeout_seconds", "0"], ["distributed.timeout_seconds is 0", "from 1 to 86,400 seconds"]),
+        (["--distributed.timeout_seconds", "0"], ["distributed.timeout_seconds is 0", "from 1 to 86,400"]),
         (["--batch.size", "12"], ["batch.size is 12", "replica 2 x data 2 x microbatches 2 = 8", "8 or 16 would work"]),
         (["--batch.size", "6"], ["batch.size is 6", "6 / 4 = 1.5", "4 or 8 would work"]),
         (["--batch.microbatches", "3"], ["batch.size is 8", "microbatches 3 = 12", "12 would work"]),
