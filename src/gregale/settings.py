@@ -165,8 +165,7 @@ def _shown_number(number: float) -> str:
     if isinstance(number, int):
         digits = 1 + int(abs(number).bit_length() * math.log10(2))
         return str(number) if digits <= 40 else f"a whole number of about {digits} digits"
-    short = f"{number:g}"
-    return short if float(short) == number or not math.isfinite(number) else repr(number)
+    return repr(number).removesuffix(".0")
 
 
 def _bound(number: float) -> str:
