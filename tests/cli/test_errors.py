@@ -140,7 +140,7 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
         (["--optimizer.clip_norm", "0"], ["optimizer.clip_norm is 0", "above 0, or null"]),
         (["--checkpoint.every", "0"], ["checkpoint.every is 0"]),
         (["--evaluation.every", "0"], ["evaluation.every is 0", "at least 1"]),
-        (["--data.held_out", "2"], ["data.held_out: 2", "between 0 and 1"]),
+        (["--data.held_out", "2"], ["data.held_out is 2 (on the command line)", "at least 0 and below 1"]),
         (["--distributed.processes", "2"], ["distributed.processes is 2", "distributed.coordinator is not set"]),
         (["--cpu_devices", "3", "--distributed.processes", "2"], ["cpu_devices is 3", "Use a multiple of 2"]),
     ],
