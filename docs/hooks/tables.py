@@ -1,6 +1,7 @@
 """Fills the tables of the configuration page from the help texts of the dataclasses, so that they cannot go stale.
 
-The line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with the options of its own.
+The line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with the options of its own, and
+`<!-- fixed -->` the keys that a run cannot change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,20 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     """Called by mkdocs for every page."""
     if page.file.src_path != "configuration.md":
         return markdown
-    return markdown.replace("<!-- keys -->", tables(TrainConfig)).replace("<!-- options -->", commands())
+    parts = {"keys": tables(TrainConfig), "options": commands(), "fixed": fixed()}
+    for name, part in parts.items():
+        markdown = markdown.replace(f"<!-- {name} -->", part)
+    return markdown
+
+
+def fixed() -> str:
+    """The keys that a run cannot change when it goes on, each with its reason."""
+    rows = {entry.key: entry.fixed for entry in entries(TrainConfig) if entry.fixed}
+    lines = ["| key | why |", "|---|---|"]
+    for key, reason in rows.items():
+        only = "" if reason.at is ... else f" (only from {reason.at} or to {reason.at})"
+        lines.append(f"| `{key}`{only} | {reason.why} |")
+    return "\n".join(lines) + "\n"
 
 
 def commands() -> str:

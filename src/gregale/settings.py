@@ -123,6 +123,12 @@ def check(settings: Any) -> None:
                 raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 
+def check_path(key: str, path: str) -> None:
+    """Raises `KeyedError` for what the system takes for no path at all."""
+    if "\0" in path:
+        raise KeyedError(key, f"is {shown(path)}", ": no path has a character of code 0.")
+
+
 def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
     """The field of a base class with another default in a subclass, and another meaning if `help` is given."""
     (each,) = (each for each in fields(owner) if each.name == name)
@@ -165,8 +171,7 @@ def _shown_number(number: float) -> str:
     if isinstance(number, int):
         digits = 1 + int(abs(number).bit_length() * math.log10(2))
         return str(number) if digits <= 40 else f"a whole number of about {digits} digits"
-    short = f"{number:g}"
-    return short if float(short) == number or not math.isfinite(number) else repr(number)
+    return repr(number).removesuffix(".0")
 
 
 def _bound(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -193,6 +194,65 @@ def test_deprecations_are_silent_unless_they_are_asked_for(calls, monkeypatch):
     assert shown() == 1
     monkeypatch.setattr(sys, "warnoptions", ["default"])
     assert shown() == 2
+
+
+class JaxRuntimeError(RuntimeError):
+    """Named as JAX names its own: an error is told apart by that and by its text."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "the memory does not suffice. `gregale plan CONFIG` tells"),
+        (
+            JaxRuntimeError("INTERNAL: Error: Out of memory allocating 34359738368 bytes."),
+            "the memory does not suffice: 34,359,738,368 bytes were asked for at once. `gregale plan",
+        ),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: too much"), "the memory does not suffice. `gregale plan"),
+        (
+            UnicodeEncodeError("latin-1", "runs/\u5317", 5, 6, "no such character"),
+            "the encoding latin-1 of this locale cannot write '\u5317'. With PYTHONUTF8=1",
+        ),
+    ],
+)
+def test_what_the_machine_cannot_do_is_told_in_one_line(calls, capsys, error, message):
+    calls.error = error
+    assert calls.main("fail") == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"gregale: error: {message}")
+    assert told.count("\n") == 1
+
+
+def test_other_errors_of_the_runtime_keep_their_traceback(calls):
+    calls.error = JaxRuntimeError("INTERNAL: a bug")
+    with pytest.raises(JaxRuntimeError):
+        calls.main("fail")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_show_ends_nothing(calls, monkeypatch, encoding):
+    """Samples, help and messages: a character that the encoding lacks is a question mark."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr(calls, "note", lambda *_: print("\u5317 wind"))
+    commands = {**calls.programs, "say": Program("toy_say", "\u5317")}
+    monkeypatch.setitem(sys.modules, "toy_say", types.SimpleNamespace(COMMAND=Command(calls.note, NoOptions)))
+    main(["say"], commands)
+    main(["say", "--help"], commands)
+    main(["\u5317"], commands)
+    for stream in (out, err):
+        stream.flush()
+    assert out.buffer.getvalue().startswith(b"? wind\nusage: gregale say [--key value ...]\n\n?\n")
+    assert err.buffer.getvalue().startswith(b"gregale: error: there is no command `?`.")
+
+
+def test_an_argument_is_what_was_typed_whatever_the_locale_made_of_it(calls, capsys):
+    as_ascii = "n\u00f6 \u5317".encode().decode("ascii", "surrogateescape")
+    calls.main("sample", "runs/a", as_ascii)
+    assert calls == [(SampleOptions("runs/a", "n\u00f6 \u5317"),)]
+    assert calls.main("sample", b"\xff".decode("utf-8", "surrogateescape")) == 2
+    assert capsys.readouterr().err == "gregale: error: the argument b'\\xff' is not UTF-8 at byte 0.\n"
 
 
 def gregale_process(*arguments: str) -> subprocess.CompletedProcess:

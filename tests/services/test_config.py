@@ -12,8 +12,9 @@ import pytest
 from gregale.cli import PROGRAMS
 from gregale.codecs.config import ReduceConfig
 from gregale.data.sources import TextSource
+from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
-from gregale.methods.config import SyncConfig
+from gregale.methods.config import DilocoConfig, SyncConfig
 from gregale.model.config import ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
@@ -113,7 +114,7 @@ def test_what_may_change_forbids_nothing_and_is_told():
     )
     assert forbidden(BASE, changed) == []
     told = [str(change) for change in changes(BASE, changed)]
-    assert len(told) == 19
+    assert len(told) == 20
     for part in (
         "steps 10 -> 20",
         "batch.size 64 -> 32",
@@ -142,6 +143,32 @@ def test_what_fixes_the_state_is_forbidden():
         "optimizer.type",
     ]
     assert "optimizer.type adamw -> lion" in forbidden(BASE, changed)
+
+
+def test_what_orders_the_data_is_forbidden_and_where_it_lies_is_not():
+    def of(**changes: Any) -> TrainConfig:
+        source = TextSource(files=("a/*.txt",), **changes)
+        return replace(BASE, data=replace(BASE.data, sources={"text": source}))
+
+    assert forbidden(of(), of(weight=2.0)) == ["data.sources.text.weight 1.0 -> 2.0"]
+    moved = replace(of(), data=replace(of().data, sources={"text": TextSource(files=("b/*.txt",))}, workers=2))
+    assert forbidden(of(), moved) == []
+    assert forbidden(of(), replace(of(), data=replace(of().data, shuffle=False))) == ["data.shuffle true -> false"]
+    other = replace(of(), data=replace(of().data, tokenizer=BpeConfig(), held_out=0.0))
+    assert [found.split()[0] for found in forbidden(of(), other)] == [
+        "data.tokenizer.type",
+        "data.tokenizer.vocabulary",
+        "data.held_out",
+    ]
+
+
+def test_another_way_to_keep_replicas_together_begins_anew():
+    def of(momentum: float) -> TrainConfig:
+        return replace(BASE, sync=DilocoConfig(outer=SgdConfig(momentum=momentum)))
+
+    assert [str(change) for change in changes(of(0.9), of(0.0))] == ["sync.outer.momentum 0.9 -> 0.0"]
+    assert forbidden(of(0.9), of(0.0)) == []
+    assert forbidden(of(0.9), BASE) == []
 
 
 def test_a_momentum_is_there_or_not():

@@ -17,11 +17,10 @@ from gregale.services.fields import Entry, entries
 from gregale.services.parsing import load
 
 ODD = [
-    *("0", "-1", "1", "2", "3", "0.5", "1.5", "-0.0", "1e-320", "1e308", "1e400", "2147483648", "18446744073709551616"),
-    *("-9223372036854775808", "12345678901234567890", "9" * 400, "9" * 5000, ".nan", "nan", ".inf", "-.inf", "inf"),
-    *("null", "~", "true", "", '""', "a", "é\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
-    *("[]", "[1]", "[null]", "[[]]", "[1, 2]", "{}", "{a: 1}", "{0: 1}", "{type: adamw}", "{type: text}"),
-    *("{", "]", "&a [*a]", "*a", "a: b: c", "- 1", "\t"),
+    *("0", "-1", "1", "2", "0.5", "-0.0", "1e-320", "1e308", "1e400", "2147483648", "18446744073709551616"),
+    *("-9223372036854775808", "12345678901234567890", "9" * 400, "9" * 5000, ".nan", ".inf", "-.inf", "nan"),
+    *("null", "true", "", "a", "\u00e9\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
+    *("[]", "[1, 2]", "[null]", "{}", "{a: 1}", "{type: text}", "{", "&a [*a]", "a: b: c"),
 ]
 COMMANDS = {name: import_module(program.module).COMMAND for name, program in PROGRAMS.items()}
 CLASSES = {"keys of a run": TrainConfig, **{name: command.options for name, command in COMMANDS.items()}}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig
+from gregale.services.config import TrainConfig, changes
 from gregale.services.run_directory import RunDirectory
 
 CONFIG = TrainConfig("a", 10)
@@ -38,9 +39,21 @@ def test_a_run_goes_on_with_what_may_change_only(run):
     run.check_compatible(replace(CONFIG, steps=20, log_every=5))
     with pytest.raises(UserError) as caught:
         run.check_compatible(replace(CONFIG, steps=20, seed=7))
-    assert "seed: 0 -> 7" in str(caught.value)
-    assert "steps" not in str(caught.value)
+    assert "configuration: seed 0 -> 7 (it orders the data" in str(caught.value)
+    assert "steps 10" not in str(caught.value)
     assert "--fresh" in str(caught.value)
+
+
+def test_changes_are_noted_line_by_line(run):
+    run.record_changes(4, [])
+    assert not run.changes.exists()
+    run.record_changes(4, changes(CONFIG, replace(CONFIG, steps=20)))
+    run.record_changes(8, changes(CONFIG, replace(CONFIG, log_every=2, max_skipped=3)))
+    noted = [json.loads(line) for line in run.changes.read_text().splitlines()]
+    assert [line["step"] for line in noted] == [4, 8]
+    assert noted[0]["changes"] == {"steps": [CONFIG.steps, 20]}
+    assert noted[1]["changes"] == {"log_every": [1, 2], "max_skipped": [10, 3]}
+    assert all({"time", "gregale"} < set(line) for line in noted)
 
 
 def test_runs_are_set_aside_one_beside_the_other(run):

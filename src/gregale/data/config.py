@@ -30,42 +30,53 @@ from gregale.data.tokenizers import (
 )
 from gregale.data.training_texts import naming, training_texts
 from gregale.errors import UserError
+from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
 
+ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 SOURCES, VALIDATION = "sources", "validation"
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Which text to train on, and how it becomes examples."""
 
     sources: dict[str, SourceConfig] = field(
         default_factory=dict, metadata={"help": "documents, by a name of your choice"}
     )
     tokenizer: TokenizerConfig = field(
-        default_factory=BytesConfig, metadata={"help": "what turns text into tokens: bytes, file or bpe"}
+        default_factory=BytesConfig,
+        metadata={
+            "help": "what turns text into tokens: bytes, file or bpe",
+            "fixed": Fixed("the saved parameters were trained on its tokens"),
+        },
     )
     validation: dict[str, SourceConfig] = field(
         default_factory=dict,
         metadata={"help": "only evaluated on", "keys_of": "data.sources"},
     )
-    held_out: float = field(default=0.02, metadata={"help": "share kept for evaluation; 0: nothing"})
-    shuffle: bool = field(default=True, metadata={"help": "random order, anew each epoch"})
+    held_out: float = field(
+        default=0.02,
+        metadata={
+            "help": "share kept for evaluation; 0: nothing",
+            "range": Range(0, 1, below=True),
+            "aliases": ("val_split", "validation_split", "val_fraction", "eval_fraction", "test_size"),
+            "fixed": Fixed("what would be held out now has been trained on"),
+        },
+    )
+    shuffle: bool = field(default=True, metadata={"help": "random order, anew each epoch", "fixed": ORDER})
     cross_documents: bool = field(default=False, metadata={"help": "let attention and loss cross documents"})
     replica_mixtures: list[dict[str, float]] = field(
         default_factory=list,
-        metadata={"help": "for each DiLoCo replica its own weights"},
+        metadata={"help": "for each DiLoCo replica its own weights", "range": at_least(0), "fixed": ORDER},
     )
     cache: str = field(default="cache", metadata={"help": "folder for tokenized text, reused by later runs"})
-    workers: int = field(default=0, metadata={"help": "processes that tokenize; 0: one for each core"})
+    workers: int = field(
+        default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}
+    )
 
     def __post_init__(self):
-        if not 0 <= self.held_out < 1:
-            raise UserError(
-                f"data.held_out: {self.held_out} found; it is a fraction between 0 and 1, for example 0.02, or 0 to "
-                "hold out nothing."
-            )
-        if self.workers < 0:
-            raise UserError(f"data.workers: {self.workers} found; give a number of processes, or 0 for one each core.")
+        super().__post_init__()
+        check_path("cache", self.cache)
         check_mixtures(self.replica_mixtures, self.sources)
         for name, source in self.validation.items():
             if source.weight != 1:

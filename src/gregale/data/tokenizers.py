@@ -16,13 +16,14 @@ import numpy as np
 from gregale.data import pieces
 from gregale.data.sources.base import expand, read_bytes
 from gregale.errors import UserError
+from gregale.settings import Fixed, Settings, whole
 
 SAVED_NAME = "tokenizer.json"
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
 
 
 @dataclass(frozen=True)
-class TokenizerConfig(draccus.ChoiceRegistry):
+class TokenizerConfig(Settings, draccus.ChoiceRegistry):
     """Which tokenizer turns the text into ids."""
 
 
@@ -46,14 +47,14 @@ class FileConfig(TokenizerConfig):
 class BpeConfig(TokenizerConfig):
     """Byte-level byte-pair encoding, trained on the training documents."""
 
-    vocabulary: int = field(default=8192, metadata={"help": "number of ids, the end-of-document token included"})
-
-    def __post_init__(self):
-        if self.vocabulary < 257:
-            raise UserError(
-                f"vocabulary: {self.vocabulary} found; a byte-level BPE needs 256 ids for bytes and 1 for the end of a "
-                "document, so at least 257."
-            )
+    vocabulary: int = field(
+        default=8192,
+        metadata={
+            "help": "number of ids: 256 of bytes, of pairs, and of the end of a document",
+            "range": whole(257, 2**24),
+            "fixed": Fixed("the saved parameters were trained on its tokens"),
+        },
+    )
 
 
 class Tokenizer(ABC):

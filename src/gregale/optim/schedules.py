@@ -48,7 +48,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
             raise KeyedError(
                 "warmup",
                 f"is {self.warmup:g}",
-                f" = {warmup} steps, but the run has only {steps} of this optimizer: nothing would be left after the "
+                f" = {warmup} steps, but the optimizer takes only {steps} in the run: nothing would be left after the "
                 f"warmup. Less than {steps} steps, or a fraction below 1, would work.",
             )
         body = self.after_warmup(peak, steps - warmup, in_steps_of=steps)

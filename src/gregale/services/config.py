@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import draccus
@@ -18,7 +18,7 @@ from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, between, shown, whole
+from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,9 @@ class TrainConfig(Settings):
             "fixed": Fixed("each optimizer keeps a state of its own kind"),
         },
     )
-    sync: SyncConfig = field(default=PsdpConfig(), metadata={"help": "how replicas are kept together"})
+    sync: SyncConfig = field(
+        default=PsdpConfig(), metadata={"help": "how replicas are kept together", "begins_anew": True}
+    )
     reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
     evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss"})
@@ -221,8 +223,7 @@ class TrainConfig(Settings):
                 "; it names a directory, so it has no '/' and does not begin with '.'.",
             )
         for key in ("name", "runs"):
-            if "\0" in getattr(self, key):
-                raise KeyedError(key, f"is {shown(getattr(self, key))}", ": no path has a character of code 0.")
+            check_path(key, getattr(self, key))
         if (size := len(self.name.encode())) > MOST_NAME_BYTES:
             raise KeyedError(
                 "name",
@@ -261,13 +262,15 @@ class Change:
 def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
     """The keys that differ between two configurations of one class, in the order of the fields.
 
-    Another choice is a change of `type`, beside what else its class has different.
+    Another choice is a change of `type`, beside what else its class has different. Below a field whose metadata has
+    `begins_anew` nothing is fixed: what it holds of the state begins anew when it changes.
     """
     found = []
     declared = {each.name: each for each in (*fields(before), *fields(now))}
     for name, each in declared.items():
         old, new = getattr(before, name, None), getattr(now, name, None)
-        found += _changes(join(prefix, name), old, new, each.metadata.get("fixed"))
+        below = _changes(join(prefix, name), old, new, each.metadata.get("fixed"))
+        found += [replace(one, fixed=None) for one in below] if "begins_anew" in each.metadata else below
     return found
 
 

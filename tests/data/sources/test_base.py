@@ -64,7 +64,7 @@ def test_a_source_without_files_is_refused(source, message):
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_is_above_zero(weight):
-    with pytest.raises(UserError, match=r"weight: .* a finite number above 0"):
+    with pytest.raises(UserError, match=r"weight is .*; it has to be above 0"):
         TextSource(weight=weight)
 
 
@@ -81,5 +81,5 @@ def test_half_a_surrogate_pair_is_refused():
 
 
 def test_an_unknown_way_with_bad_documents_is_refused():
-    with pytest.raises(UserError, match="on_bad_document: 'ignore' found; the choices are: stop, skip"):
+    with pytest.raises(UserError, match=r"on_bad_document is 'ignore'\. Valid choices: stop, skip"):
         TextSource(on_bad_document="ignore")

@@ -43,7 +43,7 @@ def test_a_saved_data_set_or_the_missing_extra(tmp_path, contents):
 
 
 def test_a_path_is_needed():
-    with pytest.raises(UserError, match="path: empty"):
+    with pytest.raises(UserError, match="path is empty"):
         HuggingFaceSource()
 
 

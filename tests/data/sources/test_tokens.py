@@ -65,7 +65,7 @@ def test_what_is_no_token_file_is_refused(tmp_path, name, content, message):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(UserError, match="dtype: 'float32' found; a raw token file holds one of uint16, uint32, int32"):
+    with pytest.raises(UserError, match=r"dtype is 'float32'\. .*Valid choices: uint16, uint32, int32"):
         TokensSource(dtype="float32")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import glob
-import math
 import os
 import sysconfig
 from abc import abstractmethod
@@ -16,6 +15,7 @@ import draccus
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.settings import Fixed, Settings, above
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
@@ -72,19 +72,20 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class SourceConfig(draccus.ChoiceRegistry):
+class SourceConfig(Settings, draccus.ChoiceRegistry):
     """A source of documents. The order of its documents depends on the files alone, never on how they are read."""
 
-    weight: float = field(default=1.0, metadata={"help": "share of the training examples, beside others"})
-    on_bad_document: str = field(default=STOP, metadata={"help": "bad documents: stop, or skip and report"})
-
-    def __post_init__(self):
-        if not 0 < self.weight < math.inf:
-            raise UserError(f"weight: {self.weight} found, but the weight of a source is a finite number above 0.")
-        if self.on_bad_document not in ON_BAD_DOCUMENT:
-            raise UserError(
-                f"on_bad_document: {self.on_bad_document!r} found; the choices are: {', '.join(ON_BAD_DOCUMENT)}."
-            )
+    weight: float = field(
+        default=1.0,
+        metadata={
+            "help": "share of the training examples, beside others",
+            "range": above(0),
+            "fixed": Fixed("examples would come in another order, which repeats and leaves out some"),
+        },
+    )
+    on_bad_document: str = field(
+        default=STOP, metadata={"help": "bad documents: stop, or skip and report", "choices": ON_BAD_DOCUMENT}
+    )
 
     @abstractmethod
     def parts(self) -> list[Part]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gregale.data.sources.base import BadDocument, Document, Part, SourceConfig, expand, in_column, options, ranges
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 
 PART_ROWS = 4096
 
@@ -25,7 +25,9 @@ class HuggingFaceSource(SourceConfig):
     def __post_init__(self):
         super().__post_init__()
         if not self.path:
-            raise UserError("path: empty; give the name of a data set, or a folder written by its save_to_disk.")
+            raise KeyedError(
+                "path", "is empty", "; give the name of a data set, or a folder written by its save_to_disk."
+            )
 
     def parts(self) -> list[Part]:
         rows = self.rows()

@@ -8,6 +8,7 @@ import numpy as np
 
 from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, ranges, readable
 from gregale.errors import UserError
+from gregale.settings import whole
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
@@ -18,15 +19,11 @@ PART_TOKENS = 4 << 20
 class TokensSource(FileSource):
     """Token files: .npy, or raw little-endian integers; a document ends after each end-of-document token."""
 
-    dtype: str = field(default="uint16", metadata={"help": "type of a raw file: uint16, uint32 or int32"})
+    dtype: str = field(default="uint16", metadata={"help": "type of a raw file", "choices": DTYPES})
     end_of_document: int | None = field(
-        default=None, metadata={"help": "id that ends a document in these files; none: a document per file"}
+        default=None,
+        metadata={"help": "id that ends a document in these files; null: a document per file", "range": whole(0)},
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype: {self.dtype!r} found; a raw token file holds one of {', '.join(DTYPES)}.")
 
     def split(self, path: str) -> list[Part]:
         tokens = self.open(path)

@@ -1,0 +1,132 @@
+"""What a configuration's mistakes are called: the whole key, where it was given, and what was likely meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+
+RUN = ["--name", "a", "--steps", "100"]
+DILOCO = ["--sync.type", "diloco"]
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(TrainConfig, None, [*RUN, *arguments])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "steps is 0 (on the command line); it has to be at least 1."),
+        (["--steps", "1" * 20], "steps is 11111111111111111111 (on the command line); it has to be from 1 to 2,147,"),
+        (["--seed", "18446744073709551616"], "seed is 18446744073709551616 (on the command line); it has to be from 0"),
+        (["--model.rotary_base", "0"], "model.rotary_base is 0 (on the command line); it has to be at least 1."),
+        (["--model.rotary_base", ".nan"], "model.rotary_base is nan (on the command line); it has to be at least 1."),
+        (["--model.init_scale", "-1"], "model.init_scale is -1 (on the command line); it has to be at least 0."),
+        (["--model.norm_epsilon", "-1"], "model.norm_epsilon is -1 (on the command line); it has to be above 0."),
+        (
+            ["--optimizer.clip_norm", ".nan"],
+            "optimizer.clip_norm is nan (on the command line); it has to be above 0, or null: no clipping.",
+        ),
+        (["--optimizer.epsilon", "-1"], "optimizer.epsilon is -1 (on the command line); it has to be above 0."),
+        (["--optimizer.epsilon", "1e-320"], "optimizer.epsilon is 1e-320 (on the command line)"),
+        (["--optimizer.learning_rate", ".nan"], "optimizer.learning_rate is nan"),
+        (
+            ["--optimizer.learning_rate", "1e300"],
+            "optimizer.learning_rate is 1e+300 (on the command line); it has to be",
+        ),
+        (
+            ["--optimizer.betas", "0.9,1"],
+            "optimizer.betas.1 is 1 (on the command line); it has to be at least 0 and below",
+        ),
+        (["--optimizer.type=muon", "--optimizer.iterations=-1"], "optimizer.iterations is -1 (on the command line);"),
+        (["--optimizer.schedule.warmup", ".inf"], "optimizer.schedule.warmup is inf (on the command line);"),
+        ([*DILOCO, "--sync.outer.schedule.warmup", "-1"], "sync.outer.schedule.warmup is -1 (on the command line);"),
+        (
+            ["--samples.temperature", ".nan"],
+            "samples.temperature is nan (on the command line); it has to be at least 0.",
+        ),
+        (["--reduce.block", "-1"], "reduce.block is -1 (on the command line); it has to be at least 1."),
+        (["--reduce.codec", "int9"], "reduce.codec is 'int9' (on the command line). Did you mean `int8` or"),
+        (["--mesh.data", "0"], "mesh.data is 0 (on the command line); it has to be at least 1 or -1."),
+        (["--trackers", "[{type: wandb, mode: offlin}]"], "trackers.0.mode is 'offlin' (on the command line). Did"),
+        (
+            ["--model.rotary_scaling.low_frequency_factor", "4"],
+            "model.rotary_scaling.low_frequency_factor is 4 (on the command line) and high_frequency_factor is 4: the",
+        ),
+        (["--runs", "a\0b"], "runs is 'a\\x00b' (on the command line): no path has"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_value_out_of_its_range_is_told_with_its_whole_key(arguments, message):
+    assert message in refusal(*arguments)
+
+
+MEANT = {
+    "lr": "optimizer.learning_rate",
+    "optimizer.lr": "optimizer.learning_rate",
+    "sync.outer.lr": "sync.outer.learning_rate",
+    "learning-rate": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "grad_clip": "optimizer.clip_norm",
+    "betas": "optimizer.betas",
+    "beta1": "optimizer.betas",
+    "optimizer.warmup": "optimizer.schedule.warmup",
+    "optimizer.schedule.warmup_steps": "optimizer.schedule.warmup",
+    "sync.outer.schedule.warmup_steps": "sync.outer.schedule.warmup",
+    "batch_size": "batch.size",
+    "batch.seq_len": "batch.sequence_length",
+    "context_length": "batch.sequence_length",
+    "gradient_accumulation_steps": "batch.microbatches",
+    "max_steps": "steps",
+    "n_layers": "model.layers",
+    "model.num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "dim": "model.hidden",
+    "num_heads": "model.heads",
+    "vocab_size": "model.vocabulary",
+    "rope_theta": "model.rotary_base",
+    "save_every": "checkpoint.every",
+    "tokenizer": "data.tokenizer",
+    "seeed": "seed",
+    "optimiser": "optimizer",
+    "model.hiden": "model.hidden",
+}
+
+
+@pytest.mark.parametrize("key", MEANT)
+def test_a_near_miss_names_the_likely_key_and_no_other(key):
+    found = refusal(*(DILOCO if key.startswith("sync") else []), f"--{key}", "1")
+    assert f" Did you mean `{MEANT[key]}`? " in found
+
+
+def test_two_likely_keys_are_both_named():
+    assert "Did you mean `optimizer.schedule.warmup` or `sync.warmup_steps`?" in refusal("--warmup_steps", "1")
+
+
+@pytest.mark.parametrize("key", ["foo", "device", "epochs", "x", "model.x", "optimizer.foo"])
+def test_nothing_silly_is_suggested(key):
+    assert "Did you mean" not in refusal(f"--{key}", "1")
+
+
+def test_elements_of_a_list_can_be_added_on_the_command_line(tmp_path):
+    one, two = "tensorboard", "trackio"
+    second = ["--trackers.1.type", two, "--trackers.1.project", "p"]
+    added = load(TrainConfig, None, [*RUN, "--trackers.0.type", one, *second])
+    assert [type(tracker).__name__ for tracker in added.trackers] == ["TensorBoardConfig", "TrackioConfig"]
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\nsteps: 1\ntrackers: [{type: tensorboard}]")
+    assert load(TrainConfig, path, second).trackers == added.trackers
+    path.write_text("name: a\nsteps: 1\ntrackers: []")
+    assert load(TrainConfig, path, ["--trackers.0.type", one]).trackers == added.trackers[:1]
+    with pytest.raises(UserError, match=r"`trackers` is a list of 0; it has none yet; `trackers.0` adds one"):
+        load(TrainConfig, path, ["--trackers.1.type", one])
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])
+def test_yaml_without_a_bottom_is_refused(text):
+    assert "too deep in one another" in refusal("--data", text)
