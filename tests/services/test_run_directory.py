@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_what_may_change_only(run):
     run.check_compatible(replace(CONFIG, steps=20, log_every=5))
     with pytest.raises(UserError) as caught:
         run.check_compatible(replace(CONFIG, steps=20, seed=7))
-    assert "seed: 0 -> 7" in str(caught.value)
+    assert "seed 0 -> 7" in str(caught.value)
     assert "steps" not in str(caught.value)
     assert "--fresh" in str(caught.value)
 
