@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(go_on, half
     damage(half, 8, how)
     assert go_on(half) == 0
     out = capsys.readouterr().out.splitlines()
-    reports = [line for line in out if "damaged" in line]
+    reports = [line for line in out if "is damaged" in line]
     assert len(reports) == 1, out
     assert "The checkpoint of step 8 is damaged" in reports[0]
     assert "step 4 is used instead" in reports[0]

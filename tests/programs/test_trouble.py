@@ -57,8 +57,8 @@ def test_parameters_that_overflowed_are_not_saved(gregale, inputs, capsys):
 
 
 DILOCO = [
-    *["--sync.type", "diloco", "--sync.period", "6", "--sync.outer.learning_rate", "1e39"],
-    *["--optimizer.schedule.warmup", "1"],
+    *["--sync.type", "diloco", "--sync.period", "6", "--sync.outer.learning_rate", "3e38"],
+    *["--optimizer.schedule.warmup", "1", "--optimizer.learning_rate", "5"],
 ]
 
 

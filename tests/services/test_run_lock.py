@@ -29,6 +29,7 @@ with training(Path(sys.argv[1])):
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with pytest.raises(UserError) as caught, training(tmp_path):
             pass

@@ -1,6 +1,5 @@
 """What lies in a cache folder, and how it goes: token stores, trained tokenizers, and what killed builds left."""
 
-import fcntl
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from gregale.data.store import MANIFEST_NAME, TOKENS_NAME, read_manifest
 from gregale.data.tokenizers import SAVED_NAME
 from gregale.errors import UserError
+from gregale.files import Taken, acquire
 
 STORE = re.compile(r"[0-9a-f]{24}")
 TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{24}")
@@ -161,10 +161,10 @@ def is_of_another_host(entry: Entry) -> bool:
 @contextmanager
 def tried(lock: Path) -> Iterator[bool]:
     """Takes a lock if nobody holds it, and tells whether it did."""
-    with open(lock, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+    try:
+        file = acquire(lock)
+    except Taken:
+        yield False
+        return
+    with file:
         yield True

@@ -85,8 +85,8 @@ def _check_other_host(file: IO[str], directory: Path, report: Callable[[str], No
 
 
 def _touched(path: Path) -> int:
-    with open(path, "rb"):  # makes a network file system ask its server
-        return path.stat().st_mtime_ns
+    with path.open("rb") as file:  # opening makes a network file system ask its server
+        return os.fstat(file.fileno()).st_mtime_ns
 
 
 def _beat(file: int, ended: Event, seconds: float) -> None:
