@@ -175,4 +175,4 @@ def _shown_number(number: float) -> str:
 
 
 def _bound(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{int(number):,}" if abs(number) < 1e15 and number == int(number) else f"{number:g}"
