@@ -76,13 +76,13 @@ def test_an_empty_prompt(gregale, whole, capsys):
     [
         ([], "RUN"),
         (["nowhere"], "nowhere is not a run directory"),
-        (["whole", "--temperature", "-1"], "temperature is -1; it has to be at least 0"),
-        (["whole", "--top_k", "0"], "top_k is 0; it has to be at least 1"),
-        (["whole", "--top_p", "1.5"], "top_p is 1.5; it has to be above 0 and at most 1"),
-        (["whole", "--tokens", "0"], "tokens is 0; it has to be at least 1."),
+        (["whole", "--temperature", "-1"], "temperature is -1 (on the command line); it has to be at least 0"),
+        (["whole", "--top_k", "0"], "top_k is 0 (on the command line); it has to be at least 1"),
+        (["whole", "--top_p", "1.5"], "top_p is 1.5 (on the command line); it has to be above 0 and at most 1"),
+        (["whole", "--tokens", "0"], "tokens is 0 (on the command line); it has to be at least 1."),
         (["whole", "--heat", "1"], "`heat` (on the command line) is not a valid key"),
     ],
-    ids=" ".join,
+    ids=lambda value: value[-1] if isinstance(value, list) and value else "",
 )
 def test_mistakes(gregale, whole, capsys, arguments, message):
     assert gregale("sample", *arguments) == 2

@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +56,12 @@ def entries(cache: Path) -> list[Entry]:
         UserError: there is no such folder, or it is no cache.
     """
     try:
-        paths = [path for path in cache.iterdir() if path.is_dir() and not path.is_symlink()]
-        is_cache = any(LOCK.fullmatch(path.name) for path in cache.iterdir())
-        found = [entry for path in paths if (entry := entry_of(path)) is not None]
+        paths = list(cache.iterdir())
+        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+        found = [entry for path in folders if (entry := entry_of(path)) is not None]
     except OSError as error:
         raise UserError(f"{cache}: no cache can be read there ({error.strerror}).") from error
-    if not found and not is_cache:
+    if paths and not found and not any(LOCK.fullmatch(path.name) for path in paths):
         raise UserError(
             f"{cache} is no cache of token stores: nothing in it was made by `gregale train` or `gregale tokenize`. "
             "Give the folder that `data.cache` names."
@@ -133,22 +132,24 @@ def last_use(folder: Path) -> float:
 def remove(entry: Entry) -> bool:
     """Deletes an entry, unless a build may be at work on it; returns whether it did.
 
-    It first gets a name that no build looks for. Its lock stays, for one who waits for it may have it open. Runs that
-    have the store open keep what they have mapped.
+    It first gets a name that no build looks for. Runs that have the store open keep what they have mapped.
 
     Raises:
         OSError: it cannot be deleted.
     """
     if entry.kind == "leftover" and is_of_another_host(entry) and time.time() - entry.used < DAY_SECONDS:
         return False
-    with tried(entry.lock) as is_held:
-        if not is_held:
-            return False
+    try:
+        lock = acquire(entry.lock)
+    except Taken:
+        return False
+    with lock:
         doomed = entry.folder.with_name(f".{entry.lock.stem.removeprefix('tokenizer-')}.{socket.gethostname()}.cleaned")
         if entry.kind != "leftover":
             shutil.rmtree(doomed, ignore_errors=True)
             entry.folder.rename(doomed)
         shutil.rmtree(entry.folder if entry.kind == "leftover" else doomed)
+        entry.lock.unlink(missing_ok=True)  # who waits for it sees that, and makes another
     return True
 
 
@@ -156,15 +157,3 @@ def is_of_another_host(entry: Entry) -> bool:
     """Locks need not reach from one host to another, so only age tells whether that build is at work."""
     found = LEFTOVER.fullmatch(entry.folder.name)
     return found is not None and found[2] != socket.gethostname()
-
-
-@contextmanager
-def tried(lock: Path) -> Iterator[bool]:
-    """Takes a lock if nobody holds it, and tells whether it did."""
-    try:
-        file = acquire(lock)
-    except Taken:
-        yield False
-        return
-    with file:
-        yield True
