@@ -7,9 +7,10 @@ import math
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
-from gregale.model.config import RotaryScaling
+from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.execution import Execution
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
@@ -27,20 +28,19 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
     return frequency.astype(np.float32)
 
 
-def rotate(x: NamedArray, positions: NamedArray, HeadSize: Axis, base: float, scaling: RotaryScaling | None):
+def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig, execution: Execution) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
     """
-    frequency = jnp.asarray(frequencies(HeadSize.size // 2, base, scaling))
+    HeadSize = config.HeadSize
+    frequency = jnp.asarray(frequencies(HeadSize.size // 2, config.rotary_base, config.rotary_scaling))
     others = x.rearrange((..., HeadSize)).axes[:-1]
     # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
     shared = [axis for axis in others if axis in positions.axes]
     sizes = [axis.size if axis in shared else 1 for axis in others]
     angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    low, high = jnp.split(x.rearrange((..., HeadSize)).array.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return hax.named(turned.astype(x.dtype), (*others, HeadSize)).rearrange(x.axes)
+    turned = execution.kernels.turn(x.rearrange((..., HeadSize)).array, jnp.cos(angle), jnp.sin(angle))
+    return hax.named(turned, (*others, HeadSize)).rearrange(x.axes)
