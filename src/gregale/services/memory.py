@@ -23,7 +23,8 @@ def keep_memory(environment: Mapping[str, str] = os.environ) -> bool:
     if not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(parameter, value) == 1 for parameter, value in OPTIONS.items()])
+    taken = [mallopt(parameter, value) for parameter, value in OPTIONS.items()]  # 1, or 0 for what it does not know
+    return all(taken)
 
 
 def _is_glibc() -> bool:

@@ -18,8 +18,8 @@ class Attend(Protocol):
     """Causal self-attention, softmax(q . k / sqrt(head size)) . v, the softmax in float32.
 
     A token sees the tokens of its own segment at or before its place, `window` of them at most. Query head n reads
-    key/value head n // (heads / kv_heads). What a form names `ATTENTION_NAME` is all that its backward pass needs
-    beside the arguments, so that a remat policy can keep it; the output is among it.
+    key/value head n // (heads / kv_heads). The form itself names its output `ATTENTION_NAME` for remat policies, and
+    with it whatever small it needs to spare the backward pass another forward one.
 
     Arguments:
     - `q`: [batch, position, heads, head_size]

@@ -58,31 +58,30 @@ def _attend_forward(q, k, v, segments, window):
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        sums = _float32_einsum("bkgst,bktd->bkgsd", weights.astype(v.dtype), v[:, :, block.keys])
+        sums = _float32_einsum("bkgst,bktd->bkgsd", weights, v[:, :, block.keys])
         attended.append(sums / total)
         exponents.append(top + jnp.log(total))
     output = _ungrouped(jnp.concatenate(attended, axis=3)).astype(q.dtype)
     output = checkpoint_name(output, ATTENTION_NAME)
     exponent = checkpoint_name(jnp.concatenate(exponents, axis=3), ATTENTION_NAME)  # log of the sum of exp(scores)
-    return output, (q, k, v, segments, output, exponent)
+    return output, (q, k, v, segments, exponent)
 
 
 def _attend_backward(window: int | None, saved, cotangent):
-    """With p the weights: dv = p^T do, ds = p * (do v^T - sum(do * o)), dq = ds k, dk = ds^T q, all over sqrt(size).
+    """dv = p^T do, dq = ds k, dk = ds^T q; p the weights, dp = do v^T, ds = p * (dp - sum(p * dp)) / sqrt(size).
 
-    dv and dk are computed transposed, do^T p and q^T ds, so that no matrix of weights is transposed.
+    dv and dk are computed transposed, do^T p and q^T ds, so that no matrix of weights is transposed. The sum is that of
+    do * o too, but o is rounded to the dtype of activations.
     """
-    q, k, v, segments, output, exponent = saved
-    along = jnp.sum(cotangent.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)  # [batch, position, heads]
-    along = _grouped(along[..., None], k.shape[1])
+    q, k, v, segments, exponent = saved
     cotangent = _grouped(cotangent, k.shape[1])
     by_q, by_k, by_v = [], jnp.float32(0), jnp.float32(0)
     for block in blocks(k.shape[2], window):
         weights = jnp.exp(_scores(q, k, segments, window, block) - exponent[..., block.rows, :])
         by_output = cotangent[..., block.rows, :]
         by_weights = _float32_einsum("bkgsd,bktd->bkgst", by_output, v[:, :, block.keys])
-        by_scores = weights * (by_weights - along[..., block.rows, :]) * _scale(q)
-        weights, by_scores = weights.astype(q.dtype), by_scores.astype(q.dtype)
+        along = jnp.sum(weights * by_weights, axis=-1, keepdims=True)
+        by_scores = weights * (by_weights - along) * _scale(q)
         by_q.append(_float32_einsum("bkgst,bktd->bkgsd", by_scores, k[:, :, block.keys]))
         around = ((0, 0), (0, 0), (0, 0), (block.first, k.shape[2] - block.stop))
         by_k += jnp.pad(_float32_einsum("bkgsd,bkgst->bkdt", q[..., block.rows, :], by_scores), around)
