@@ -11,7 +11,6 @@ from haliax import Axis
 
 from gregale.model.config import LlamaConfig, RotaryScaling
 from gregale.model.rotary import frequencies, rotate
-from tests.mesh.support import one_device
 from tests.model import oracle
 
 LLAMA_3 = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)
@@ -45,7 +44,6 @@ def test_rotation_is_a_complex_product():
         hax.named(x, (Position, Heads, HeadSize)),
         hax.named(places, Position),
         replace(config, head_size=8),
-        one_device(),
     )
     for head in range(3):
         np.testing.assert_allclose(turned.array[:, head], oracle.rotate(x[:, head], places, config), atol=1e-5)

@@ -43,8 +43,6 @@ class Kernels:
     - `swiglu(gate, up)`: silu(gate) * up
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
-    - `turn(x, cos, sin)`: (low, high) -> (low * cos - high * sin, high * cos + low * sin) for the halves of the last
-      axis, in float32; x [..., head_size], cos and sin [..., head_size / 2] with sizes of 1 where they are the same
     - `attend`: causal self-attention
     - `attend_cached(q, k, v, mask)`: attention for generation, where `mask` [batch, heads, query, key] (sizes of 1
       where it is the same) says which keys are seen
@@ -55,6 +53,5 @@ class Kernels:
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
-    turn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     attend: Attend
     attend_cached: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

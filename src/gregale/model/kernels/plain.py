@@ -36,11 +36,6 @@ def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
     return NamedArray((exact * inverse).astype(x.dtype) * weight.array.astype(x.dtype), x.axis_names)
 
 
-def turn(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
-
-
 def attend(q, k, v, segments: jax.Array | None, window: int | None, *, implementation: Implementation) -> jax.Array:
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     attended = jax.nn.dot_product_attention(
@@ -66,7 +61,6 @@ def plain_kernels(implementation: Implementation) -> Kernels:
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
-        turn=turn,
         attend=partial(attend, implementation=implementation),
         attend_cached=partial(attend_cached, implementation=implementation),
     )

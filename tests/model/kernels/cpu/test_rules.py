@@ -112,13 +112,6 @@ def test_rms_norm(dtype):
     )
 
 
-@each_dtype
-def test_turn(dtype):
-    angle = jnp.arange(6.0)[:, None, None] * jnp.array([1.0, 0.1])
-    x = normal(0, Batch, Position, Heads, HeadSize).array
-    assert_equal(lambda kernels: lambda x: kernels.turn(x, jnp.cos(angle), jnp.sin(angle)), (x,), dtype)
-
-
 # One block, a length that is no multiple of four blocks, and windows that end inside of a block and before it.
 LENGTHS = [1, 7, 2 * FEWEST_ROWS + 3, 4 * FEWEST_ROWS - 1]
 CASES = [
@@ -169,7 +162,7 @@ def test_rules_under_vmap_scan_and_remat():
             normed = kernels.rms_norm(x, hax.ones(Embed), 1e-5)
             wide = kernels.project(layer, normed)
             heads = normed.array.reshape(*normed.array.shape[:-1], 2, 4)
-            attended = kernels.attend(kernels.turn(heads, jnp.ones(2), jnp.ones(2)), heads, heads, None, None)
+            attended = kernels.attend(heads, heads, heads, None, None)
             out = kernels.project(down, kernels.swiglu(wide, wide))
             return out + hax.named(attended.reshape(x.array.shape), x.axes), None
 

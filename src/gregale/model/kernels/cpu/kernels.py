@@ -6,7 +6,6 @@ from gregale.model.kernels import plain
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
-from gregale.model.kernels.cpu.rotary import turn
 from gregale.model.kernels.cpu.swiglu import swiglu
 from gregale.model.kernels.kernels import Kernels
 
@@ -19,7 +18,6 @@ def cpu_kernels(blocked: bool = True) -> Kernels:
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
-        turn=turn,
         attend=attend if blocked else plain.PLAIN.attend,
         attend_cached=plain.PLAIN.attend_cached,
     )
