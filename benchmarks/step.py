@@ -1,10 +1,14 @@
 """Gregale's training step beside a plain JAX one (`yardstick.py`): time, FLOPs and memory, on simulated CPU devices.
 
-    python benchmarks/step.py [--devices 1 8] [--unroll 1 2 4] [--rounds 15] [--json FILE]
+    python benchmarks/step.py [--devices 1 8] [--unroll 1 2 4] [--rounds 15] [--torch PYTHON] [--json FILE]
 
-Every number of devices has a process of its own. There both steps are first shown to compute the same loss and
+Every number of devices has a process of its own. There all steps are first shown to compute the same loss and
 gradients; then all programs are compiled; then each round runs every program once, so that what else the machine does
-meets all of them alike. The times are medians over rounds.
+meets all of them alike. The times are medians over rounds. With `--torch`, a Python that has PyTorch (`pip install
+'.[bench]'`, or an environment of its own), the rounds on one device have two more rows: the step in plain PyTorch
+(`torch_step.py`), eager and by `torch.compile`.
+
+Memory is kept between steps in the processes of JAX, as `gregale train` does, for Gregale and for the yardstick.
 """
 
 from __future__ import annotations
@@ -18,8 +22,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -42,6 +50,7 @@ from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig, ConstantSchedule
+from gregale.services.memory import keep_memory
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}
 MODEL = LlamaConfig(layers=4, hidden=256, heads=4, mlp=1024, vocabulary=1024)
@@ -53,16 +62,56 @@ TOLERANCE = 1e-5
 
 
 @dataclass
-class Side:
-    """A compiled step, `(state, *batch) -> (state, metrics)`, and what it works on."""
+class Timed:
+    """A step and how long each of its runs took."""
 
     name: str
-    unroll: int
+    unroll: int | None
+    wall_s: list[float] = field(default_factory=list, init=False)
+    cpu_s: list[float] = field(default_factory=list, init=False)
+
+    def row(self) -> dict[str, Any]:
+        wall_s = self.wall_s[WARM_UP_ROUNDS:]
+        first, _, third = statistics.quantiles(wall_s, n=4)
+        return {
+            "step": self.name,
+            "unroll": self.unroll,
+            "median_s": statistics.median(wall_s),
+            "quartiles_s": [first, third],
+            "median_cpu_s": statistics.median(self.cpu_s[WARM_UP_ROUNDS:]),
+        }
+
+
+@dataclass
+class TorchSide(Timed):
+    """A step of `torch_step.py`, which runs when it gets a line."""
+
+    process: subprocess.Popen
+
+    def run(self) -> None:
+        assert self.process.stdin is not None
+        print(self.name.removeprefix("torch "), file=self.process.stdin, flush=True)
+        wall_s, cpu_s = said(self.process).split()
+        self.wall_s.append(float(wall_s))
+        self.cpu_s.append(float(cpu_s))
+
+
+def said(process: subprocess.Popen) -> str:
+    """The next line of a process's output; its own error message is on standard error."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"benchmarks/torch_step.py ended early, with exit code {process.wait()}.")
+    return line.strip()
+
+
+@dataclass
+class Side(Timed):
+    """A compiled step, `(state, *batch) -> (state, metrics)`, and what it works on."""
+
     compiled: Any
     state: Any
     batch: tuple
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         wall, cpu = time.perf_counter(), cpu_seconds()
@@ -74,14 +123,8 @@ class Side:
     def row(self) -> dict[str, Any]:
         memory = self.compiled.memory_analysis()
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        wall_s = self.wall_s[WARM_UP_ROUNDS:]
-        first, _, third = statistics.quantiles(wall_s, n=4)
         return {
-            "step": self.name,
-            "unroll": self.unroll,
-            "median_s": statistics.median(wall_s),
-            "quartiles_s": [first, third],
-            "median_cpu_s": statistics.median(self.cpu_s[WARM_UP_ROUNDS:]),
+            **super().row(),
             "matmul_flops": matmul_flops(self.compiled.as_text()),
             "cost_analysis_flops": self.compiled.cost_analysis()["flops"],
             "peak_bytes": kept + memory.temp_size_in_bytes,
@@ -177,10 +220,10 @@ def yardstick_side(layout: Layout, unroll: int) -> Side:
     return Side("yardstick", unroll, compiled, state, tokens)
 
 
-def check_agreement(layout: Layout) -> None:
+def check_agreement(layout: Layout) -> dict[str, np.ndarray]:
     """Both steps have the same loss and gradients from the same parameters; else their times say nothing.
 
-    Each gradient may differ by `TOLERANCE` of its largest value.
+    Each gradient may differ by `TOLERANCE` of its largest value. Returns what another process needs to compare with.
     """
     how, yardstick, batch = gregale_execution(layout, 1), yardstick_step(layout, 1), gregale_batch(layout)
 
@@ -200,16 +243,42 @@ def check_agreement(layout: Layout) -> None:
     for name, gradient in plain(ours).items():
         scale = np.abs(gradients[name]).max()
         np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
+    c = OPTIMIZER
+    facts = {
+        "settings": [c.learning_rate, *c.betas, c.epsilon, c.weight_decay, CLIP_NORM],
+        "tokens": tokens[0],
+        "targets": tokens[1],
+        "loss": loss,
+        **parameters,
+        **{f"gradient_{name}": gradient for name, gradient in gradients.items()},
+    }
+    return {name: np.asarray(fact) for name, fact in facts.items()}
 
 
-def measure(devices: int, unrolls: list[int], rounds: int) -> list[dict[str, Any]]:
-    """A row for each step and unrolling, on as many devices as this process has."""
+@contextmanager
+def torch_sides(python: str, facts: dict[str, np.ndarray]) -> Iterator[list[Timed]]:
+    """The steps in PyTorch, in a process of their own, found to agree and ready to run."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "facts.npz")
+        np.savez(path, **facts)
+        command = [python, str(Path(__file__).with_name("torch_step.py")), str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            print(f"torch {said(process)}", file=sys.stderr)
+            yield [TorchSide(f"torch {way}", None, process) for way in ("eager", "compile")]
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def measure(devices: int, unrolls: list[int], rounds: int, torch: str | None) -> list[dict[str, Any]]:
+    """A row for each step and unrolling, on as many devices as this process has; PyTorch's on one."""
     layout = standard_layout(make_mesh(MESHES[devices]))
-    check_agreement(layout)
-    sides = [make(layout, unroll) for unroll in unrolls for make in (gregale_side, yardstick_side)]
-    for _ in range(WARM_UP_ROUNDS + rounds):
-        for side in sides:
-            side.run()
+    facts = check_agreement(layout)
+    sides: list[Timed] = [make(layout, unroll) for unroll in unrolls for make in (gregale_side, yardstick_side)]
+    with torch_sides(torch, facts) if torch and devices == 1 else nullcontext([]) as others:
+        sides += others
+        for _ in range(WARM_UP_ROUNDS + rounds):
+            for side in sides:
+                side.run()
     return [{"devices": devices, **side.row()} for side in sides]
 
 
@@ -219,12 +288,13 @@ def measure_in_process(devices: int, arguments: argparse.Namespace) -> list[dict
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--worker", "--devices", str(devices), "--rounds", str(arguments.rounds)]
     command += ["--unroll", *(str(unroll) for unroll in arguments.unroll)]
+    command += ["--torch", arguments.torch] if arguments.torch else []
     finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(finished.stdout)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text; `ratio` is Gregale's median over the yardstick's of the same devices and unrolling."""
+    """The rows as text; `ratio`: to the yardstick of the same devices and unrolling, of PyTorch to the last one."""
     head = (
         "devices",
         "unroll",
@@ -237,16 +307,21 @@ def table(rows: list[dict[str, Any]]) -> str:
         "matmul GFLOP",
         "peak MB",
     )
-    lines = ["{:>7} {:>6} {:>10} {:>9} {:>15} {:>6} {:>7} {:>6} {:>13} {:>8}".format(*head)]
-    yardsticks = {(row["devices"], row["unroll"]): row for row in rows if row["step"] == "yardstick"}
+    lines = ["{:>7} {:>6} {:>13} {:>9} {:>15} {:>6} {:>7} {:>6} {:>13} {:>8}".format(*head)]
+    yardsticks = {}
+    for row in rows:
+        if row["step"] == "yardstick":
+            yardsticks[row["devices"], row["unroll"]] = yardsticks[row["devices"], None] = row
     for row in rows:
         yardstick = yardsticks[row["devices"], row["unroll"]]
+        compiled = "matmul_flops" in row
+        flops = f"{row['matmul_flops'] / 1e9:.3f}" if compiled else "-"
+        peak = f"{row['peak_bytes'] / 1e6:.1f}" if compiled else "-"
         quartiles = " - ".join(f"{s:.3f}" for s in row["quartiles_s"])
         lines.append(
-            f"{row['devices']:>7} {row['unroll']:>6} {row['step']:>10} {row['median_s']:>9.3f} {quartiles:>15} "
+            f"{row['devices']:>7} {row['unroll'] or '-':>6} {row['step']:>13} {row['median_s']:>9.3f} {quartiles:>15} "
             f"{row['median_s'] / yardstick['median_s']:>6.3f} {row['median_cpu_s']:>7.3f} "
-            f"{row['median_cpu_s'] / yardstick['median_cpu_s']:>6.3f} {row['matmul_flops'] / 1e9:>13.3f} "
-            f"{row['peak_bytes'] / 1e6:>8.1f}"
+            f"{row['median_cpu_s'] / yardstick['median_cpu_s']:>6.3f} {flops:>13} {peak:>8}"
         )
     return "\n".join(lines)
 
@@ -256,11 +331,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], choices=MESHES, help="simulated CPU devices")
     parser.add_argument("--unroll", type=int, nargs="+", default=[1, 2, 4], help="layers unrolled in the layer scan")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of every program")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python with PyTorch: also time the step written in it")
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps(measure(arguments.devices[0], arguments.unroll, arguments.rounds)))
+        keep_memory()
+        print(json.dumps(measure(arguments.devices[0], arguments.unroll, arguments.rounds, arguments.torch)))
         return
     rows = [row for devices in arguments.devices for row in measure_in_process(devices, arguments)]
     print(table(rows))

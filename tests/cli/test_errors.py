@@ -50,6 +50,7 @@ CHOICES = {
     "compute.remat": ["none", "full", "attention", "projections", "offload"],
     "compute.gather": ["per_layer", "per_step"],
     "compute.dtype": ["float32", "bfloat16"],
+    "compute.rules": ["auto", "plain"],
     "compute.attention": ["auto", "xla", "cudnn"],
     "data.tokenizer.type": ["bytes", "file", "bpe"],
     "data.sources.words.type": ["text", "jsonl", "parquet", "tokens", "huggingface"],

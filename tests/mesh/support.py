@@ -13,6 +13,7 @@ from gregale.axes.layout import BATCH, Layout, is_named, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
+from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.llama import Llama
 
 ROWS, POSITIONS, VOCABULARY = 32, 16, 64
@@ -25,9 +26,14 @@ def layout_of(replica: int = 1, data: int = 1, model: int = 1, stage: int = 1) -
     return standard_layout(make_mesh(MeshConfig(replica=replica, stage=stage, data=data, model=model), devices))
 
 
+def executed(layout: Layout, **options) -> Execution:
+    """A float32 execution with the kernels that CPU devices get."""
+    return Execution(**{"layout": layout, "kernels": cpu_kernels(), **options})
+
+
 def one_device(**options) -> Execution:
-    """A float32 execution on a single device."""
-    return Execution(layout=layout_of().inside_replica(), **options)
+    """The same on a single device."""
+    return executed(layout_of().inside_replica(), **options)
 
 
 @cache

@@ -12,12 +12,11 @@ from gregale.methods.fragments import Fragment
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule
 from gregale.model.config import LlamaConfig
-from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig
 from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper
-from tests.mesh.support import layout_of, token_batch
+from tests.mesh.support import executed, layout_of, token_batch
 
 LAYERS = 3
 CONFIG = LlamaConfig(layers=LAYERS, hidden=32, heads=8, mlp=64)
@@ -26,7 +25,7 @@ LARGEST_SCALAR_BYTES = 48  # of several scalars in one collective
 
 def method_on(layout, schedule: Schedule, outer=None) -> Diloco:
     inside = layout.inside("replica")
-    execution = Execution(layout=inside)
+    execution = executed(inside)
     model = jax.eval_shape(lambda key: Llama.init(CONFIG, Axis("vocab", 64), key), jax.random.key(0))
     inner = Psdp(
         model,

@@ -19,9 +19,8 @@ from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit, captured_compiler_warnings
 from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout
 from gregale.methods.psdp import Psdp
-from gregale.model.execution import Execution
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
-from tests.mesh.support import SMALL, layout_of, named_leaves, placed, small_model, token_batch
+from tests.mesh.support import SMALL, executed, layout_of, named_leaves, placed, small_model, token_batch
 from tests.model import oracle
 
 STEPS = 2
@@ -53,7 +52,7 @@ TABLE = [
 
 def psdp(layout: Layout, microbatches: int, optimizer: OptimizerConfig = ADAMW) -> Psdp:
     model = small_model()
-    run = Execution(layout=layout.inside_replica(), loss_block=48)
+    run = executed(layout.inside_replica(), loss_block=48)
     built = optimizer.build(eqx.filter(model, eqx.is_inexact_array), STEPS, layout)
     return Psdp(model, lambda model, batch: model.loss(batch, run), built, layout, microbatches)
 
@@ -233,7 +232,7 @@ def program() -> Program:
 @pytest.fixture(scope="module")
 def conventional() -> Program:
     layout = layout_of(2, 2, 2)
-    run = Execution(layout=layout, loss_block=48)
+    run = executed(layout, loss_block=48)
     parameters = placed(small_model(), layout, layout.params)
     optimizer = ADAMW.build(parameters, STEPS).whole()
     step = conventional_step(lambda model, batch: model.loss(batch, run), optimizer, layout, microbatches=4)
@@ -345,7 +344,7 @@ def test_muon_on_a_mesh_equals_muon_on_one_device():
 
 def test_bfloat16_compute_on_a_mesh_is_close_to_float32(expected):
     layout = layout_of(2, 2, 2)
-    run = Execution(layout=layout.inside_replica(), dtype=jnp.dtype(jnp.bfloat16))
+    run = executed(layout.inside_replica(), dtype=jnp.dtype(jnp.bfloat16))
     method = replace(psdp(layout, 2), loss=lambda model, batch: model.loss(batch, run))
     found = Trainer(method).run(True)
     np.testing.assert_allclose(found.losses, expected[True].losses, rtol=0.02)

@@ -23,12 +23,11 @@ from gregale.methods.outer import sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import Schedule
 from gregale.model.config import LlamaConfig
-from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig
 from gregale.training.state import abstract_state, initial_state
 from gregale.training.stepper import Stepper
-from tests.mesh.support import layout_of, placed, token_batch
+from tests.mesh.support import executed, layout_of, placed, token_batch
 
 FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
 LAYERS = 2
@@ -42,7 +41,7 @@ def llama(config: LlamaConfig = WIDE):
 
 
 def psdp_on(layout, model, reduce: ReduceConfig = FOUR_BITS) -> Psdp:
-    execution = Execution(layout=layout.inside(REPLICA))
+    execution = executed(layout.inside(REPLICA))
     built = AdamWConfig(learning_rate=1e-2).build(model, 100, layout)
     return Psdp(model, lambda model, batch: model.loss(batch, execution), built, layout, 2, reduce=reduce)
 

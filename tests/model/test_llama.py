@@ -16,6 +16,9 @@ from gregale.errors import UserError
 from gregale.model.attention import Cache
 from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.model.execution import UNROLL, execution
+from gregale.model.kernels.choice import kernels_for
+from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.plain import PLAIN
 from gregale.model.llama import Llama, parameter_count
 from tests.mesh.support import assert_trees_close, layout_of, one_device, small_model, token_batch
 from tests.model import oracle
@@ -66,11 +69,20 @@ def without(batch, name: str):
     return {key: value for key, value in batch.items() if key != name}
 
 
-@pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in CONFIGS), ("mistral", False)])
-def test_loss_and_gradients_equal_a_plain_rewrite(name, packed):
+CPU = cpu_kernels()
+CASES = [
+    *((name, True, CPU) for name in CONFIGS),
+    ("mistral", False, CPU),
+    ("mistral", False, PLAIN),
+    ("qwen3", True, PLAIN),
+]
+
+
+@pytest.mark.parametrize(("name", "packed", "kernels"), CASES)
+def test_loss_and_gradients_equal_a_plain_rewrite(name, packed, kernels):
     model = made(name)
     batch = BATCH_OF_TOKENS if packed else without(BATCH_OF_TOKENS, "segment_ids")
-    loss, gradients = loss_and_gradients(model, batch, one_device(loss_block=5))
+    loss, gradients = loss_and_gradients(model, batch, one_device(loss_block=5, kernels=kernels))
     expected, expected_gradients = oracle_loss_and_gradients(model, batch)
     assert loss == pytest.approx(float(expected), abs=1e-5)
     assert_trees_close(oracle.plain_weights(gradients), expected_gradients, atol=1e-5, rtol=1e-5)
@@ -232,7 +244,7 @@ def test_execution_follows_the_configuration():
     layout = layout_of(2, 2, 2)
     run = execution(ComputeConfig(dtype="bfloat16", remat="attention", loss_block=7), layout)
     assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "attention", 7)
-    assert (run.attention, run.unroll) == ("xla", UNROLL["cpu"])
+    assert (run.kernels, run.unroll) == (kernels_for("cpu", "auto", "auto", jnp.bfloat16), UNROLL["cpu"])
     assert run.layout == layout.inside_replica()
     assert execution(ComputeConfig(unroll=1), layout).unroll == 1
 

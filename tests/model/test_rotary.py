@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import haliax as hax
 import numpy as np
 import pytest
@@ -41,9 +43,7 @@ def test_rotation_is_a_complex_product():
     turned = rotate(
         hax.named(x, (Position, Heads, HeadSize)),
         hax.named(places, Position),
-        HeadSize,
-        config.rotary_base,
-        config.rotary_scaling,
+        replace(config, head_size=8),
     )
     for head in range(3):
         np.testing.assert_allclose(turned.array[:, head], oracle.rotate(x[:, head], places, config), atol=1e-5)

@@ -16,6 +16,7 @@ from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
 POSITION = "position"
+ORDER = (BATCH, POSITION, ..., "head_size")  # of the arrays that attention takes
 
 
 class Cache(eqx.Module):
@@ -78,22 +79,20 @@ class Attention(eqx.Module):
     def project(self, x: NamedArray, positions: NamedArray, execution: Execution):
         """Rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize]."""
         c = self.config
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        q = self.query_norm(q) if self.query_norm is not None else q
-        k = self.key_norm(k) if self.key_norm is not None else k
-        q = rotate(q, positions, c.HeadSize, c.rotary_base, c.rotary_scaling)
-        k = rotate(k, positions, c.HeadSize, c.rotary_base, c.rotary_scaling)
+        q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
+        q = self.query_norm(q, execution) if self.query_norm is not None else q
+        k = self.key_norm(k, execution) if self.key_norm is not None else k
+        q, k = (rotate(a, positions, c) for a in (q, k))
         return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
 
     def __call__(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
         """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
         q, k, v = self.project(x, positions, execution)
-        mask = None
-        if segments is not None:
-            ids = segments.array
-            mask = ids[:, None, :, None] == ids[:, None, None, :]  # [batch, 1, query, key]
-        attended = self.attend(q, k, v, execution, mask=mask, is_causal=True)
-        return named(self.out(named(attended, "attention")), "attention_out")
+        q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
+        ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
+        attended = execution.kernels.attend(q.array, k.array, v.array, ids, self.config.sliding_window)
+        attended = execution.placed(NamedArray(attended, q.axis_names))
+        return named(execution.kernels.project(self.out, attended), "attention_out")
 
     def decode(self, x: NamedArray, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
         """The same for tokens at positions start, start + 1, ... that follow those in the cache."""
@@ -107,22 +106,10 @@ class Attention(eqx.Module):
         mask = back >= 0
         if c.sliding_window is not None:
             mask &= back < c.sliding_window
-        keys, values = (a.rename({"slot": POSITION}) for a in (cache.key, cache.value))
-        attended = self.attend(q, keys, values, execution, mask=mask[None, None], is_causal=False)
-        return self.out(attended), cache
-
-    def attend(self, q, k, v, execution: Execution, *, mask, is_causal: bool) -> NamedArray:
-        """softmax(q . k / sqrt(head size)) . v with the chosen kernel: [Batch, Position, Heads, HeadSize]."""
-        order = (BATCH, POSITION, ..., "head_size")
-        window = self.config.sliding_window
-        out = jax.nn.dot_product_attention(
-            *(a.rearrange(order).array for a in (q, k, v)),
-            mask=mask,
-            is_causal=is_causal,
-            local_window_size=(window - 1, 0) if window is not None and is_causal else None,
-            implementation=execution.attention,
-        )
-        return execution.placed(NamedArray(out, q.rearrange(order).axis_names))
+        q = q.rearrange(ORDER)
+        attended = execution.kernels.attend_cached(q.array, cache.key.array, cache.value.array, mask[None, None])
+        attended = execution.placed(NamedArray(attended, q.axis_names))
+        return execution.kernels.project(self.out, attended), cache
 
 
 def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:

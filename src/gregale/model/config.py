@@ -13,6 +13,7 @@ from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, above, at_least, whole
 
 REMAT = ("none", "full", "attention", "projections", "offload")
+RULES = ("auto", "plain")
 ATTENTION = ("auto", "xla", "cudnn")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -280,10 +281,14 @@ class ComputeConfig(Settings):
     unroll: int | None = field(
         default=None, metadata={"help": "layers unrolled in the layer scan; null: by backend", "range": whole(1)}
     )
+    rules: str = field(
+        default="auto",
+        metadata={"help": "rules of differentiation; auto: the platform's own if it has any", "choices": RULES},
+    )
     attention: str = field(
         default="auto",
         metadata={
-            "help": "attention kernel; auto: cudnn on GPU, else xla",
+            "help": "attention; auto: cudnn on GPU, in blocks on CPU (rules auto), else xla",
             "choices": ATTENTION,
             "aliases": ("attn_implementation", "flash_attention", "attention_backend"),
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import haliax as hax
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ from jax.ad_checkpoint import checkpoint_name
 from gregale.axes.gather import gathered
 from gregale.axes.layout import Layout
 from gregale.model.config import DTYPES, ComputeConfig
+from gregale.model.kernels.choice import kernels_for
+from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
+from gregale.model.kernels.plain import PLAIN
 
 # Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
-PROJECTIONS = ["query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
+PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
 
 REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
     "none": False,
     "full": True,
-    "attention": ScanCheckpointPolicy(save_block_internals=["attention"]),
+    "attention": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME]),
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
@@ -43,7 +46,7 @@ class Execution:
     - `dtype`: of activations and gathered weights
     - `remat`: name of the policy for what a layer saves
     - `unroll`: layers unrolled in the scan over layers
-    - `attention`: implementation for `jax.nn.dot_product_attention`
+    - `kernels`: the form of the model's operations
     - `loss_block`: tokens whose logits are held at a time on a device
     - `weights_ready`: the weights that come in are gathered already, so none is gathered again
     - `stack`: runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
@@ -53,7 +56,7 @@ class Execution:
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
     unroll: int = 1
-    attention: Literal["xla", "cudnn"] = "xla"
+    kernels: Kernels = PLAIN
     loss_block: int = 1024
     weights_ready: bool = False
     stack: Callable[[LayerFunction, NamedArray, Any, Any], NamedArray] | None = None
@@ -86,14 +89,13 @@ class Execution:
 def execution(config: ComputeConfig, layout: Layout) -> Execution:
     """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica."""
     platform = layout.mesh.devices.flat[0].platform
-    fast = platform == "gpu" and config.dtype != "float32"
-    chosen = ("cudnn" if fast else "xla") if config.attention == "auto" else config.attention
+    dtype = jnp.dtype(DTYPES[config.dtype])
     return Execution(
         layout=layout.inside_replica(),
-        dtype=jnp.dtype(DTYPES[config.dtype]),
+        dtype=dtype,
         remat=config.remat,
         unroll=config.unroll or UNROLL.get(platform, 1),
-        attention="cudnn" if chosen == "cudnn" else "xla",
+        kernels=kernels_for(platform, config.rules, config.attention, dtype),
         loss_block=config.loss_block,
     )
 

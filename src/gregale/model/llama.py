@@ -36,9 +36,9 @@ class Mlp(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
-        gate = named(execution.placed(self.gate(x)), "gate")
-        up = named(execution.placed(self.up(x)), "up")
-        return named(self.down(hax.nn.silu(gate) * up), "mlp_out")
+        gate = named(execution.placed(execution.kernels.project(self.gate, x)), "gate")
+        up = named(execution.placed(execution.kernels.project(self.up, x)), "up")
+        return named(execution.kernels.project(self.down, execution.kernels.swiglu(gate, up)), "mlp_out")
 
 
 class Block(eqx.Module):
@@ -60,13 +60,13 @@ class Block(eqx.Module):
         )
 
     def __call__(self, x, positions, segments, execution: Execution) -> NamedArray:
-        x = execution.placed(x + self.attention(self.attention_norm(x), positions, segments, execution))
-        return execution.placed(x + self.mlp(self.mlp_norm(x), execution))
+        x = execution.placed(x + self.attention(self.attention_norm(x, execution), positions, segments, execution))
+        return execution.placed(x + self.mlp(self.mlp_norm(x, execution), execution))
 
     def decode(self, x, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended, cache = self.attention.decode(self.attention_norm(x), cache, start, execution)
+        attended, cache = self.attention.decode(self.attention_norm(x, execution), cache, start, execution)
         x = x + attended
-        return x + self.mlp(self.mlp_norm(x), execution), cache
+        return x + self.mlp(self.mlp_norm(x, execution), execution), cache
 
 
 class Llama(eqx.Module):
@@ -105,7 +105,7 @@ class Llama(eqx.Module):
 
         rows = {"positions": positions, "segments": segments}
         x = execution.run_layers(block, self.config.Layers, x, self.blocks, rows)
-        return execution.gathered(self.norm)(x)
+        return execution.gathered(self.norm)(x, execution)
 
     def output_head(self, execution: Execution) -> NamedArray:
         """The gathered head [Embed, Vocab]."""
@@ -136,7 +136,7 @@ class Llama(eqx.Module):
             return execution.gathered(weights).decode(x, cache, start, execution)
 
         x, cache = execution.scan_layers(block, self.config.Layers, x, self.blocks, cache)
-        x = execution.gathered(self.norm)(x[POSITION, last])
+        x = execution.gathered(self.norm)(x[POSITION, last], execution)
         logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
         return logits, cache
 

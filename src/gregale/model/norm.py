@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import equinox as eqx
 import haliax as hax
-import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
+
+from gregale.model.execution import Execution
 
 
 class RmsNorm(eqx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467); all but the product with the weight in float32.
-
-    Haliax's own broadcasts the root and the weight to the shape of `x` before it multiplies by them, and the backward
-    pass then keeps both in that shape. Here they have axes of size 1.
-    """
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467); all but the product with the weight in float32."""
 
     weight: NamedArray  # [Over]
     epsilon: float = eqx.field(static=True)
@@ -23,10 +19,6 @@ class RmsNorm(eqx.Module):
     def init(Over: Axis, epsilon: float) -> RmsNorm:
         return RmsNorm(hax.ones(Over), epsilon)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
+    def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         """[..., Over] -> the same, in the dtype of `x`."""
-        x = x.rearrange((..., *self.weight.axes))
-        exact = x.array.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + self.epsilon)
-        normalised = (exact * inverse).astype(x.dtype) * self.weight.array.astype(x.dtype)
-        return NamedArray(normalised, x.axis_names)
+        return execution.kernels.rms_norm(x.rearrange((..., *self.weight.axes)), self.weight, self.epsilon)

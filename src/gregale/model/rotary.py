@@ -7,9 +7,9 @@ import math
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 
-from gregale.model.config import RotaryScaling
+from gregale.model.config import LlamaConfig, RotaryScaling
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
@@ -27,14 +27,15 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
     return frequency.astype(np.float32)
 
 
-def rotate(x: NamedArray, positions: NamedArray, HeadSize: Axis, base: float, scaling: RotaryScaling | None):
+def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
     """
-    frequency = jnp.asarray(frequencies(HeadSize.size // 2, base, scaling))
+    HeadSize = config.HeadSize
+    frequency = jnp.asarray(frequencies(HeadSize.size // 2, config.rotary_base, config.rotary_scaling))
     others = x.rearrange((..., HeadSize)).axes[:-1]
     # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
     shared = [axis for axis in others if axis in positions.axes]

@@ -11,7 +11,11 @@ import jax
 
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
+<<<<<<< HEAD
 from gregale.services.coordinator import way_to
+=======
+from gregale.services.memory import keep_memory
+>>>>>>> 055bb97 (The model's operations have forms: plain JAX, and rules of differentiation for XLA:CPU that take 0.7 of a step's processor time)
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -27,6 +31,8 @@ JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
 def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
 
+    On CPU devices the process keeps its memory (`gregale.services.memory`).
+
     With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
     coordinator `auto`, JAX asks the cluster (TPU VMs, SLURM, Open MPI) for it and for the number of processes.
     """
@@ -41,6 +47,8 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENCE}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
+    if jax.config.jax_platforms == "cpu":
+        keep_memory()
     if processes > 1:
         if distributed.coordinator is None:
             raise UserError(

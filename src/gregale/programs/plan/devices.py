@@ -112,9 +112,9 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
 def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:
     """The configuration to compile: on simulated devices, as an accelerator would run it if it is meant for one.
 
-    How many layers of a scan are unrolled is left to the platform; simulated in place of an accelerator, it is that of
-    accelerators.
+    The rules of differentiation, and how many layers of a scan are unrolled, are left to the platform; simulated in
+    place of an accelerator, they are those of accelerators.
     """
-    if target.simulated and config.cpu_devices is None and config.compute.unroll is None:
-        return replace(config, compute=replace(config.compute, unroll=1))
+    if target.simulated and config.cpu_devices is None:
+        return replace(config, compute=replace(config.compute, rules="plain", unroll=config.compute.unroll or 1))
     return config

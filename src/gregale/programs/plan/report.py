@@ -8,6 +8,7 @@ from typing import Any
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
+from gregale.model.execution import execution
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
@@ -30,6 +31,7 @@ def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> di
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
+        "kernels": kernels_of(setup),
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": step.parameters,
@@ -47,6 +49,12 @@ def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> di
         "methods": methods_of(setup, bound, far),
         "notes": notes_of(plan),
     }
+
+
+def kernels_of(setup: Setup) -> dict[str, str]:
+    """The form of the model's operations: whose rules of differentiation, and which attention."""
+    kernels = execution(setup.config.compute, setup.layout).kernels
+    return {"rules": kernels.rules, "attention": kernels.attention}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:

@@ -63,7 +63,8 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step; the "
-        f"compiler counts {report['compiler_flops_per_device']:.4g} on a device, each loop's body once",
+        f"compiler counts {report['compiler_flops_per_device']:.4g} on a device, each loop's body once\n"
+        f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}",
         highlight=False,
     )
 

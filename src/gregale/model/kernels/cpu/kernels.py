@@ -1,0 +1,23 @@
+"""The operations with XLA:CPU's rules of differentiation."""
+
+from __future__ import annotations
+
+from gregale.model.kernels import plain
+from gregale.model.kernels.cpu.attention import attend
+from gregale.model.kernels.cpu.norm import rms_norm
+from gregale.model.kernels.cpu.projection import project
+from gregale.model.kernels.cpu.swiglu import swiglu
+from gregale.model.kernels.kernels import Kernels
+
+
+def cpu_kernels(blocked: bool = True) -> Kernels:
+    """The rules; `blocked`: also for attention, which else has the plain form. Generation has the plain form."""
+    return Kernels(
+        rules="cpu",
+        attention="blocked" if blocked else plain.PLAIN.attention,
+        project=project,
+        swiglu=swiglu,
+        rms_norm=rms_norm,
+        attend=attend if blocked else plain.PLAIN.attend,
+        attend_cached=plain.PLAIN.attend_cached,
+    )

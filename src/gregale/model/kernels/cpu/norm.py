@@ -1,0 +1,43 @@
+"""RMSNorm with a backward pass of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+
+def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
+    return NamedArray(_rms_norm(x.array, weight.array, epsilon), x.axis_names)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    return _normalised(x, weight, epsilon)[0]
+
+
+def _normalised(x, weight, epsilon):
+    exact = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + epsilon)
+    return (exact * inverse).astype(x.dtype) * weight.astype(x.dtype), inverse
+
+
+def _rms_norm_forward(x, weight, epsilon):
+    output, inverse = _normalised(x, weight, epsilon)
+    return output, (x, weight, inverse)
+
+
+def _rms_norm_backward(epsilon: float, saved, cotangent):
+    """With n = x * inverse, c = cotangent * weight: inverse * (c - n * mean(c * n)) by x, cotangent * n by weight."""
+    x, weight, inverse = saved
+    x32, by_output = (each.astype(jnp.float32) for each in jax.lax.optimization_barrier((x, cotangent)))
+    normal = x32 * inverse
+    scaled = by_output * weight.astype(jnp.float32)
+    by_x = inverse * (scaled - normal * jnp.mean(scaled * normal, axis=-1, keepdims=True))
+    by_weight = jnp.sum(by_output * normal, axis=tuple(range(x.ndim - 1)))
+    return jax.lax.optimization_barrier((by_x.astype(x.dtype), by_weight.astype(weight.dtype)))
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

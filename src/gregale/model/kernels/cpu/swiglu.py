@@ -1,0 +1,32 @@
+"""SwiGLU with a backward pass of its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+
+def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
+    return NamedArray(_swiglu(gate.array, up.rearrange(gate.axes).array), gate.axis_names)
+
+
+@jax.custom_vjp
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_forward(gate, up):
+    return _swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(saved, cotangent):
+    """d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s with s = sigmoid(gate), in float32."""
+    gate, up, by_output = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*saved, cotangent)))
+    sigmoid = jax.nn.sigmoid(gate)
+    by_gate = by_output * up * sigmoid * (1 + gate * (1 - sigmoid))
+    by_up = by_output * gate * sigmoid
+    return jax.lax.optimization_barrier((by_gate.astype(saved[0].dtype), by_up.astype(saved[1].dtype)))
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)

@@ -1,0 +1,57 @@
+"""The operations of a model that have more than one form, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+from haliax import NamedArray
+from haliax.nn import Linear
+
+# The name of attention's output among a block's intermediates (`jax.ad_checkpoint.checkpoint_name`).
+ATTENTION_NAME = "attention"
+
+
+class Attend(Protocol):
+    """Causal self-attention, softmax(q . k / sqrt(head size)) . v, the softmax in float32.
+
+    A token sees the tokens of its own segment at or before its place, `window` of them at most. Query head n reads
+    key/value head n // (heads / kv_heads). The form itself names its output `ATTENTION_NAME` for remat policies, and
+    with it whatever small it needs to spare the backward pass another forward one.
+
+    Arguments:
+    - `q`: [batch, position, heads, head_size]
+    - `k`, `v`: [batch, position, kv_heads, head_size]
+    - `segments`: integers [batch, position]; None: one segment
+    - `window`: None: no limit
+    """
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None
+    ) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One form of every operation. All forms compute the same but for rounding, values and gradients.
+
+    - `rules`: whose rules of differentiation these are: `plain` (JAX's own) or a platform
+    - `attention`: the name of attention's form
+    - `project(layer, x)`: the linear layer's product, and its bias
+    - `swiglu(gate, up)`: silu(gate) * up
+    - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
+      all but the product with the weight in float32
+    - `attend`: causal self-attention
+    - `attend_cached(q, k, v, mask)`: attention for generation, where `mask` [batch, heads, query, key] (sizes of 1
+      where it is the same) says which keys are seen
+    """
+
+    rules: str
+    attention: str
+    project: Callable[[Linear, NamedArray], NamedArray]
+    swiglu: Callable[[NamedArray, NamedArray], NamedArray]
+    rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
+    attend: Attend
+    attend_cached: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

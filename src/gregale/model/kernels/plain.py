@@ -1,0 +1,69 @@
+"""The operations in plain JAX, which differentiates them: the form for every platform without rules of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+from haliax.nn import Linear
+from jax.ad_checkpoint import checkpoint_name
+
+from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
+
+Implementation = Literal["xla", "cudnn"]
+"""Of `jax.nn.dot_product_attention`."""
+
+
+def project(layer: Linear, x: NamedArray) -> NamedArray:
+    return layer(x)
+
+
+def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
+    return hax.nn.silu(gate) * up
+
+
+def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
+    """Haliax's own broadcasts the root and the weight to the shape of `x` before it multiplies by them.
+
+    The backward pass then keeps both in that shape. Here they have axes of size 1.
+    """
+    exact = x.array.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + epsilon)
+    return NamedArray((exact * inverse).astype(x.dtype) * weight.array.astype(x.dtype), x.axis_names)
+
+
+def attend(q, k, v, segments: jax.Array | None, window: int | None, *, implementation: Implementation) -> jax.Array:
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    attended = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+    return checkpoint_name(attended, ATTENTION_NAME)
+
+
+def attend_cached(q, k, v, mask: jax.Array, *, implementation: Implementation) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
+
+
+def plain_kernels(implementation: Implementation) -> Kernels:
+    return Kernels(
+        rules="plain",
+        attention=implementation,
+        project=project,
+        swiglu=swiglu,
+        rms_norm=rms_norm,
+        attend=partial(attend, implementation=implementation),
+        attend_cached=partial(attend_cached, implementation=implementation),
+    )
+
+
+PLAIN = plain_kernels("xla")

@@ -1,0 +1,55 @@
+"""What made the plain form slow on XLA:CPU is not in the program that it makes of the rules: large transposed copies."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import BATCH
+from gregale.model.attention import POSITION, linear
+from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS
+from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.plain import PLAIN
+from gregale.model.llama import Mlp
+
+Batch, Position, Embed, Wide = Axis(BATCH, 2), Axis(POSITION, 64), Axis("embed", 8), Axis("mlp", 40)
+
+
+def largest_transposed(function, *arguments) -> int:
+    """Elements of the largest array that the compiled gradient of a function transposes in memory."""
+
+    def total(*arguments):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*arguments)))
+
+    every = tuple(range(len(arguments)))
+    text = jax.jit(jax.grad(total, argnums=every)).lower(*arguments).compile().as_text()
+    copied = re.findall(r"= \w+\[([\d,]+)\]\{[\d,]*\} copy\(%transpose", text)
+    return max(prod(map(int, sizes.split(","))) for sizes in copied)
+
+
+@pytest.mark.parametrize(("kernels", "wide"), [(cpu_kernels(), False), (PLAIN, True)], ids=["rules", "plain"])
+def test_only_the_narrower_operand_of_a_gradient_by_weights_is_transposed(kernels, wide):
+    keys = jax.random.split(jax.random.key(0), 3)
+    mlp = Mlp(linear(Embed, Wide, 1.0, keys[0]), linear(Embed, Wide, 1.0, keys[1]), linear(Wide, Embed, 1.0, keys[2]))
+    x = hax.random.normal(jax.random.key(1), (Batch, Position, Embed))
+
+    def run(x, mlp):
+        gate, up = (kernels.project(layer, x) for layer in (mlp.gate, mlp.up))
+        return kernels.project(mlp.down, kernels.swiglu(gate, up))
+
+    tokens = Batch.size * Position.size
+    assert largest_transposed(run, x, mlp) == tokens * (Wide.size if wide else Embed.size)
+
+
+@pytest.mark.parametrize(("kernels", "weights"), [(cpu_kernels(), False), (PLAIN, True)], ids=["rules", "plain"])
+def test_no_matrix_of_attention_weights_is_transposed(kernels, weights):
+    length, heads, size = MOST_BLOCKS * FEWEST_ROWS, 2, 4
+    q, k, v = (jax.random.normal(jax.random.key(seed), (1, length, heads, size)) for seed in range(3))
+    found = largest_transposed(lambda q, k, v: kernels.attend(q, k, v, None, None), q, k, v)
+    assert found == heads * length * (length if weights else size)

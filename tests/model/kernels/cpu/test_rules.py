@@ -1,0 +1,174 @@
+"""Every rule of differentiation against the plain form: values and gradients, in float32 and bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from haliax.nn import Linear
+
+from gregale.model.attention import linear
+from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS, blocks
+from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.plain import PLAIN
+
+CPU = cpu_kernels()
+FLOAT32_TOLERANCE = 1e-5  # of an array's largest value
+# An array's rounding to bfloat16 alone, of its norm; a rule may be so much further off than the plain form by chance.
+BFLOAT16_ROUNDING = 1.5e-3
+Batch, Position = Axis("batch", 2), Axis("position", 6)
+Embed, Mlp, Heads, HeadSize = Axis("embed", 8), Axis("mlp", 24), Axis("heads", 3), Axis("head_size", 4)
+
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+
+
+def normal(seed: int, *axes: Axis):
+    return hax.random.normal(jax.random.key(seed), axes)
+
+
+def as_dtype(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def value_and_gradients(function: Callable, arguments: tuple) -> list[np.ndarray]:
+    """The output, and the gradients by all floating arguments of a sum of the output with fixed random weights."""
+
+    def run(arguments):
+        output, backward = jax.vjp(
+            lambda floats: function(*jax.tree.unflatten(structure, merged(floats))), floating(arguments)
+        )
+        weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(99), x.shape).astype(x.dtype), output)
+        return output, backward(weights)
+
+    structure = jax.tree.structure(arguments)
+
+    def floating(tree):
+        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in jax.tree.leaves(tree)]
+
+    def merged(floats):
+        return [x if new is None else new for x, new in zip(jax.tree.leaves(arguments), floats, strict=True)]
+
+    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(jax.jit(run)(arguments))]
+
+
+def assert_equal(form: Callable[[Kernels], Callable], arguments: tuple, dtype) -> None:
+    """In float32 the rule is the plain form; in bfloat16 it is as near to float32's as the plain form is."""
+    narrow = as_dtype(arguments, dtype)
+    exact = value_and_gradients(form(PLAIN), as_dtype(narrow, jnp.float32))
+    found, plain = (value_and_gradients(form(kernels), narrow) for kernels in (CPU, PLAIN))
+    assert len(found) == len(exact)
+    for ours, theirs, right in zip(found, plain, exact, strict=True):
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(ours, right, rtol=0, atol=FLOAT32_TOLERANCE * np.abs(right).max())
+        else:
+            error, plain_error = (np.linalg.norm(each - right) for each in (ours, theirs))
+            assert error <= plain_error + BFLOAT16_ROUNDING * np.linalg.norm(right)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("In", "Out", "bias"),
+    [
+        ((Embed,), (Mlp,), False),
+        ((Mlp,), (Embed,), False),
+        ((Embed,), (Heads, HeadSize), True),
+        ((Heads, HeadSize), (Embed,), False),
+    ],
+    ids=["widening", "narrowing", "heads", "out"],
+)
+def test_projections(In, Out, bias, dtype):
+    layer = linear(In, Out, 1.0, jax.random.key(0), bias=bias)
+    assert_equal(
+        lambda kernels: lambda weight, bias, x: kernels.project(Linear(weight, bias, In, Out), x),
+        (layer.weight, layer.bias, normal(1, Batch, Position, *In)),
+        dtype,
+    )
+
+
+@each_dtype
+def test_swiglu(dtype):
+    gate, up = (4 * normal(seed, Batch, Position, Mlp) for seed in (0, 1))
+    assert_equal(lambda kernels: kernels.swiglu, (gate, up.rearrange((Mlp, Batch, Position))), dtype)
+
+
+def test_swiglu_is_finite_far_out():
+    far = hax.named(jnp.array([-1e4, -100.0, 100.0, 1e4]), "mlp")
+    for array in value_and_gradients(CPU.swiglu, (far, far)):
+        assert np.isfinite(array).all()
+
+
+@each_dtype
+def test_rms_norm(dtype):
+    assert_equal(
+        lambda kernels: lambda x, weight: kernels.rms_norm(x, weight, 1e-3),
+        (3 * normal(0, Batch, Position, Embed), normal(1, Embed)),
+        dtype,
+    )
+
+
+# One block, a length that is no multiple of four blocks, and windows that end inside of a block and before it.
+LENGTHS = [1, 7, 2 * FEWEST_ROWS + 3, 4 * FEWEST_ROWS - 1]
+CASES = [
+    *((length, None, (2, 2), False) for length in LENGTHS),
+    (LENGTHS[-1], None, (6, 2), True),
+    (LENGTHS[-1], 5, (2, 1), True),
+    (LENGTHS[-1], FEWEST_ROWS + 9, (4, 2), False),
+    (7, 3, (2, 2), True),
+    (7, 100, (2, 1), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "heads", "packed", "dtype"),
+    [*((*case, jnp.float32) for case in CASES), *((*case, jnp.bfloat16) for case in CASES[3:6])],
+)
+def test_attention(length, window, heads, packed, dtype):
+    q, k, v = (
+        2 * jax.random.normal(jax.random.key(seed), (2, length, count, 4))
+        for seed, count in enumerate((heads[0], heads[1], heads[1]))
+    )
+    segments = jnp.cumsum(jax.random.bernoulli(jax.random.key(3), 0.02, (2, length)), axis=1) if packed else None
+
+    def form(kernels):
+        return lambda q, k, v: kernels.attend(q, k, v, segments, window)
+
+    assert_equal(form, (q, k, v), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 10_000])
+@pytest.mark.parametrize("length", [1, FEWEST_ROWS, 2 * FEWEST_ROWS + 1, 1000, 1003])
+def test_blocks_are_all_rows_once_with_all_keys_that_they_see(length, window):
+    found = list(blocks(length, window))
+    assert len(found) <= MOST_BLOCKS
+    assert [row for block in found for row in range(block.start, block.stop)] == list(range(length))
+    for block in found:
+        assert block.first == (0 if window is None else max(0, block.start - window + 1))
+
+
+def test_rules_under_vmap_scan_and_remat():
+    """As replicas, stages and layers use them: a rule is differentiated inside of each."""
+    layer = linear((Embed,), (Mlp,), 1.0, jax.random.key(0))
+    down = linear((Mlp,), (Embed,), 1.0, jax.random.key(1))
+    x = normal(2, Axis("replica", 3), Batch, Position, Embed)
+
+    def form(kernels):
+        def block(x, _):
+            normed = kernels.rms_norm(x, hax.ones(Embed), 1e-5)
+            wide = kernels.project(layer, normed)
+            heads = normed.array.reshape(*normed.array.shape[:-1], 2, 4)
+            attended = kernels.attend(heads, heads, heads, None, None)
+            out = kernels.project(down, kernels.swiglu(wide, wide))
+            return out + hax.named(attended.reshape(x.array.shape), x.axes), None
+
+        def run(x):
+            return jax.lax.scan(jax.checkpoint(block), x, None, length=2)[0]
+
+        return hax.vmap(run, "replica")
+
+    assert_equal(form, (x,), jnp.float32)
