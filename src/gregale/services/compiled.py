@@ -20,6 +20,7 @@ from gregale.data.sources.base import expand
 from gregale.services.config import AUTO
 
 MOST_BYTES = 1 << 30  # of all programs together; those that were not used for longest go first
+FOLDER = "jax_compilation_cache_dir"  # JAX's name of the setting
 ENTRY = "-cache"  # how JAX ends the names of its files
 
 _TROUBLE = re.compile(r"Error (?:reading|writing) persistent compilation cache entry for '([^']*)'")
@@ -34,7 +35,7 @@ def keep_compiled(place: str | None) -> None:
 
     A folder that JAX was given already, by JAX_COMPILATION_CACHE_DIR say, is left to JAX.
     """
-    if place is None or jax.config.jax_compilation_cache_dir is not None:
+    if place is None or getattr(jax.config, FOLDER) is not None:
         return
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
         base = user_cache() if place == AUTO else Path(expand(place)).absolute()
@@ -44,7 +45,7 @@ def keep_compiled(place: str | None) -> None:
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
             return
         make_room(base)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update(FOLDER, str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # XLA ends the process where it cannot write
         mend_by_warnings(folder)
@@ -59,7 +60,7 @@ def user_cache() -> Path:
 def processor() -> str:
     """A hash of what this processor can do: a program with instructions that another one lacks would kill it there."""
     with suppress(OSError):
-        if found := _PROCESSOR.search(Path("/proc/cpuinfo").read_text()):
+        if found := _PROCESSOR.search(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
             return hashlib.sha256(f"{platform.machine()} {found[1]}".encode()).hexdigest()[:24]
     return hashlib.sha256(platform.machine().encode()).hexdigest()[:24]
 
