@@ -16,6 +16,7 @@ from gregale.data.cache import entries
 from gregale.data.config import DataConfig, build_stores
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
+from gregale.services.compiled import processor
 
 KEY = "0123456789abcdef01234567"
 
@@ -43,6 +44,18 @@ def leftover(cache: Path, host: str, age_seconds: float) -> Path:
     (folder / "tokens.bin").write_bytes(b"x" * 1000)
     os.utime(folder / "tokens.bin", (time.time() - age_seconds,) * 2)
     return folder
+
+
+def test_compiled_programs_go_too(tmp_path, capsys):
+    folder = tmp_path / f"compiled-{processor()}"
+    folder.mkdir()
+    (folder / "jit_make-0-cache").write_bytes(b"x" * 1000)
+    assert main(["clean", str(tmp_path), "--stale"]) == 0
+    assert main(["clean", str(tmp_path), "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert "compiled programs" in out
+    assert "1.0 kB freed" in out
+    assert not folder.exists()
 
 
 def kinds(cache: Path) -> list[str]:

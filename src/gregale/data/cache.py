@@ -1,4 +1,7 @@
-"""What lies in a cache folder, and how it goes: token stores, trained tokenizers, and what killed builds left."""
+"""What lies in a cache folder, and how it goes: token stores, trained tokenizers, and what killed builds left.
+
+And the programs that `gregale.services.compiled` keeps in a cache folder of their own.
+"""
 
 import json
 import os
@@ -17,8 +20,9 @@ from gregale.files import Taken, acquire
 
 STORE = re.compile(r"[0-9a-f]{24}")
 TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{24}")
+PROGRAMS = re.compile(r"compiled-[0-9a-f]{24}")
 LEFTOVER = re.compile(r"\.([0-9a-f]{24})\.(.+)\.[^.]+")  # of a store's key, the host that built it, and a random end
-LOCK = re.compile(rf"({STORE.pattern}|{TOKENIZER.pattern})\.lock")
+LOCK = re.compile(rf"({STORE.pattern}|{TOKENIZER.pattern}|{PROGRAMS.pattern})\.lock")
 DAY_SECONDS = 24 * 3600
 
 
@@ -28,7 +32,7 @@ class Entry:
 
     Attributes:
         folder: where it lies.
-        kind: `token store`, `tokenizer` or `leftover`.
+        kind: `token store`, `tokenizer`, `compiled programs` or `leftover`.
         size_bytes: of all its files.
         used: when it was last opened or built, in seconds since 1970.
         origin: what it was made of, in words; empty where that is not known.
@@ -63,8 +67,8 @@ def entries(cache: Path) -> list[Entry]:
         raise UserError(f"{cache}: no cache can be read there ({error.strerror}).") from error
     if paths and not found and not any(LOCK.fullmatch(path.name) for path in paths):
         raise UserError(
-            f"{cache} is no cache of token stores: nothing in it was made by `gregale train` or `gregale tokenize`. "
-            "Give the folder that `data.cache` names."
+            f"{cache} is no cache of token stores or programs: nothing in it was made by `gregale train` or "
+            "`gregale tokenize`. Give the folder that `data.cache` or `compilation_cache` names."
         )
     return sorted(found, key=lambda entry: (entry.used, entry.folder.name))
 
@@ -77,6 +81,8 @@ def entry_of(folder: Path) -> Entry | None:
         return Entry(folder, "token store", size_of(folder), last_use(folder), origin, is_stale)
     if TOKENIZER.fullmatch(name):
         return Entry(folder, "tokenizer", size_of(folder), last_use(folder), "", not (folder / SAVED_NAME).is_file())
+    if PROGRAMS.fullmatch(name):
+        return Entry(folder, "compiled programs", size_of(folder), newest(folder), "", False)
     if (leftover := LEFTOVER.fullmatch(name)) is not None:
         return Entry(folder, "leftover", size_of(folder), newest(folder), f"of a build on {leftover[2]}", True)
     return None
@@ -144,7 +150,8 @@ def remove(entry: Entry) -> bool:
     except Taken:
         return False
     with lock:
-        doomed = entry.folder.with_name(f".{entry.lock.stem.removeprefix('tokenizer-')}.{socket.gethostname()}.cleaned")
+        key = entry.lock.stem.rpartition("-")[2]
+        doomed = entry.folder.with_name(f".{key}.{socket.gethostname()}.cleaned")
         if entry.kind != "leftover":
             shutil.rmtree(doomed, ignore_errors=True)
             entry.folder.rename(doomed)

@@ -20,7 +20,9 @@ from gregale.services.tables import print_table
 class CleanOptions:
     """Options of the command."""
 
-    cache: str = field(default="cache", metadata={"help": "the folder, as `data.cache` names it"})
+    cache: str = field(
+        default="cache", metadata={"help": "the folder, as `data.cache` or `compilation_cache` names it"}
+    )
     stale: bool = field(
         default=False, metadata={"help": "only what no run can use any more: of changed files, damaged, left over"}
     )

@@ -173,6 +173,10 @@ class TrainConfig(Settings):
         default=None,
         metadata={"help": "simulate this many CPU devices instead of accelerators", "range": whole(1, 4096)},
     )
+    compilation_cache: str | None = field(
+        default=AUTO,
+        metadata={"help": "folder that keeps compiled programs; auto: ~/.cache/gregale; null: compile at every start"},
+    )
     log_every: int = field(
         default=1,
         metadata={
@@ -224,6 +228,8 @@ class TrainConfig(Settings):
             )
         for key in ("name", "runs"):
             check_path(key, getattr(self, key))
+        if self.compilation_cache is not None:
+            check_path("compilation_cache", self.compilation_cache)
         if (size := len(self.name.encode())) > MOST_NAME_BYTES:
             raise KeyedError(
                 "name",

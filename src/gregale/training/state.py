@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import with_shardings
 from gregale.methods.method import Method, StepMetrics
+from gregale.training.once import compiled_once
 
 Tree = Any
 Leaf = Any
@@ -42,7 +43,7 @@ def initial_state(method: Method, make_model: Callable[[], Tree]) -> TrainState:
         return wrapped(method, method.init(make_model()), 0)
 
     shardings = state_shardings(method, jax.eval_shape(make))
-    return jax.jit(make, out_shardings=shardings)()
+    return jax.jit(make, out_shardings=shardings, compiler_options=compiled_once(method.layout.mesh))()
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:

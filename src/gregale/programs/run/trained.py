@@ -16,6 +16,7 @@ from gregale.errors import UserError
 from gregale.programs.run.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.compiled import keep_compiled
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
 from gregale.services.run_directory import RunDirectory
@@ -68,6 +69,7 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
         cpu_devices = devices if config.cpu_devices else None
         config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=cpu_devices, pipeline=None)
     start_devices(config.cpu_devices, DistributedConfig())
+    keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
 

@@ -26,6 +26,7 @@ from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
+from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig, changes
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
@@ -49,6 +50,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     there are several processes, each ends if another is lost.
     """
     start_devices(config.cpu_devices, config.distributed)
+    keep_compiled(config.compilation_cache)
     run = RunDirectory(Path(expand(config.runs)) / config.name)
     with watched(config.distributed, run.where_it_goes_on):
         return prepare_and_train(options, config, run)

@@ -32,6 +32,7 @@ from gregale.services.checkpoint.retention import (
 from gregale.services.checkpoint.saving import Saver
 
 _NONE = -1
+_SHARED_BYTES = 16 << 20  # of a replica's share of an array
 
 Tree = TypeVar("Tree")
 Partial = bool | Callable[[dict], bool]
@@ -50,6 +51,15 @@ class Restored(Generic[Tree]):
     step: int
     tree: Tree
     metadata: dict
+
+
+def arrays_only() -> ocp.type_handlers.TypeHandlerRegistry:
+    """How Orbax writes and reads arrays: their replicas share the writing of large ones only.
+
+    Each shape of a share is a program to compile, on each device: for a small model a hundred in its first save.
+    """
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
 
 
 class Checkpoints:
@@ -80,7 +90,9 @@ class Checkpoints:
         self._report = report if jax.process_index() == 0 else lambda _: None
         self._orbax = ocp.AsyncCheckpointer(
             # Trained floats hardly compress, and the training loop needs the processor's cores.
-            ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+            ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=arrays_only()
+            )
         )
         self._saver = Saver(self._directory, config or CheckpointConfig(), self._orbax, self._report, committed)
 

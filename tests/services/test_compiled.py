@@ -1,0 +1,179 @@
+"""Programs kept compiled: found again by the next start, and never the end of a run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from gregale.services import compiled
+from gregale.services.compiled import FOLDER, keep_compiled, make_room, processor, user_cache
+from tests.disk import largest_file
+
+SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_enable_xla_caches")
+
+
+@pytest.fixture(autouse=True)
+def start_anew() -> Iterator[None]:
+    """JAX without a folder for compiled programs, as a process begins; afterwards as it was."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update(FOLDER, None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def events() -> Iterator[list[str]]:
+    """What JAX tells of its cache."""
+    seen: list[str] = []
+
+    def listen(event: str, **_: object) -> None:
+        if event.startswith("/jax/compilation_cache/cache_"):
+            seen.append(event.rpartition("/")[2])
+
+    jax.monitoring.register_event_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_listener(listen)
+
+
+def answer(events: list[str]) -> tuple[bytes, list[str]]:
+    """The bits that a program makes which this process has not compiled yet, and what its compilation did."""
+
+    def program(x):
+        return jnp.sin(x) @ jnp.cos(x).T + 1 / x.sum()
+
+    events.clear()
+    x = jnp.arange(12.0).reshape(3, 4)
+    events.clear()
+    jax.clear_caches()
+    return jax.jit(program)(x).tobytes(), list(events)
+
+
+def folder(base: Path) -> Path:
+    return base / f"compiled-{processor()}"
+
+
+def programs(base: Path) -> list[Path]:
+    return sorted(folder(base).glob("jit_program-*-cache"))
+
+
+def test_the_next_start_finds_the_same_program(tmp_path, events):
+    expected, _ = answer(events)
+    keep_compiled(str(tmp_path))
+    assert answer(events) == (expected, ["cache_misses"])
+    assert len(programs(tmp_path)) == 1
+    assert answer(events) == (expected, ["cache_hits"])
+
+
+@pytest.mark.parametrize("spoil", [lambda content: content[:100], lambda content: b"", lambda content: content[::-1]])
+def test_a_damaged_program_is_compiled_and_kept_again(tmp_path, events, recwarn, spoil):
+    keep_compiled(str(tmp_path))
+    expected, _ = answer(events)
+    (path,) = programs(tmp_path)
+    path.write_bytes(spoil(path.read_bytes()))
+    assert answer(events) == (expected, ["cache_misses"])
+    assert answer(events) == (expected, ["cache_hits"])
+    assert not recwarn.list
+
+
+def test_a_full_disk_takes_nothing_and_leaves_nothing(tmp_path, events, recwarn):
+    keep_compiled(str(tmp_path))
+    with largest_file(100):
+        expected, _ = answer(events)
+    assert programs(tmp_path) == []
+    assert answer(events) == (expected, ["cache_misses"])
+    assert len(programs(tmp_path)) == 1
+    assert not recwarn.list
+
+
+def test_a_folder_that_vanishes(tmp_path, events, recwarn):
+    keep_compiled(str(tmp_path))
+    folder(tmp_path).rmdir()
+    assert answer(events)[1] == ["cache_misses"]
+    assert not recwarn.list
+
+
+def test_other_warnings_are_shown_as_ever(tmp_path):
+    def warn() -> None:
+        keep_compiled(str(tmp_path))
+        warnings.warn("of another kind", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="of another kind"):
+        warn()
+
+
+@pytest.mark.parametrize("place", ["/dev/null/compiled", "/proc/compiled", "x" * 300])
+def test_a_folder_that_cannot_be_is_no_error(place, events, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keep_compiled(place)
+    assert getattr(jax.config, FOLDER) is None
+    assert answer(events)[1] == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    keep_compiled(str(tmp_path))
+    assert getattr(jax.config, FOLDER) is None
+
+
+def test_what_belongs_to_another_user_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    keep_compiled(str(tmp_path))
+    assert getattr(jax.config, FOLDER) is None
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled(None)
+    assert getattr(jax.config, FOLDER) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_jax_was_given_is_left_to_it(tmp_path):
+    jax.config.update(FOLDER, str(tmp_path / "mine"))
+    keep_compiled(str(tmp_path / "other"))
+    assert getattr(jax.config, FOLDER) == str(tmp_path / "mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_users_cache_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("", "relative/is/ignored"):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert user_cache() == tmp_path / ".cache" / "gregale"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert user_cache() == tmp_path / "xdg" / "gregale"
+    keep_compiled("auto")
+    assert Path(getattr(jax.config, FOLDER)) == folder(tmp_path / "xdg" / "gregale")
+
+
+def test_another_processor_has_programs_of_its_own(monkeypatch):
+    here = processor()
+    assert here == processor()
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "processor : 0\nflags\t\t: fpu sse avx512f\nbugs : none\n")
+    other = processor()
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "processor : 1\nflags\t\t: fpu sse\nbugs : none\n")
+    assert len({here, other, processor()}) == 3
+
+
+def test_what_was_not_used_for_longest_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_BYTES", 250)
+    for machine, name, used in (("1", "a", 30), ("1", "b", 10), ("2", "c", 20), ("2", "d", 40)):
+        path = tmp_path / f"compiled-{machine}" / f"jit_{name}-0-cache"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (used, used))
+    other = tmp_path / "text-cache"
+    other.write_bytes(b"x" * 1000)
+    make_room(tmp_path)
+    assert sorted(path.name[4] for path in tmp_path.glob("compiled-*/*")) == ["a", "d"]
+    assert other.exists()
