@@ -13,7 +13,6 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
-from gregale.model.attention import Cache
 from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.model.execution import UNROLL, execution
 from gregale.model.kernels.choice import kernels_for
@@ -199,35 +198,37 @@ def test_later_tokens_and_other_segments_have_no_gradient():
         assert (reached[~seen] == 0).all()
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_decode_equals_the_full_forward(name):
-    """A prompt in one piece, one with filling, then single tokens: the last place's logits of the full forward."""
+def test_decode_equals_the_full_forward(name, apart):
+    """A prompt with filling, then single tokens: the last place's logits of the full forward."""
     model, run = made(name), one_device(unroll=2)
     weights, Rows = oracle.plain_weights(model), Axis(BATCH, ROWS)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
     zeros = jnp.zeros(POSITIONS, int)
     full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
-    decode = jax.jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
-    cache = Cache.empty(model.config, Rows, POSITIONS, jnp.float32)
-    pieces = ((0, 4, 4), (4, 7, 3), *((place, place + 1, 1) for place in range(7, POSITIONS)))
-    for start, stop, width in pieces:
-        piece = np.zeros((ROWS, width), int)
-        piece[:, : stop - start] = tokens[:, start:stop]
-        last = stop - start - 1
-        logits, cache = decode(hax.named(piece, (Rows, Axis("position", width))), cache, start, last)
-        assert logits.rearrange((BATCH, "vocab")).dtype == jnp.float32
-        np.testing.assert_allclose(logits.rearrange((BATCH, "vocab")).array, full[:, stop - 1], atol=1e-5, rtol=1e-5)
+    model = model.unstacked() if apart else model
+    prefill = jax.jit(lambda tokens, last: model.prefill(tokens, last, POSITIONS, run))
+    decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, run))
+    prompt = np.where(np.arange(7) < 5, tokens[:, :7], 9)
+    logits, caches = prefill(hax.named(prompt, (Rows, Axis("position", 7))), 4)
+    for place in range(4, POSITIONS):
+        if place > 4:
+            one = hax.named(tokens[:, place : place + 1], (Rows, Axis("position", 1)))
+            logits, caches = decode(one, caches, place)
+        found = logits.rearrange((BATCH, "vocab"))
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found.array, full[:, place], atol=1e-5, rtol=1e-5)
 
 
 def test_filling_after_the_last_token_of_a_prompt_changes_nothing():
     model, run, Rows, Width = made("mistral"), one_device(), Axis(BATCH, 1), Axis("position", 6)
-    decode = jax.jit(lambda tokens, cache, start, last: model.decode(tokens, cache, start, last, run))
+    prefill = jax.jit(lambda tokens: model.prefill(tokens, 3, 16, run))
+    decode = jax.jit(lambda tokens, caches: model.decode(tokens, caches, 4, run))
     results = []
     for filling in (0, 9):
-        cache = Cache.empty(model.config, Rows, 16, jnp.float32)
-        prompt = hax.named(np.array([[3, 1, 4, 1, filling, filling]]), (Rows, Width))
-        first, cache = decode(prompt, cache, 0, 3)
-        second, _ = decode(hax.named(np.array([[5]]), (Rows, Axis("position", 1))), cache, 4, 0)
+        first, caches = prefill(hax.named(np.array([[3, 1, 4, 1, filling, filling]]), (Rows, Width)))
+        second, _ = decode(hax.named(np.array([[5]]), (Rows, Axis("position", 1))), caches)
         results.append((first.array, second.array))
     for left, right in zip(*results, strict=True):
         np.testing.assert_array_equal(left, right)

@@ -22,9 +22,20 @@ def trained(inputs, whole):
     return open_trained(str(whole), None, devices=1)
 
 
+class Writer:
+    """A sampler with its model."""
+
+    def __init__(self, trained, folder):
+        self.sampler = Sampler(trained.setup, load_tokenizer(folder))
+        self.model = self.sampler.prepared(trained.model)
+
+    def text(self, prompt: str, count: int, sampling: Sampling) -> str:
+        return self.sampler.text(self.model, prompt, count, sampling)
+
+
 @pytest.fixture(scope="module")
 def sampler(trained, whole):
-    return Sampler(trained.setup, trained.model, load_tokenizer(whole))
+    return Writer(trained, whole)
 
 
 def greedy_by_full_passes(trained, prompt: str, count: int) -> str:

@@ -1,47 +1,21 @@
-"""Grouped-query attention with rotary embeddings, and its key/value cache."""
+"""Grouped-query attention with rotary embeddings."""
 
 from __future__ import annotations
 
 import equinox as eqx
 import haliax as hax
 import jax
-import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
+from gregale.model.cache import POSITION, Cache
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, named
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
-POSITION = "position"
 ORDER = (BATCH, POSITION, ..., "head_size")  # of the arrays that attention takes
-
-
-class Cache(eqx.Module):
-    """Keys and values of the tokens so far, for generation; stacked over layers in a model's cache.
-
-    Slots at and after the number of tokens so far hold nothing; attention masks them.
-    """
-
-    key: NamedArray  # [Batch, Slot, KvHeads, HeadSize]
-    value: NamedArray  # [Batch, Slot, KvHeads, HeadSize]
-
-    @staticmethod
-    def empty(config: LlamaConfig, Batch: Axis, slots: int, dtype) -> Cache:
-        axes = (config.Layers, Batch, Axis("slot", slots), config.KvHeads, config.HeadSize)
-        return Cache(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
-
-    def extended(self, key: NamedArray, value: NamedArray, start) -> Cache:
-        """With the keys and values of new positions written at slots start, start + 1, ..."""
-
-        def write(slots: NamedArray, new: NamedArray) -> NamedArray:
-            order = (BATCH, POSITION, "kv_heads", "head_size")
-            array = jax.lax.dynamic_update_slice_in_dim(slots.array, new.rearrange(order).array, start, axis=1)
-            return NamedArray(array, slots.axis_names)
-
-        return Cache(write(self.key, key), write(self.value, value))
 
 
 class Attention(eqx.Module):
@@ -88,28 +62,26 @@ class Attention(eqx.Module):
     def __call__(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
         """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
         q, k, v = self.project(x, positions, execution)
+        return named(self.attended(q, k, v, segments, execution), "attention_out")
+
+    def prefill(self, x: NamedArray, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
+        """The same for a prompt that begins at position 0, and the cache that `decode` goes on with."""
+        q, k, v = self.project(x, hax.arange(x.resolve_axis(POSITION)), execution)
+        return self.attended(q, k, v, None, execution), Cache.of_prompt(k, v, slots, execution)
+
+    def decode(self, x: NamedArray, cache: Cache, place, execution: Execution) -> tuple[NamedArray, Cache]:
+        """The same for the one token at a place, which follows those in the cache: [Batch, Position 1, Embed]."""
+        q, k, v = self.project(x, hax.arange(x.resolve_axis(POSITION)) + place, execution)
+        cache = cache.extended(k, v, place)
+        attended = execution.placed(cache.attend(q, place, self.config.sliding_window))
+        return execution.kernels.project(self.out, attended), cache
+
+    def attended(self, q, k, v, segments: NamedArray | None, execution: Execution) -> NamedArray:
+        """Causal attention of a whole sequence, and its output projection: [Batch, Position, Embed]."""
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
         attended = execution.kernels.attend(q.array, k.array, v.array, ids, self.config.sliding_window)
-        attended = execution.placed(NamedArray(attended, q.axis_names))
-        return named(execution.kernels.project(self.out, attended), "attention_out")
-
-    def decode(self, x: NamedArray, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
-        """The same for tokens at positions start, start + 1, ... that follow those in the cache."""
-        c = self.config
-        Position = x.resolve_axis(POSITION)
-        positions = hax.arange(Position) + start
-        q, k, v = self.project(x, positions, execution)
-        cache = cache.extended(k, v, start)
-        slots = jnp.arange(cache.key.resolve_axis("slot").size)
-        back = positions.array[:, None] - slots[None, :]
-        mask = back >= 0
-        if c.sliding_window is not None:
-            mask &= back < c.sliding_window
-        q = q.rearrange(ORDER)
-        attended = execution.kernels.attend_cached(q.array, cache.key.array, cache.value.array, mask[None, None])
-        attended = execution.placed(NamedArray(attended, q.axis_names))
-        return execution.kernels.project(self.out, attended), cache
+        return execution.kernels.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
 
 
 def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:

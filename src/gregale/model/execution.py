@@ -81,7 +81,16 @@ class Execution:
         return x
 
     def scan_layers(self, block: Callable, Layers: Axis, carry, *stacked):
-        """`carry, out_i = block(carry, *stacked[i])` over the named layers axis; returns the carry and stacked outs."""
+        """`carry, out_i = block(carry, *stacked[i])` over the named layers axis; returns the carry and stacked outs.
+
+        Of tuples, which have one tree a layer, the outs are a tuple.
+        """
+        if isinstance(stacked[0], tuple):
+            outs = []
+            for layer in zip(*stacked, strict=True):
+                carry, out = block(carry, *layer)
+                outs.append(out)
+            return carry, tuple(outs)
         unroll = min(self.unroll, Layers.size)
         return hax.scan(block, Layers, remat=REMAT_POLICIES[self.remat], unroll=unroll)(carry, *stacked)
 

@@ -1,23 +1,26 @@
-"""Generation, a token at a time, with a key/value cache."""
+"""Generation with a key/value cache, a block of tokens at a call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis
+from haliax import NamedArray
 
 from gregale.axes.layout import BATCH
-from gregale.model.attention import POSITION, Cache
+from gregale.model.cache import POSITION, Cache
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 from gregale.settings import Range, Settings, at_least, whole
 
 BUCKET = 64  # prompts are filled up to multiples of this, so that few lengths are compiled
+BLOCK = 32  # most tokens that are drawn before Python is asked again
+FIRST_SLOTS = 512  # of the caches, if a text may become as long
 
 
 @dataclass(frozen=True)
@@ -64,46 +67,105 @@ def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
 
 
 class Generator:
-    """Continues prompts with one model; keeps its compiled programs from one prompt to the next.
+    """Continues prompts with models of one shape; keeps its compiled programs from one prompt and model to the next.
 
     - `execution`: of a layout that does not split the batch
-    - `vocabulary`: tokens that may be drawn; the model's vocabulary may be padded beyond them
+    - `vocabulary`: tokens that may be drawn; a model's vocabulary may be padded beyond them
     - `end`: the token that ends a text
     """
 
-    def __init__(self, model: Llama, execution: Execution, vocabulary: int, end: int):
-        self._model, self._execution = model, execution
-        self._vocabulary, self._end = vocabulary, end
-        self._begin = jax.jit(self._begin_and_draw, static_argnames=("slots", "sampling"))
-        self._go_on = jax.jit(self._decode_and_draw, static_argnames=("sampling",), donate_argnames=("cache",))
+    def __init__(self, execution: Execution, vocabulary: int, end: int):
+        self._execution, self._vocabulary, self._end = execution, vocabulary, end
+        self.read = jax.jit(self._read_prompt, static_argnames=("slots", "sampling"))
+        self.draw = jax.jit(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
+        self._widen = jax.jit(_with_room, static_argnames=("slots",))
 
-    def tokens(self, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
+    def tokens(self, model: Llama, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
         """Up to `count` tokens that continue the prompt; ends early before the end-of-document token.
 
         Arguments:
+        - `model`: as the execution runs it; with its blocks `unstacked` no token copies weights or caches
         - `prompt`: token ids, at least one
         """
-        length = len(prompt)
-        filled = -(-length // BUCKET) * BUCKET
-        slots = -(-(filled + count) // BUCKET) * BUCKET
-        ids = np.zeros(filled, np.int32)
-        ids[:length] = prompt
-        token, cache = self._begin(self._model, ids, length - 1, sampling.seed, slots=slots, sampling=sampling)
-        for place in range(length, length + count):
-            if int(token) == self._end:
+        return chain.from_iterable(self.blocks(model, prompt, count, sampling, repeat(BLOCK)))
+
+    def blocks(
+        self, model: Llama, prompt: Sequence[int], count: int, sampling: Sampling, sizes: Iterator[int]
+    ) -> Iterator[list[int]]:
+        """The same in lists, each drawn by one call of a program.
+
+        Arguments:
+        - `sizes`: how many tokens each list after the first may have, 1 to `BLOCK`; does not change the tokens
+        """
+        known, most = len(prompt), len(prompt) + count  # tokens that are known, and that are wanted in all
+        ids = np.zeros((1, multiple_of(BUCKET, known)), np.int32)
+        ids[0, :known] = prompt
+        seed, sampling = sampling.seed, replace(sampling, seed=0)  # a seed of its own makes no program of its own
+        slots = slots_for(known, most)
+        token, caches = self.read(model, ids, known - 1, seed, slots=slots, sampling=sampling)
+        drawn = [int(token)]
+        while True:
+            if self._end in drawn:
+                drawn = drawn[: drawn.index(self._end)]
+                most = known + len(drawn)
+            yield drawn
+            known += len(drawn)
+            if known == most:
                 return
-            yield int(token)
-            if place + 1 < length + count:
-                ids = np.asarray(token)[None]
-                token, cache = self._go_on(self._model, ids, cache, place, 0, sampling.seed, sampling=sampling)
+            if known > slots:
+                slots = slots_for(known, most)
+                caches = self._widen(caches, slots=slots)
+            wanted = min(next(sizes), most - known, slots + 1 - known)
+            block, caches = self.draw(model, drawn[-1], caches, known - 1, wanted, seed, sampling=sampling)
+            drawn = np.asarray(block)[:wanted].tolist()
 
-    def _begin_and_draw(self, model, ids, last, seed, slots: int, sampling: Sampling):
-        cache = Cache.empty(model.config, Axis(BATCH, 1), slots, self._execution.dtype)
-        return self._decode_and_draw(model, ids, cache, 0, last, seed, sampling)
+    def _read_prompt(self, model, ids, last, seed, slots: int, sampling: Sampling):
+        """The token after a prompt whose last token is at place `last` of `ids` [1, position], and the caches."""
+        tokens = hax.named(ids, (BATCH, POSITION))
+        logits, caches = model.prefill(tokens, last, slots, self._execution)
+        return self._drawn(logits, last, seed, sampling), caches
 
-    def _decode_and_draw(self, model, ids, cache, start, last, seed, sampling: Sampling):
-        tokens = hax.named(jnp.asarray(ids, jnp.int32)[None], (Axis(BATCH, 1), Axis(POSITION, ids.shape[0])))
-        logits, cache = model.decode(tokens, cache, start, last, self._execution)
-        key = jax.random.fold_in(jax.random.key(seed), start + last)
-        token = draw(logits.array[0, : self._vocabulary], sampling, key).astype(jnp.int32)
-        return jax.lax.with_sharding_constraint(token, self._execution.layout.sharding((), {})), cache
+    def _draw_block(self, model, token, caches, place, wanted, seed, sampling: Sampling):
+        """The `wanted` tokens after that at a place, [BLOCK], and the caches; nothing is drawn after the end."""
+
+        def goes_on(state):
+            drawn, token, _, _ = state
+            return (drawn < wanted) & (token != self._end)
+
+        def one(state):
+            drawn, token, block, caches = state
+            logits, caches = model.decode(hax.named(token[None, None], (BATCH, POSITION)), caches, at(drawn), run)
+            token = self._drawn(logits, at(drawn), seed, sampling)
+            return drawn + 1, token, block.at[drawn].set(token), caches
+
+        def at(drawn):
+            return place + drawn
+
+        run, block = self._execution, jnp.full(BLOCK, self._end, jnp.int32)
+        state = (jnp.int32(0), jnp.asarray(token, jnp.int32), block, caches)
+        _, _, block, caches = jax.lax.while_loop(goes_on, one, state)
+        return self._everywhere(block), caches
+
+    def _drawn(self, logits: NamedArray, place, seed, sampling: Sampling) -> jax.Array:
+        """The token that follows the one at a place; its randomness is that of the seed and the place."""
+        key = jax.random.fold_in(jax.random.key(seed), place)
+        return self._everywhere(draw(logits.array[0, : self._vocabulary], sampling, key).astype(jnp.int32))
+
+    def _everywhere(self, array: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, self._execution.layout.sharding((), {}))
+
+
+def slots_for(tokens: int, most: int) -> int:
+    """Slots of the caches when so many tokens are known: a power of two, so that few sizes are compiled, or `most`.
+
+    Attention goes over all slots: twice as many as there are tokens at most, or `FIRST_SLOTS`.
+    """
+    return min(multiple_of(BUCKET, most), max(FIRST_SLOTS, 1 << tokens.bit_length()))
+
+
+def multiple_of(bucket: int, size: int) -> int:
+    return -(-size // bucket) * bucket
+
+
+def _with_room(caches, slots: int):
+    return jax.tree.map(lambda cache: cache.with_room(slots), caches, is_leaf=lambda leaf: isinstance(leaf, Cache))

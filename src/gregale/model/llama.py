@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -9,8 +11,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import is_parameter
-from gregale.model.attention import POSITION, Attention, Cache, linear
+from gregale.axes.layout import LAYERS, is_named, is_parameter
+from gregale.model.attention import Attention, linear
+from gregale.model.cache import POSITION, Cache
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
@@ -63,8 +66,15 @@ class Block(eqx.Module):
         x = execution.placed(x + self.attention(self.attention_norm(x, execution), positions, segments, execution))
         return execution.placed(x + self.mlp(self.mlp_norm(x, execution), execution))
 
-    def decode(self, x, cache: Cache, start, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended, cache = self.attention.decode(self.attention_norm(x, execution), cache, start, execution)
+    def prefill(self, x, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
+        attended = self.attention.prefill(self.attention_norm(x, execution), slots, execution)
+        return self._after(x, *attended, execution)
+
+    def decode(self, x, cache: Cache, place, execution: Execution) -> tuple[NamedArray, Cache]:
+        attended = self.attention.decode(self.attention_norm(x, execution), cache, place, execution)
+        return self._after(x, *attended, execution)
+
+    def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
         x = x + attended
         return x + self.mlp(self.mlp_norm(x, execution), execution), cache
 
@@ -124,21 +134,45 @@ class Llama(eqx.Module):
         loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
         return loss, hax.sum(mask).scalar()
 
-    def decode(self, tokens: NamedArray, cache: Cache, start, last, execution: Execution) -> tuple[NamedArray, Cache]:
+    def unstacked(self) -> Llama:
+        """The same with a tuple of blocks, one a layer: a program reads them where they lie, and cuts none out."""
+
+        def block(i: int) -> Block:
+            return jax.tree.map(lambda leaf: leaf[LAYERS, i], self.blocks, is_leaf=is_named)
+
+        return eqx.tree_at(lambda model: model.blocks, self, tuple(block(i) for i in range(self.config.layers)))
+
+    def prefill(self, tokens: NamedArray, last, slots: int, execution: Execution) -> tuple[NamedArray, Any]:
         """Logits [Batch, Vocab] (float32) for what follows the token at place `last` of `tokens` [Batch, Position].
 
-        The tokens stand at positions start, start + 1, ...; those after `last` are filling, whose slots in the cache
-        are written again before anything attends to them. Returns the logits and the cache (stacked over layers).
+        The tokens after `last` are filling, whose slots in the caches are written again before anything attends to
+        them. Returns the logits and the caches of the layers, with room for `slots` tokens each: stacked if the blocks
+        are, else a tuple.
+        """
+        x = embed(execution.gathered(self.embedding), tokens, execution)
+
+        def block(x, weights):
+            return execution.gathered(weights).prefill(x, slots, execution)
+
+        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        return self._logits(x[POSITION, last], execution), caches
+
+    def decode(self, tokens: NamedArray, caches, place, execution: Execution) -> tuple[NamedArray, Any]:
+        """Logits [Batch, Vocab] (float32) for what follows `tokens` [Batch, Position 1], which stand at a place.
+
+        The caches hold the places before; returns the logits and the caches with this one.
         """
         x = embed(execution.gathered(self.embedding), tokens, execution)
 
         def block(x, weights, cache):
-            return execution.gathered(weights).decode(x, cache, start, execution)
+            return execution.gathered(weights).decode(x, cache, place, execution)
 
-        x, cache = execution.scan_layers(block, self.config.Layers, x, self.blocks, cache)
-        x = execution.gathered(self.norm)(x[POSITION, last], execution)
-        logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
-        return logits, cache
+        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, caches)
+        return self._logits(x[POSITION, 0], execution), caches
+
+    def _logits(self, x: NamedArray, execution: Execution) -> NamedArray:
+        x = execution.gathered(self.norm)(x, execution)
+        return hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
 
 
 def norm(config: LlamaConfig) -> RmsNorm:

@@ -11,11 +11,8 @@ import jax
 
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
-<<<<<<< HEAD
 from gregale.services.coordinator import way_to
-=======
 from gregale.services.memory import keep_memory
->>>>>>> 055bb97 (The model's operations have forms: plain JAX, and rules of differentiation for XLA:CPU that take 0.7 of a step's processor time)
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -47,7 +44,7 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {PATIENCE}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
-    if jax.config.jax_platforms == "cpu":
+    if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
         keep_memory()
     if processes > 1:
         if distributed.coordinator is None:

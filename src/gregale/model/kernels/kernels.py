@@ -44,8 +44,6 @@ class Kernels:
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
     - `attend`: causal self-attention
-    - `attend_cached(q, k, v, mask)`: attention for generation, where `mask` [batch, heads, query, key] (sizes of 1
-      where it is the same) says which keys are seen
     """
 
     rules: str
@@ -54,4 +52,3 @@ class Kernels:
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
     attend: Attend
-    attend_cached: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

@@ -50,10 +50,6 @@ def attend(q, k, v, segments: jax.Array | None, window: int | None, *, implement
     return checkpoint_name(attended, ATTENTION_NAME)
 
 
-def attend_cached(q, k, v, mask: jax.Array, *, implementation: Implementation) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
-
-
 def plain_kernels(implementation: Implementation) -> Kernels:
     return Kernels(
         rules="plain",
@@ -62,7 +58,6 @@ def plain_kernels(implementation: Implementation) -> Kernels:
         swiglu=swiglu,
         rms_norm=rms_norm,
         attend=partial(attend, implementation=implementation),
-        attend_cached=partial(attend_cached, implementation=implementation),
     )
 
 

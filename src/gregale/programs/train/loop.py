@@ -49,6 +49,7 @@ class Loop:
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
+        self._sampler = Sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
@@ -107,16 +108,15 @@ class Loop:
             self.evaluation = self._evaluate(model, config.evaluation.batches)
         if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
-        if config.samples.prompts:
-            self._sample(model, step)
+        if self._sampler is not None:
+            self._sample(self._sampler, model, step)
         if self.evaluation:
             self._trackers.log(step, self.evaluation)  # last: with this line a run is complete
 
-    def _sample(self, model, step: int) -> None:
+    def _sample(self, sampler: Sampler, model, step: int) -> None:
         samples = self._setup.config.samples
-        sampler = Sampler(self._setup, model, self._corpus.tokenizer)
-        sampling = Sampling(temperature=samples.temperature, seed=step)
-        texts = [prompt + sampler.text(prompt, samples.tokens, sampling) for prompt in samples.prompts]
+        sampling, model = Sampling(temperature=samples.temperature, seed=step), sampler.prepared(model)
+        texts = [prompt + sampler.text(model, prompt, samples.tokens, sampling) for prompt in samples.prompts]
         if jax.process_index() == 0:
             try:
                 self._run.write_samples(step, texts)

@@ -1,4 +1,4 @@
-"""What made the plain form slow on XLA:CPU is not in the program that it makes of the rules: large transposed copies."""
+"""What made the plain form slow on XLA:CPU, large transposed copies, is not in what it makes of the rules."""
 
 from __future__ import annotations
 

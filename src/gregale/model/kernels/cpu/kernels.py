@@ -19,5 +19,4 @@ def cpu_kernels(blocked: bool = True) -> Kernels:
         swiglu=swiglu,
         rms_norm=rms_norm,
         attend=attend if blocked else plain.PLAIN.attend,
-        attend_cached=plain.PLAIN.attend_cached,
     )
