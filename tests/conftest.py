@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
     # Compiling takes most of the suite's time; these three leave partitioning alone and take most of that.
@@ -19,3 +21,9 @@ os.environ.setdefault("PJRT_NPROC", "32")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch) -> None:
+    """Tables and help have the width for files, also where something (readline, in xdist's workers) says otherwise."""
+    monkeypatch.delenv("COLUMNS", raising=False)

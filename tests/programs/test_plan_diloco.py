@@ -152,7 +152,7 @@ def test_memory_by_tree_is_that_of_the_arrays(plans, case):
     assert trees.optimizer == on_first((method.inner.sharded, method.inner.gathered))
     assert trees.outer_parameters == on_first(method.outer.parameters)
     assert trees.outer_optimizer == on_first(method.outer.optimizer)
-    assert trees.counters == on_first((state.step, state.skipped, state.skipped_in_a_row, method.seen))
+    assert trees.counters == on_first((state.step, state.skipped, state.skipped_in_a_row, method.seen, method.step))
     assert trees.state == on_first(state)
     sizes = setup.layout.mesh.shape
     assert trees.outer_parameters * sizes["replica"] * sizes["island"] == trees.parameters, "a share of them each"

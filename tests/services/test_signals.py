@@ -8,6 +8,14 @@ import pytest
 from gregale.services.signals import StopRequest
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard():
+    """Tests may run under nohup, which has SIGHUP ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_only_asks(number):
     with StopRequest() as stop:
