@@ -19,9 +19,9 @@ from gregale.data.config import DataConfig, prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.errors import UserError
-from gregale.programs.plan.devices import Target, device_count, simulated_target, topology_target
+from gregale.programs.plan.devices import Target, device_count, for_accelerators, simulated_target, topology_target
 from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.report import report_of
+from gregale.programs.plan.report import kernels_of, report_of
 from gregale.programs.plan.step import plan_step
 from gregale.programs.plan.text import print_report
 from gregale.programs.run.setup import set_up
@@ -32,7 +32,7 @@ from tests.programs.tiny import SMALL_QUICKSTART
 CONFIGS = Path(__file__).parent.parent.parent / "config"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 SMALL = [*SMALL_QUICKSTART, "--model.layers=2"]
-JSON_KEYS = {"collectives", "bytes_per_step", "memory", "flops_per_step", "devices"}
+JSON_KEYS = {"collectives", "kernels", "bytes_per_step", "memory", "flops_per_step", "devices"}
 COLLECTIVE_KEYS = {"kind", "dtype", "bytes", "axes", "loop", "times", "link"}
 
 
@@ -84,6 +84,22 @@ def test_json_has_what_other_tools_rely_on(report):
     assert report["bytes_per_step"].keys() == {"axes", "link"}
     assert {each["link"] for each in report["collectives"]} == {"inside slice", "between slices"}
     assert report["flops_per_step"] == report["flops_per_token"] * report["tokens_per_step"]
+
+
+def test_rules_and_attention_are_told(planned, report):
+    """Those of the devices; simulated in place of accelerators, those of accelerators."""
+
+    def kernels(cpu_devices=8, **compute):
+        config = replace(planned.setup.config, cpu_devices=cpu_devices)
+        config = replace(config, compute=replace(config.compute, **compute))
+        return kernels_of(replace(planned.setup, config=for_accelerators(config, planned.target)))
+
+    assert report["kernels"] == kernels() == {"rules": "cpu", "attention": "blocked"}
+    assert kernels(attention="xla") == {"rules": "cpu", "attention": "xla"}
+    assert kernels(rules="plain") == kernels(cpu_devices=None) == {"rules": "plain", "attention": "xla"}
+    written = StringIO()
+    print_report(report, Console(file=written, width=110))
+    assert "Rules of differentiation: cpu; attention: blocked" in written.getvalue()
 
 
 def test_closed_form_stands_beside_what_was_compiled(report):
