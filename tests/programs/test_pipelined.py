@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
+from gregale.data.tokenizers import load_tokenizer
+from gregale.model.generate import Sampling
 from gregale.programs.run.trained import open_trained
+from gregale.programs.sample import Sampler
 from tests.programs.test_sample import greedy_by_full_passes
 from tests.programs.tiny import checkpoint_steps, lines, losses
 
@@ -49,7 +52,11 @@ def test_it_is_evaluated_on_its_own_mesh(run, gregale, capsys):
 
 
 def test_it_is_sampled_on_one_device(run, gregale, capsys):
+    """By the command, and by a run, which has the model in stages."""
     prompt = "the wind "
     assert gregale("sample", run.name, prompt, "--temperature", "0", "--tokens", "8") == 0
     expected = greedy_by_full_passes(open_trained(str(run), None, devices=1), prompt, 8)
     assert capsys.readouterr().out == prompt + expected + "\n"
+    in_stages = open_trained(str(run), None, devices=None)
+    sampler = Sampler(in_stages.setup, load_tokenizer(run))
+    assert sampler.text(sampler.prepared(in_stages.model), prompt, 8, Sampling(0)) == expected

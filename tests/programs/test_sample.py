@@ -10,7 +10,7 @@ import pytest
 from gregale.data.tokenizers import load_tokenizer
 from gregale.model.generate import Sampling, draw
 from gregale.programs.run.trained import open_trained
-from gregale.programs.sample import Sampler
+from gregale.programs.sample import Sampler, steady
 from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)
@@ -58,6 +58,35 @@ def greedy_by_full_passes(trained, prompt: str, count: int) -> str:
 def test_greedy_is_the_argmax_of_full_passes(trained, sampler, prompt):
     assert len("sea " * 40) > trained.setup.config.batch.sequence_length
     assert sampler.text(prompt, 12, GREEDY) == greedy_by_full_passes(trained, prompt, 12)
+
+
+def test_a_run_on_a_mesh_samples_the_same_on_one_device(whole, sampler):
+    across = open_trained(str(whole), None, devices=None)
+    assert across.setup.layout.mesh.size == 8
+    writer = Writer(across, whole)
+    assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(writer.model)} == {1}
+    drawn = Sampling(1.0, seed=4)
+    assert writer.text(PROMPT, 24, drawn) == sampler.text(PROMPT, 24, drawn)
+
+
+def test_a_text_streams_in_pieces(sampler):
+    drawn = Sampling(1.0, seed=1)
+    pieces = list(sampler.sampler.stream(sampler.model, PROMPT, 24, drawn))
+    assert "".join(pieces) == sampler.text(PROMPT, 24, drawn)
+    assert len(pieces) > 2
+
+
+def test_blocks_are_as_large_as_a_reader_has_patience_for(monkeypatch):
+    """Sizes double while a block takes no time, stay where it takes most of the patience, and halve beyond it."""
+    now = 0.0
+    monkeypatch.setattr("gregale.programs.sample.perf_counter", lambda: now)
+    sizes = steady(0.1)
+    assert [next(sizes) for _ in range(7)] == [1, 2, 4, 8, 16, 32, 32]
+    found = []
+    for token_s in (0.02, 0.02, 0.002, 0.002):
+        now += (found[-1] if found else 32) * token_s
+        found.append(next(sizes))
+    assert found == [16, 8, 16, 32]
 
 
 @pytest.mark.parametrize("narrow", [Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1e-4)], ids=str)

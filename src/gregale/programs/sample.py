@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -91,9 +91,9 @@ def steady(patience_s: float) -> Iterator[int]:
     """Sizes of blocks: one token, then twice as many each time while a block takes less than half the patience."""
     size = 1
     while True:
-        began = time.perf_counter()
+        began = perf_counter()
         yield size
-        took_s = time.perf_counter() - began
+        took_s = perf_counter() - began
         size = min(2 * size, BLOCK) if took_s < patience_s / 2 else max(size // 2, 1) if took_s > patience_s else size
 
 

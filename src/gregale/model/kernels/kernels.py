@@ -43,7 +43,7 @@ class Kernels:
     - `swiglu(gate, up)`: silu(gate) * up
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
-    - `attend`: causal self-attention
+    - `attend`: causal self-attention; the single queries of generation have a form of their own, `Cache.attend`
     """
 
     rules: str

@@ -46,6 +46,7 @@ class Loop:
         """`report`: told in one line of what fails and does not end the run."""
         self._setup, self._corpus, self._run = setup, corpus, run
         self._checkpoints, self._trackers, self._report = checkpoints, trackers, report
+        self._trained = {method.name: jax.jit(method.trained) for method in (setup.psdp, setup.method)}
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
@@ -103,7 +104,7 @@ class Loop:
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
-        model = jax.jit(method.trained)(state.method)
+        model = self._trained[method.name](state.method)
         if self._evaluate is not None:
             self.evaluation = self._evaluate(model, config.evaluation.batches)
         if self._measure is not None and method is self._setup.method:

@@ -11,7 +11,7 @@ from gregale.model.kernels.kernels import Kernels
 
 
 def cpu_kernels(blocked: bool = True) -> Kernels:
-    """The rules; `blocked`: also for attention, which else has the plain form. Generation has the plain form."""
+    """The rules; `blocked`: also for attention, which else has the plain form."""
     return Kernels(
         rules="cpu",
         attention="blocked" if blocked else plain.PLAIN.attention,
