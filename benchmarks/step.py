@@ -8,7 +8,8 @@ meets all of them alike. The times are medians over rounds. With `--torch`, a Py
 '.[bench]'`, or an environment of its own), the rounds on one device have two more rows: the step in plain PyTorch
 (`torch_step.py`), eager and by `torch.compile`.
 
-Memory is kept between steps in the processes of JAX, as `gregale train` does, for Gregale and for the yardstick.
+In the processes of JAX memory is kept between steps and XLA has the flags of `gregale train`, for Gregale and for the
+yardstick.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig, ConstantSchedule
+from gregale.services.devices import with_flags
 from gregale.services.memory import keep_memory
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}
@@ -284,7 +286,7 @@ def measure(devices: int, unrolls: list[int], rounds: int, torch: str | None) ->
 
 def measure_in_process(devices: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """`measure` in a new process: the number of simulated devices is fixed when JAX starts."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    flags = with_flags(f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--worker", "--devices", str(devices), "--rounds", str(arguments.rounds)]
     command += ["--unroll", *(str(unroll) for unroll in arguments.unroll)]

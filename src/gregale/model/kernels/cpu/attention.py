@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gregale.model.kernels.kernels import ATTENTION_NAME
 
 MOST_BLOCKS = 4
-FEWEST_ROWS = 64  # in a block; shorter ones cost more in calls than they save in products
+FEWEST_ROWS = 128  # in a block; shorter ones cost more in copies than they save in products
 
 
 class Block(NamedTuple):
