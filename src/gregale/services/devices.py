@@ -17,9 +17,9 @@ from gregale.services.memory import keep_memory
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
-# Products and sums by Eigen and XLA's own loops, none by YNN: with the rules of `gregale.model.kernels.cpu` a step
-# takes a tenth less of the processor's time on one device, and an eighth less memory; on eight as much time, and less
-# memory. XLA ends a process that gives it a flag that it does not know, so only versions known to have it get it.
+# Products and sums by Eigen and XLA's own loops, none by YNN: with the rules of `gregale.model.kernels.cpu` a step then
+# takes a tenth less processor time and an eighth less memory on one device; on eight as much time, and less memory. XLA
+# ends a process that gives it a flag that it does not know, so only versions known to have this one get it.
 WITHOUT_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 WITHOUT_YNN_BEFORE = (0, 11)
 
