@@ -82,7 +82,16 @@ def test_diloco_keeps_the_checkpoint_before_an_outer_step_that_overflows(gregale
 
 
 def test_a_run_whose_steps_were_all_skipped_is_not_done(gregale, inputs, capsys):
-    arguments = ["--max_skipped", "13", "--model.init_scale", "1e30", "--checkpoint.every", "50"]
+    arguments = [
+        "--max_skipped",
+        "13",
+        "--model.init_scale",
+        "1e30",
+        "--compute.rules",
+        "plain",
+        "--checkpoint.every",
+        "50",
+    ]
     assert gregale("train", "tiny.yaml", "--name", "skipped", *arguments) == 2
     assert "All 12 steps were skipped: in none of them were loss and gradient finite." in refusal(capsys)
     assert checkpoint_steps(inputs / "runs" / "skipped") == []
