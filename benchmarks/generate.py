@@ -1,13 +1,13 @@
 """Generation and evaluation on a CPU beside Hugging Face's transformers with PyTorch: tokens a second, one device.
 
-    python benchmarks/generate.py [--peer PYTHON] [--models quickstart 25m] [--rounds 9] [--json FILE]
+    python benchmarks/generate.py [--peer PYTHON] [--threads 1 2] [--models quickstart 25m] [--rounds 9] [--json FILE]
 
 With `--peer`, a Python that has torch and transformers (in an environment of its own), `transformers_generate.py` runs
 in it on the same weights: `generate` with its cache, greedy and from the same prompt, and the loss of forward passes,
-all with one thread and with one a processor. Before anything is timed, all sides have to continue the prompt by the
-same tokens and to find the same loss. Then each round runs every side once, so that what else the machine does meets
-all of them alike; figures are medians over rounds. What decoding takes is what a whole text takes less what its first
-token takes, in the same round.
+all with each number of threads. Before anything is timed, all sides have to continue the prompt by the same tokens and
+to find the same loss. Then each round runs every side once, so that what else the machine does meets all of them alike;
+figures are medians over rounds. What decoding takes is what a whole text takes less what its first token takes, in the
+same round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.examples import Examples, make_example
 from gregale.model.execution import execution
 from gregale.model.generate import Generator, Sampling
-from gregale.model.llama import parameter_count
+from gregale.model.llama import Llama, parameter_count
 from gregale.programs.run.evaluation import EvaluationText, Evaluator
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.sample import unbatched
@@ -57,7 +57,29 @@ MODELS = {
 PROMPT, TOKENS, BATCHES = 128, 129, 4
 WARM_UP_ROUNDS = 2
 TOLERANCE = 1e-5  # of the loss
-THREADS = (1, os.cpu_count() or 1)  # of torch, whose threads wait for one another by turning, in vain where others work
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all sides work on: a model, a prompt, and batches of text as arrays [batch, row, position] and examples."""
+
+    setup: Setup
+    model: Llama
+    prompt: list[int]
+    batches: dict[str, np.ndarray]
+    examples: Examples
+
+
+def case(name: str) -> Case:
+    config = load(TrainConfig, QUICKSTART, [*ONE_DEVICE, *MODELS[name]])
+    setup = set_up(config, config.model.vocabulary, make_mesh(config.mesh, jax.devices()[:1]))
+    rows, length, vocabulary = config.batch.size, config.batch.sequence_length, setup.Vocab.size
+    prompt = np.random.default_rng(1).integers(0, vocabulary, PROMPT).tolist()
+    ids = np.random.default_rng(0).integers(0, vocabulary, (BATCHES * rows, length + 1), dtype=np.int32)
+    source = grain.MapDataset.source([make_example(row, np.zeros(length + 1, int)) for row in ids])
+    shape = BATCHES, rows, length
+    batches = {"tokens": ids[:, :-1].reshape(shape), "targets": ids[:, 1:].reshape(shape)}
+    return Case(setup, jax.jit(setup.init_model)(jax.random.key(0)), prompt, batches, Examples(source, length))
 
 
 class Ours:
@@ -65,13 +87,13 @@ class Ours:
 
     name = "gregale"
 
-    def __init__(self, setup: Setup, model, prompt: list[int], examples: Examples):
-        run = execution(setup.config.compute, unbatched(setup.layout))
-        vocabulary = setup.Vocab.size
+    def __init__(self, case: Case):
+        run = execution(case.setup.config.compute, unbatched(case.setup.layout))
+        vocabulary = case.setup.Vocab.size
         self._generator = Generator(replace(run, weights_ready=True), vocabulary, vocabulary)  # no token ends a text
-        self._apart = jax.jit(lambda model: run.gathered(model).unstacked())(model)
-        self._model, self._prompt = model, prompt
-        self._evaluate = Evaluator(setup, EvaluationText(examples), np.ones(vocabulary))
+        self._apart = jax.jit(lambda model: run.gathered(model).unstacked())(case.model)
+        self._model, self._prompt = case.model, case.prompt
+        self._evaluate = Evaluator(case.setup, EvaluationText(case.examples), np.ones(vocabulary))
 
     def tokens(self, count: int) -> list[int]:
         return list(self._generator.tokens(self._apart, self._prompt, count, Sampling(temperature=0)))
@@ -116,11 +138,11 @@ class Peer:
 
 
 @contextmanager
-def peers(python: str, setup: Setup, model, prompt: list[int], batch: dict[str, np.ndarray]) -> Iterator[list[Peer]]:
+def peers(python: str, threads: list[int], case: Case) -> Iterator[list[Peer]]:
     """The sides in transformers, one process for all."""
-    c = setup.config.model
+    c = case.setup.config.model
     shape = {
-        "vocab_size": setup.Vocab.size,
+        "vocab_size": case.setup.Vocab.size,
         "hidden_size": c.hidden,
         "intermediate_size": c.mlp,
         "num_hidden_layers": c.layers,
@@ -131,25 +153,15 @@ def peers(python: str, setup: Setup, model, prompt: list[int], batch: dict[str, 
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
     }
     with tempfile.TemporaryDirectory() as folder:
-        np.savez(Path(folder) / "data.npz", prompt=prompt, **batch, **plain(model))
+        np.savez(Path(folder) / "data.npz", prompt=case.prompt, **case.batches, **plain(case.model))
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         command = [python, str(Path(__file__).with_name("transformers_generate.py")), folder]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             print(process.stdout.readline().strip(), file=sys.stderr)
-            yield [
-                Peer(f"transformers {way} {threads}", process) for way in ("eager", "compile") for threads in THREADS
-            ]
+            ways = [f"transformers {way} {count}" for way in ("eager", "compile") for count in threads]
+            yield [Peer(way, process) for way in ways]
             process.stdin.close()  # pyright: ignore
-
-
-def text(setup: Setup) -> tuple[Examples, dict[str, np.ndarray]]:
-    """Rows of random tokens, one document each, as what is evaluated and as the arrays of all batches."""
-    rows, length = BATCHES * setup.config.batch.size, setup.config.batch.sequence_length
-    ids = np.random.default_rng(0).integers(0, setup.Vocab.size, (rows, length + 1), dtype=np.int32)
-    source = grain.MapDataset.source([make_example(row, np.zeros(length + 1, int)) for row in ids])
-    shape = BATCHES, setup.config.batch.size, length
-    return Examples(source, length), {"tokens": ids[:, :-1].reshape(shape), "targets": ids[:, 1:].reshape(shape)}
 
 
 def check_agreement(sides: list) -> None:
@@ -160,22 +172,18 @@ def check_agreement(sides: list) -> None:
         np.testing.assert_allclose(other.loss(), ours.loss(), rtol=TOLERANCE, err_msg=other.name)
 
 
-def measure(name: str, rounds: int, peer: str | None) -> list[dict[str, Any]]:
+def measure(name: str, rounds: int, peer: str | None, threads: list[int]) -> list[dict[str, Any]]:
     """A row for every side and phase of one model."""
-    config = load(TrainConfig, QUICKSTART, [*ONE_DEVICE, *MODELS[name]])
-    setup = set_up(config, config.model.vocabulary, make_mesh(config.mesh, jax.devices()[:1]))
-    model = jax.jit(setup.init_model)(jax.random.key(0))
-    examples, batch = text(setup)
-    prompt = np.random.default_rng(1).integers(0, setup.Vocab.size, PROMPT).tolist()
+    on = case(name)
     found: dict[str, dict[str, list]] = {}
-    with peers(peer, setup, model, prompt, batch) if peer else nullcontext([]) as others:
-        sides = [Ours(setup, model, prompt, examples), *others]
+    with peers(peer, threads, on) if peer else nullcontext([]) as others:
+        sides = [Ours(on), *others]
         check_agreement(sides)
         for _ in range(WARM_UP_ROUNDS + rounds):
             for what in ("first", "text", "evaluate"):
                 for side in sides:
                     found.setdefault(side.name, {}).setdefault(what, []).append(side.run(what))
-    tokens = {"prefill": PROMPT, "decode": TOKENS - 1, "evaluate": batch["tokens"].size}
+    tokens = {"prefill": PROMPT, "decode": TOKENS - 1, "evaluate": on.batches["tokens"].size}
     rows = []
     for side, times in found.items():
         first, whole, evaluate = (np.asarray(times[what][WARM_UP_ROUNDS:]) for what in ("first", "text", "evaluate"))
@@ -185,7 +193,7 @@ def measure(name: str, rounds: int, peer: str | None) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "model": name,
-                    "parameters": parameter_count(model),
+                    "parameters": parameter_count(on.model),
                     "phase": phase,
                     "side": side,
                     "tokens_per_s": statistics.median(rate),
@@ -218,12 +226,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", metavar="PYTHON", help="a Python with torch and transformers")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count() or 1], help="of torch")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of every side")
     parser.add_argument("--json", help="also write the rows to this file")
     arguments = parser.parse_args()
     keep_memory()  # as `gregale sample` and `gregale eval` do
-    rows = [row for name in arguments.models for row in measure(name, arguments.rounds, arguments.peer)]
+    rows = [
+        row for name in arguments.models for row in measure(name, arguments.rounds, arguments.peer, arguments.threads)
+    ]
     print(table(rows))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
