@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # $(call prepare,SET,STEPS): makes .venv, or mends it; quick if nothing is missing.
 prepare = python=$$(infra/find_python.sh "$(PYTHON)") && "$$python" infra/environment.py $(1) $(2)
 
-.PHONY: setup setup-dev demo test lint docs clean
+.PHONY: setup setup-dev demo test quick lint docs clean
 
 setup:
 	@$(call prepare,core,2)
@@ -19,8 +19,14 @@ demo:
 	@echo "3/3 training a small model on your Python's own standard library"
 	@$(BIN)/gregale train config/quickstart.yaml
 
+# Compiled programs are kept in .pytest_cache, so that a second call takes much less; --cache-clear forgets them.
+SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(SUITE)
+
+quick: lint
+	$(SUITE) -m "not slow"
 
 lint: setup-dev
 	$(BIN)/ruff check .

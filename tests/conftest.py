@@ -1,6 +1,11 @@
 """Every test sees eight simulated CPU devices; the flags have to be set before JAX starts."""
 
+from __future__ import annotations
+
+import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +26,60 @@ os.environ.setdefault("PJRT_NPROC", "32")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# Compiled programs are told apart by their scopes too, which audits read, but not by the lines of their source.
+os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
+TESTS = Path(__file__).parent
+# What takes long, whole programs and steps on many meshes above all. `make quick` leaves it out, and it is begun first,
+# so that no worker is left alone with one of these files at the end.
+SLOW = (
+    *("process/", "mesh/", "programs/", "docs/", "methods/"),
+    *("communication/pipeline/test_stack.py", "model/test_llama.py", "model/test_generate.py", "model/kernels/"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The user's cache directory is one of the tests', here and in every process that they start."""
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user_cache"))  # type: ignore[union-attr]
+    config.addinivalue_line("markers", "slow: takes long; `make quick` leaves it out")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=place_in_slow)
+    for item in items:
+        if place_in_slow(item) < len(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
+def place_in_slow(item: pytest.Item) -> int:
+    path = item.path.relative_to(TESTS).as_posix()
+    return next((place for place, start in enumerate(SLOW) if path.startswith(start)), len(SLOW))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_once() -> None:
+    """Equal programs are compiled once, by whichever test, worker or earlier session came first.
+
+    `pytest --cache-clear` forgets them.
+    """
+    from gregale.services.compiled import keep_compiled
+
+    keep_compiled("auto")
+    gc.collect()
+    gc.freeze()  # what is imported stays; to look through it again and again takes a tenth of the time of tracing
+    gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module")
+def compiled_anew(tmp_path_factory) -> Iterator[None]:
+    """For a module that looks at what the compiler says beside the program, which no folder keeps: one of its own."""
+    from gregale.services.compiled import keep_compiled
+    from tests.anew import as_a_process_begins
+
+    with as_a_process_begins():
+        keep_compiled(str(tmp_path_factory.mktemp("compiled")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit import audit
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 AXES = ("replica", "data", "model")
 FLOATS = 64 * 128  # on each device, in the mapped programs
 INSIDE, BETWEEN = "inside slice", "between slices"

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit import captured_compiler_warnings
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 
 def compile_resharding(mesh, middle):
     """A tensor that goes from one sharding to another; some ways the partitioner knows only by gathering it all."""

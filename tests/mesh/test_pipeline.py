@@ -32,6 +32,8 @@ from tests.communication.pipeline.test_stack import (
 )
 from tests.mesh.support import layout_of, placed
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 S, M, R, F, PER_STAGE = 4, 8, 3, 2, 2
 SCHEDULE = Schedule(S, M, R, F)
 # Bytes of one slot of the toy's matrix and bias on a device: PER_STAGE layers, float32.

@@ -23,6 +23,8 @@ from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerCo
 from tests.mesh.support import SMALL, executed, layout_of, named_leaves, placed, small_model, token_batch
 from tests.model import oracle
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 STEPS = 2
 # AdamW's first update, lr g / (|g| + epsilon), turns an error of g into one lr epsilon / (|g| + epsilon)^2 as large. Of
 # these parameters one has a gradient of 1e-7, ten times the epsilon. At a rate of 1e-2 it alone is more than 1e-5 off,

@@ -13,6 +13,8 @@ from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 LARGEST_SCALAR_BYTES = 64
 

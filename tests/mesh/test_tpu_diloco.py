@@ -22,6 +22,8 @@ from gregale.training.state import abstract_state
 from gregale.training.stepper import Stepper
 from tests.mesh.support import token_batch
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 LAYERS, VOCABULARY = 4, 512
 CONFIG = LlamaConfig(layers=LAYERS, hidden=256, heads=4, mlp=512)
 FRAGMENT_BYTES = 1 << 15  # transfers at least as large are a fragment's weights, not its norms or the scalars

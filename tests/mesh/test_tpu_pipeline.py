@@ -16,6 +16,8 @@ from gregale.communication.pipeline.loop import IO, OUTPUTS
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline, pipelined
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 STAGES, MICROBATCHES, REPEATS, PER_STAGE, ROWS = 2, 4, 2, 2, 512
 Embed, Wide = Axis("embed", 256), Axis("wide", 1024)
 

@@ -21,6 +21,8 @@ from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.run.setup import set_up
 from gregale.services.config import BatchConfig, TrainConfig
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 MICROBATCHES = 4
 CONFIG = TrainConfig(
     name="scaled-quickstart",

@@ -24,10 +24,9 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(inputs, tmp_path_factory) -> Callable[[str], subprocess.Popen]:
-    """`train(runs)`: the run in a folder of runs, in a process of its own. All of them compile the same programs."""
-    cache = tmp_path_factory.mktemp("compiled")
-    return lambda runs: start_train(inputs, *SETTINGS, "2", "--runs", runs, cache=cache)
+def train(inputs) -> Callable[[str], subprocess.Popen]:
+    """`train(runs)`: the run in a folder of runs, in a process of its own. All of them run the same programs."""
+    return lambda runs: start_train(inputs, *SETTINGS, "2", "--runs", runs)
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,8 @@ def inputs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def one(inputs, cache) -> Path:
-    code, _, err = finished(start_train(inputs, *SETTINGS, "--runs", "one", cache=cache))
+def one(inputs) -> Path:
+    code, _, err = finished(start_train(inputs, *SETTINGS, "--runs", "one"))
     assert code == 0, err
     return inputs / "one" / "tiny"
 
@@ -101,11 +96,11 @@ def test_samples_are_those_of_one_process(one, two):
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
 
 
-def test_one_process_goes_on_with_what_two_saved(inputs, cache, one, two):
+def test_one_process_goes_on_with_what_two_saved(inputs, one, two):
     run = inputs / "moved" / "tiny"
     shutil.copytree(two, run)
     shutil.rmtree(run / "checkpoints" / "step-00000008")
-    code, out, err = finished(start_train(inputs, *SETTINGS, "--runs", "moved", cache=cache))
+    code, out, err = finished(start_train(inputs, *SETTINGS, "--runs", "moved"))
     assert code == 0, err
     assert "Going on after step 4 of 8." in out
     assert checkpoint_steps(run) == [4, 8]

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 
 from gregale.cli import main
 from tests.programs.tiny import EVALUATE, write_inputs
-
-CACHE = {
-    "jax_compilation_cache_dir": None,
-    "jax_persistent_cache_min_compile_time_secs": 0.1,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory) -> Iterator[None]:
-    """Every run traces its step anew; this keeps what XLA made of it from one run to the next."""
-    settings = CACHE | {"jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled")}
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

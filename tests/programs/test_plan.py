@@ -29,6 +29,8 @@ from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 CONFIGS = Path(__file__).parent.parent.parent / "config"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
 SMALL = [*SMALL_QUICKSTART, "--model.layers=2"]

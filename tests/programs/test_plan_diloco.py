@@ -27,6 +27,8 @@ from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
+
 QUICKSTART = str(Path(__file__).parent.parent.parent / "config" / "quickstart.yaml")
 SMALL = [*SMALL_QUICKSTART, "--model.layers=3"]
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism

@@ -73,15 +73,9 @@ def write_config(folder: Path, name: str = "tiny.yaml", **changes: Any) -> Path:
     return folder / name
 
 
-def start_train(folder: Path, *arguments: str, cache: Path | None = None) -> subprocess.Popen:
-    """`python -m gregale train tiny.yaml ...` in a process of its own; `cache` keeps compiled programs."""
+def start_train(folder: Path, *arguments: str) -> subprocess.Popen:
+    """`python -m gregale train tiny.yaml ...` in a process of its own."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_TO_COMPILE}
-    if cache is not None:
-        environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
     command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *arguments]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -10,25 +10,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from gregale.services import compiled
 from gregale.services.compiled import FOLDER, keep_compiled, make_room, processor, user_cache
+from tests.anew import as_a_process_begins
 from tests.disk import largest_file
-
-SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_enable_xla_caches")
 
 
 @pytest.fixture(autouse=True)
 def start_anew() -> Iterator[None]:
-    """JAX without a folder for compiled programs, as a process begins; afterwards as it was."""
-    before = {name: getattr(jax.config, name) for name in SETTINGS}
-    jax.config.update(FOLDER, None)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with as_a_process_begins():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,25 @@
+"""JAX without a folder for compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from gregale.services.compiled import FOLDER
+
+SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_enable_xla_caches")
+
+
+@contextmanager
+def as_a_process_begins() -> Iterator[None]:
+    """JAX has not been given a folder; afterwards it has that of before."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    jax.config.update(FOLDER, None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
