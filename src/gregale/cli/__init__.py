@@ -34,6 +34,9 @@ class Program:
 
 PROGRAMS = {
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
+    "island": Program("gregale.programs.island.command", "train as one island of several that come, go and die"),
+    "islands": Program("gregale.programs.islands.command", "train as several islands on this machine, in one view"),
+    "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
     "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
     "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),

@@ -17,6 +17,7 @@ from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.fields import TYPE, choice_name, join
+from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
 from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
 
@@ -216,6 +217,9 @@ class TrainConfig(Settings):
     )
     distributed: DistributedConfig = field(
         default=DistributedConfig(), metadata={"help": "how several processes find one another"}
+    )
+    islands: IslandsConfig = field(
+        default=IslandsConfig(), metadata={"help": "how sites that train apart are joined (`gregale island`)"}
     )
 
     def __post_init__(self):

@@ -15,22 +15,25 @@ from gregale.data.loader import batches
 from gregale.data.mixtures import ReplicaExamples
 
 
-class GlobalBatches(Iterator[dict[str, NamedArray]]):
-    """The batches of a run as global arrays [batch, position] under `compute`, from an example on.
+class Placement:
+    """Where the rows of a batch live: which of them this process reads, and how they become global arrays."""
 
-    A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
-    """
-
-    def __init__(self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, first: int = 0):
+    def __init__(self, axes: tuple[Axis, Axis], layout: Layout):
         self._axes = axes
         self._sharding = layout.sharding(axes, layout.compute)
         places = self._sharding.addressable_devices_indices_map((axes[0].size, axes[1].size))
         rows = {row for index in places.values() if index for row in range(*index[0].indices(axes[0].size))}
         self._rows = np.asarray(sorted(rows))
-        self._batches = batches(examples, axes[0].size, self._rows.tolist(), first)
 
-    def __next__(self) -> dict[str, NamedArray]:
-        return {name: self.placed(array) for name, array in next(self._batches).items()}
+    @property
+    def size(self) -> int:
+        """Rows of a whole batch."""
+        return self._axes[0].size
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each batch that this process's devices hold."""
+        return self._rows.tolist()
 
     def placed(self, array: np.ndarray) -> NamedArray:
         """This process's rows [len(rows), position] as a part of the global array [batch, position]."""
@@ -42,6 +45,24 @@ class GlobalBatches(Iterator[dict[str, NamedArray]]):
             return array[start : start + last - first]
 
         return hax.named(jax.make_array_from_callback(shape, self._sharding, part), self._axes)
+
+
+class GlobalBatches(Iterator[dict[str, NamedArray]]):
+    """The batches of a run as global arrays [batch, position] under `compute`, from an example on.
+
+    A process reads only the rows that its devices hold; which rows those are changes nothing in the batch.
+    """
+
+    def __init__(self, examples: Examples | ReplicaExamples, axes: tuple[Axis, Axis], layout: Layout, first: int = 0):
+        self._placement = Placement(axes, layout)
+        self._batches = batches(examples, axes[0].size, self._placement.rows, first)
+
+    def __next__(self) -> dict[str, NamedArray]:
+        return {name: self.placed(array) for name, array in next(self._batches).items()}
+
+    def placed(self, array: np.ndarray) -> NamedArray:
+        """As `Placement.placed`."""
+        return self._placement.placed(array)
 
     def __enter__(self) -> GlobalBatches:
         return self

@@ -1,0 +1,1 @@
+"""`gregale island`: one island of a fleet."""

@@ -1,0 +1,105 @@
+"""The configuration of islands: how sites that train apart find one another, and how long they wait for whom."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass, field
+
+from gregale.errors import KeyedError
+from gregale.settings import Range, Settings, at_least, check_path, shown, whole
+
+NETWORKS = ("lan", "wan")
+SECONDS = Range(0, 86_400, above=True)
+MOST_NAME = 64
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_HEARTBEAT_SECONDS = {"lan": 2.0, "wan": 10.0}
+_REDUCE_SECONDS = {"lan": 30.0, "wan": 300.0}
+_HEAL_SECONDS = {"lan": 120.0, "wan": 1800.0}
+
+
+@dataclass(frozen=True)
+class IslandsConfig(Settings):
+    """Islands: runs that are joined by DiLoCo (`sync`) over a network, and may come, go and die while they train."""
+
+    name: str | None = field(
+        default=None, metadata={"help": "this island's name, one of its own; null: the name of its host"}
+    )
+    lighthouse: str | None = field(
+        default=None,
+        metadata={"help": "HOST:PORT of the coordinator (`gregale lighthouse`)", "aliases": ("coordinator",)},
+    )
+    token_file: str | None = field(
+        default=None, metadata={"help": "file with the fleet's secret, the same on all islands, readable by you alone"}
+    )
+    bind: str = field(
+        default="127.0.0.1", metadata={"help": "this host's address, at which the other islands reach it"}
+    )
+    minimum: int = field(
+        default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
+    )
+    lockstep: bool = field(
+        default=False,
+        metadata={"help": "make exactly the same steps between rounds, and wait for all: the same to the last bit"},
+    )
+    network: str = field(
+        default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS}
+    )
+    heartbeat_seconds: float | None = field(
+        default=None, metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS}
+    )
+    grace_seconds: float | None = field(
+        default=None,
+        metadata={
+            "help": "how long a round waits for an island in the middle of a step; null: learned from the steps",
+            "range": at_least(0),
+        },
+    )
+    reduce_seconds: float | None = field(
+        default=None, metadata={"help": "for one round's transfers; null: 30 on a lan, 300 on a wan", "range": SECONDS}
+    )
+    heal_seconds: float | None = field(
+        default=None,
+        metadata={"help": "for a joiner's transfer; null: 120 on a lan, 1800 on a wan", "range": SECONDS},
+    )
+    checkpoint_rounds: int | None = field(
+        default=None, metadata={"help": "rounds between two checkpoints of the fleet; null: at the end only", "range": whole(1)}
+    )
+    lease_steps: int = field(
+        default=200, metadata={"help": "steps for which an island holds text ahead, of which it alone trains", "range": whole(1)}
+    )
+    pace_seconds: float = field(
+        default=0.0, metadata={"help": "a pause after each step, to try out a slow island", "range": at_least(0)}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.name is not None and (not _NAME.fullmatch(self.name) or len(self.name) > MOST_NAME):
+            raise KeyedError(
+                "name",
+                f"is {shown(self.name)}",
+                f"; it has letters, digits, '.', '-' and '_' only, at most {MOST_NAME}, and begins with one of the first two.",
+            )
+        if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
+            raise KeyedError(
+                "lighthouse", f"is {shown(self.lighthouse)}", "; it has to be HOST:PORT, for example 10.0.0.2:29510."
+            )
+        if self.token_file is not None:
+            check_path("token_file", self.token_file)
+
+    @property
+    def own_name(self) -> str:
+        """This island's name."""
+        return self.name or socket.gethostname()[:MOST_NAME]
+
+    @property
+    def heartbeat(self) -> float:
+        return self.heartbeat_seconds or _HEARTBEAT_SECONDS[self.network]
+
+    @property
+    def reduce(self) -> float:
+        return self.reduce_seconds or _REDUCE_SECONDS[self.network]
+
+    @property
+    def heal(self) -> float:
+        return self.heal_seconds or _HEAL_SECONDS[self.network]
