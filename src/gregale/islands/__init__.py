@@ -1,0 +1,1 @@
+"""Islands: training across sites that come, go and die."""
