@@ -1,0 +1,1 @@
+"""Training across sites that come, go and die."""
