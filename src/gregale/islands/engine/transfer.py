@@ -44,7 +44,7 @@ def fetch(
 
     - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
       allocated
-    - `held`: arrays that are here already, also from an interrupted fetch: those with the right hash are kept as they are
+    - `held`: arrays that are here already, also from an interrupted fetch: those with the right hash are kept
     - `progress`: called with (bytes here, bytes in all) after each piece
 
     A source that dies, stalls, is corrupt or is cut short is replaced by the others. Raises TransferFailed.
