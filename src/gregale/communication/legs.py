@@ -17,6 +17,14 @@ Errors = dict[str, Stored]  # the same; empty without feedback
 EXACT = FloatCodec("none")
 
 
+class Encoded(NamedTuple):
+    """Values as they are sent."""
+
+    message: jax.Array  # uint8 [..., bytes]
+    compensated: Arrays  # [..., n]: the values with the errors
+    kept: Arrays  # [..., n]: the next errors, of those values that had one
+
+
 class Leg(NamedTuple):
     """How a leg sends.
 
@@ -41,7 +49,7 @@ def first_leg(leaves: list[Leaf], values: Arrays, errors: Errors, leg: Leg) -> t
     decoded = decode_all(received, [leaf.piece_size for leaf in leaves], leg.codec)
     means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
     whole = {leaf.path: leaf.join(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
-    return means, _remember(errors, whole, finite)
+    return means, remember(errors, whole, finite)
 
 
 def second_leg(leaves: list[Leaf], pieces: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
@@ -52,7 +60,7 @@ def second_leg(leaves: list[Leaf], pieces: Arrays, errors: Errors, leg: Leg) -> 
     decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], leg.codec)
     wholes = {leaf.path: leaf.join(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
     kept = {leaf.path: _among_pieces(leaf, own[leaf.path], leg.axis) for leaf in leaves if leaf.path in own}
-    return wholes, _remember(errors, kept, finite)
+    return wholes, remember(errors, kept, finite)
 
 
 def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
@@ -62,16 +70,25 @@ def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
     return list(jnp.sum(rows, axis=0))
 
 
-def _send(values: Arrays, errors: Arrays, leg: Leg) -> tuple[jax.Array, Arrays, jax.Array]:
-    """The message of values + errors, all [..., n]; the next errors; and whether all replicas' values are finite."""
+def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:
+    """One message of values + errors, all [..., n]; by any kind of reducer, whatever carries the message.
+
+        h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
+    """
     sizes = [value.shape[-1] for value in values.values()]
     compensated = {path: value + errors[path] if path in errors else value for path, value in values.items()}
-    message = encode_all(list(compensated.values()), leg.codec)
+    message = encode_all(list(compensated.values()), codec)
     if not errors:
-        return message, {}, jnp.array(True)
-    sent = dict(zip(values, decode_all(message, sizes, leg.codec), strict=True))
-    kept = {path: next_error(errors[path], compensated[path] - sent[path], leg.beta) for path in errors}
-    return message, kept, _all_finite(compensated, leg)
+        return Encoded(message, compensated, {})
+    sent = dict(zip(values, decode_all(message, sizes, codec), strict=True))
+    kept = {path: next_error(errors[path], compensated[path] - sent[path], beta) for path in errors}
+    return Encoded(message, compensated, kept)
+
+
+def _send(values: Arrays, errors: Arrays, leg: Leg) -> tuple[jax.Array, Arrays, jax.Array]:
+    """The message of values + errors, all [..., n]; the next errors; and whether all replicas' values are finite."""
+    message, compensated, kept = encoded(values, errors, leg.codec, leg.beta)
+    return message, kept, _all_finite(compensated, leg) if errors else jnp.array(True)
 
 
 def _all_finite(values: Arrays, leg: Leg) -> jax.Array:
@@ -81,8 +98,8 @@ def _all_finite(values: Arrays, leg: Leg) -> jax.Array:
     return jnp.all(jax.lax.all_gather(in_replica, leg.axis) == 1)
 
 
-def _remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
-    """The new errors in 8 bits; the old ones if this step was not finite."""
+def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
+    """The new errors in 8 bits; the old ones if what was sent was not finite."""
 
     def one(old: Stored, error: jax.Array) -> Stored:
         stored = store(error.reshape(old.codes.shape))

@@ -23,7 +23,7 @@ from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
 from gregale.methods.method import Actions, PsdpState
-from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, sending_layout
+from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import Replicas
 from gregale.methods.round import Round, forget
@@ -215,7 +215,7 @@ class Diloco:
         assert isinstance(reducer, QuantisedReducer)
 
         def differences(own: Tree) -> Tree:
-            return jax.tree.map(jnp.subtract, state.outer.parameters, own)
+            return jax.tree.map(pseudo_gradient, state.outer.parameters, own)
 
         sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)

@@ -34,6 +34,19 @@ class Sent(NamedTuple):
     parameters: Tree  # theta before the outer step, under `opt_state`
 
 
+def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
+    """What the outer optimizer takes for a gradient, of an array: where `own`, of one or the mean of all, is behind."""
+    return theta - own
+
+
+def outer_step(
+    optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree
+) -> tuple[Tree, Tree]:
+    """theta += outer(g): theta and the optimizer's state after the outer step, of the same part as the gradient."""
+    updates, state = optimizer.update(gradient, state, theta)
+    return optax.apply_updates(theta, updates), state
+
+
 @dataclass(frozen=True)
 class ExactOuter:
     """theta lies under `opt_state`, 1 / replicas of it on a device; replicas send and get parameters in float32.
@@ -77,9 +90,8 @@ class ExactOuter:
 
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
-        gradient = jax.tree.map(jnp.subtract, theta, mean)
-        updates, state = self.optimizer.update(gradient, outer.optimizer, theta)
-        return Sent(Outer(optax.apply_updates(theta, updates), state), gradient, theta)
+        gradient = jax.tree.map(pseudo_gradient, theta, mean)
+        return Sent(Outer(*outer_step(self.optimizer, theta, outer.optimizer, gradient)), gradient, theta)
 
     def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
         """theta of a fragment under `params`, and what changed of it: nothing."""
@@ -134,7 +146,7 @@ class QuantisedOuter:
         theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
-            return jax.tree.map(lambda theta, own: (theta - own) * weight.array, theta, own)
+            return jax.tree.map(lambda theta, own: pseudo_gradient(theta, own) * weight.array, theta, own)
 
         sums = _by_replica(differences, self.reducer)(own, weights)
         gradient, error = self.reducer.reduce(sums, weight, outer.error)

@@ -94,7 +94,7 @@ class Round:
         keep = self.taking_part(fragment) * (self.mixing - 1) + 1  # alpha, or 1 for a replica that is left out
 
         def mixed(own: Tree, keep: NamedArray) -> Tree:
-            return jax.tree.map(lambda own, new: keep.array * own + (1 - keep.array) * new, own, arrived)
+            return mixed_with(own, arrived, keep.array)
 
         mixed_all = vmap_over(mixed, self.axis, layout)(fragment.take(parameters), keep)
         return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
@@ -106,6 +106,11 @@ class Round:
             return hax.ones(Lanes)
         key = jax.random.fold_in(jax.random.key(self.seed), fragment.sent)
         return hax.random.bernoulli(key, Lanes, 1 - self.dropout).astype(jnp.float32)
+
+
+def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
+    """keep own + (1 - keep) arrived: what a replica, or an island, goes on from."""
+    return jax.tree.map(lambda own, new: keep * own + (1 - keep) * new, own, arrived)
 
 
 def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:
