@@ -91,6 +91,20 @@ class Schedule:
         """The last step of the first `step` after which a fragment was sent; 0 if there was none."""
         return next((s for s in range(step, max(0, step - self.period), -1) if self.sent(s) is not None), 0)
 
+    def rounds(self, steps: int) -> int:
+        """How many fragments are sent in the first `steps` steps: rounds 0, 1, 2, ... of islands."""
+        return sum(self.sends(fragment, steps) for fragment in range(self.fragments))
+
+    def round_step(self, number: int) -> int:
+        """After how many steps round `number` is due; 0 for the round before the first."""
+        periods, place = divmod(number + 1, self.fragments)
+        return periods * self.period + place * self.period // self.fragments
+
+    def round_fragment(self, number: int) -> int:
+        """The fragment that round `number` sends."""
+        place = (number + 1) % self.fragments
+        return 0 if place == self.fragments - 1 else place + 1
+
     def layers_of(self, fragment: int) -> np.ndarray:
         """The layers of a fragment > 0, int32, ascending; sizes differ by at most one."""
         groups = self.fragments - 1

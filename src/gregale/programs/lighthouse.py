@@ -7,8 +7,9 @@ import threading
 from dataclasses import dataclass, field
 
 from gregale.islands.engine.coordinator import serve
+from gregale.islands.protocol.settings import LAN
 from gregale.services.command import Command
-from gregale.services.islands import SECONDS, IslandsConfig
+from gregale.services.islands import SECONDS
 from gregale.settings import Settings, whole
 
 
@@ -19,11 +20,11 @@ class LighthouseOptions(Settings):
     bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any that is free"})
     minimum: int = field(default=1, metadata={"help": "islands below which it answers nobody", "range": whole(1)})
     heartbeat_seconds: float = field(
-        default=IslandsConfig().heartbeat,
+        default=LAN.heartbeat_seconds,
         metadata={"help": "silence after which an island is out; as islands.heartbeat_seconds", "range": SECONDS},
     )
     join_seconds: float = field(
-        default=2.0, metadata={"help": "how long the first to ask waits for islands that live", "range": SECONDS}
+        default=LAN.join_seconds, metadata={"help": "how long the first to ask waits for islands that live", "range": SECONDS}
     )
 
 

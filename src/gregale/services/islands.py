@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import stat
 from dataclasses import dataclass, field
 
-from gregale.errors import KeyedError
+from gregale.errors import KeyedError, UserError
+from gregale.files import reason
 from gregale.settings import Range, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
 MOST_NAME = 64
+LEAST_TOKEN_BYTES = 16
+_MAKE_TOKEN = "One is made by `umask 077; head -c 32 /dev/urandom | base64 > FILE`, once, and copied to every island."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_HEARTBEAT_SECONDS = {"lan": 2.0, "wan": 10.0}
-_REDUCE_SECONDS = {"lan": 30.0, "wan": 300.0}
-_HEAL_SECONDS = {"lan": 120.0, "wan": 1800.0}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class IslandsConfig(Settings):
         default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS}
     )
     heartbeat_seconds: float | None = field(
-        default=None, metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS}
+        default=None, metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS},
     )
     grace_seconds: float | None = field(
         default=None,
@@ -56,20 +58,14 @@ class IslandsConfig(Settings):
         },
     )
     reduce_seconds: float | None = field(
-        default=None, metadata={"help": "for one round's transfers; null: 30 on a lan, 300 on a wan", "range": SECONDS}
+        default=None, metadata={"help": "for one round's transfers; null: 5 on a lan, 60 on a wan", "range": SECONDS}
     )
     heal_seconds: float | None = field(
         default=None,
         metadata={"help": "for a joiner's transfer; null: 120 on a lan, 1800 on a wan", "range": SECONDS},
     )
-    checkpoint_rounds: int | None = field(
-        default=None, metadata={"help": "rounds between two checkpoints of the fleet; null: at the end only", "range": whole(1)}
-    )
     lease_steps: int = field(
         default=200, metadata={"help": "steps for which an island holds text ahead, of which it alone trains", "range": whole(1)}
-    )
-    pace_seconds: float = field(
-        default=0.0, metadata={"help": "a pause after each step, to try out a slow island", "range": at_least(0)}
     )
 
     def __post_init__(self):
@@ -92,14 +88,19 @@ class IslandsConfig(Settings):
         """This island's name."""
         return self.name or socket.gethostname()[:MOST_NAME]
 
-    @property
-    def heartbeat(self) -> float:
-        return self.heartbeat_seconds or _HEARTBEAT_SECONDS[self.network]
 
-    @property
-    def reduce(self) -> float:
-        return self.reduce_seconds or _REDUCE_SECONDS[self.network]
-
-    @property
-    def heal(self) -> float:
-        return self.heal_seconds or _HEAL_SECONDS[self.network]
+def read_token(path: str) -> bytes:
+    """The fleet's secret; raises `UserError` if the file is not there, can be read by others, or is too short."""
+    try:
+        mode = os.stat(path).st_mode
+        with open(path, "rb") as file:
+            token = file.read().strip()
+    except OSError as error:
+        raise UserError(f"islands.token_file: {path} cannot be read ({reason(error)}). {_MAKE_TOKEN}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(f"islands.token_file: others than its owner can read {path}; `chmod 600 {path}` mends that.")
+    if len(token) < LEAST_TOKEN_BYTES:
+        raise UserError(
+            f"islands.token_file: {path} has {len(token)} bytes, and a secret has at least {LEAST_TOKEN_BYTES}. {_MAKE_TOKEN}"
+        )
+    return token

@@ -13,11 +13,13 @@ from gregale.errors import UserError
 from gregale.files import write_bytes
 from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
+from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
 from gregale.programs.islands.rounds import draw_rounds, rounds_of
 from gregale.programs.islands.view import FleetView, Status, changes
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
+from gregale.services.islands import read_token
 from gregale.services.parsing import dump
 from gregale.settings import Settings, whole
 
@@ -101,7 +103,7 @@ class Fleet:
     def _start(self) -> None:
         bind = self._network.coordinator if self._network else "127.0.0.1"
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(f"{bind}:0", self._islands.heartbeat, output)
+        self._lighthouse = start_lighthouse(f"{bind}:0", timing_of(self._islands), output)
         names = [f"{self._name}-{chr(ord('a') + place % 26)}{place // 26 or ''}" for place in range(self._options.count)]
         for place, name in enumerate(names):
             self._members.append(self._started(place, name))
@@ -127,7 +129,7 @@ class Fleet:
 
     def _watch(self) -> dict[str, Status]:
         """Shows the fleet until all islands have ended."""
-        token = bytes.fromhex(self._token.read_text(encoding="utf-8").strip())
+        token = read_token(str(self._token))
         statuses: dict[str, Status] = {member.name: {} for member in self._members}
         told: set[str] = set()
         asked = False

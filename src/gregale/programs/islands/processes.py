@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
+from gregale.islands.protocol.settings import Timing
 
 GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
@@ -73,10 +74,11 @@ def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> s
         )
 
 
-def start_lighthouse(bind: str, heartbeat_seconds: float, output: Path) -> Lighthouse:
+def start_lighthouse(bind: str, timing: Timing, output: Path) -> Lighthouse:
     """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
-    command = ["lighthouse", "--bind", bind, "--heartbeat_seconds", str(heartbeat_seconds)]
+    seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
+    command = ["lighthouse", "--bind", bind, *seconds]
     process = start(command, output)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:

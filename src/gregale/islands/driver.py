@@ -1,0 +1,422 @@
+"""The driver of an island: turns what happens into events of the protocol, and carries out what the protocol wants.
+
+The trainer asks it for orders between two steps (`order`), and never waits for the network but where the method says so.
+Everything slow runs in threads: one asks the coordinator, one exchanges, one heals, one tells peers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Condition, RLock, Thread
+from typing import Any, NamedTuple
+
+from gregale.errors import UserError
+from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer
+from gregale.islands.engine.group import GroupFailed
+from gregale.islands.engine.server import PeerUnreachable, Refused, call
+from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.leases import Leases
+from gregale.islands.protocol import messages as protocol
+from gregale.islands.protocol.member import Member
+from gregale.islands.worker import NotFinite, Worker
+from gregale.methods.schedule import Schedule
+
+TICK_SECONDS = 0.1
+ASK_SECONDS = 60.0
+TELL_SECONDS = 2.0
+
+
+class Take(NamedTuple):
+    """Order: hand over the message of a round (`Driver.departed`)."""
+
+    round: int
+
+
+class Arrive(NamedTuple):
+    """Order: mix a round's fragment in, as it is in host memory now.
+
+    `weight`: what this island contributed; with 0 it keeps its own.
+    """
+
+    round: int
+    weight: float
+
+
+class Restart(NamedTuple):
+    """Order: the whole outer state is a peer's; take all of it for the island's parameters."""
+
+    round: int
+
+
+class Finish(NamedTuple):
+    """Order: the last round has arrived, or the island has left the fleet; `complete`: the former."""
+
+    complete: bool
+
+
+Order = Take | Arrive | Restart | Finish
+
+
+@dataclass
+class Pace:
+    """When an island's rounds are due and what it waits for.
+
+    - `schedule`: H, P, tau
+    - `rounds`: of the whole run
+    - `lockstep`: every island makes exactly the same steps between rounds
+    """
+
+    schedule: Schedule
+    rounds: int
+    lockstep: bool
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer waits for a round tau steps after its message."""
+        return self.lockstep or self.schedule.delay == 0
+
+    def interval(self, number: int) -> int:
+        """Steps from the message of the round before to that of round `number`."""
+        return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
+
+
+@dataclass
+class Seconds:
+    """Where the time went."""
+
+    waiting: float = 0.0
+    healing: float = 0.0
+
+
+@dataclass
+class Underway:
+    """A round as this island goes through it."""
+
+    round: int
+    began: float
+    members: tuple[str, ...] = ()
+    sent: int = 0
+    received: int = 0
+    waiting: float = 0.0
+
+
+@dataclass
+class Driver:
+    """Joins one `Member` with the engine and the trainer.
+
+    - `report(text, loud)`: a line for the user
+    - `record(values)`: a finished round, for rounds.jsonl
+    """
+
+    member: Member
+    coordinator: Coordinator
+    worker: Worker
+    leases: Leases
+    pace: Pace
+    token: bytes
+    report: Callable[[str, bool], None]
+    record: Callable[[dict[str, Any]], None]
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def __post_init__(self):
+        self._lock = RLock()
+        self._changed = Condition(self._lock)
+        self._arrivals: deque[Arrive | Restart] = deque()
+        self._wanted: int | None = None  # the round whose message the protocol asks for
+        self._flying: int | None = None  # the round whose message was handed over and is not decided
+        self._since = 0  # steps since the last message
+        self._told_due: int | None = None  # the round that was said to be due
+        self._refused: str | None = None
+        self._left = False
+        self._header: protocol.Header | None = None
+        self._asking = Condition()
+        self._underway: Underway | None = None
+        self._closed = False
+        self._exchange = ThreadPoolExecutor(1, "exchange")
+        self._healing = ThreadPoolExecutor(1, "healing")
+        self._telling = ThreadPoolExecutor(8, "telling")
+        self.outer: protocol.Outer | None = None
+
+    def start(self) -> None:
+        """Begins: from here on the coordinator knows this island."""
+        for target in (self._tick, self._ask):
+            Thread(target=target, daemon=True, name=target.__name__.strip("_")).start()
+
+    # What the trainer calls, from its own thread.
+
+    def stepped(self) -> None:
+        """A step was handed to the device."""
+        with self._lock:
+            self._since += 1
+
+    def order(self) -> Order | None:
+        """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
+
+        Raises `UserError` if the fleet refuses this island.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while True:
+                if self._refused is not None:
+                    raise UserError(self._refused)
+                order = self._order()
+                if order is not None or not self._must_wait():
+                    break
+                self._changed.wait(0.5)
+            waited = time.monotonic() - began
+            self.seconds.waiting += waited
+            if self._underway is not None:
+                self._underway.waiting += waited
+            return order
+
+    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
+        """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
+        with self._lock:
+            self._wanted, self._flying, self._since = None, number, 0
+            self._underway = Underway(number, time.time(), (), self.worker.count.sent, self.worker.count.received)
+
+        def down() -> None:
+            messages, weight = fetch_down()
+            self.worker.took(number, messages)
+            self.post(protocol.Snapshot(weight, used))
+
+        self._exchange.submit(self._guarded, down)
+
+    def leave(self) -> None:
+        """Asks to go: the round that is under way is finished first; an order `Finish` follows."""
+        self.post(protocol.Leave())
+
+    def saved(self, number: int) -> None:
+        """A checkpoint of a round is complete."""
+        self.post(protocol.Saved(number))
+
+    @property
+    def round(self) -> int:
+        """Committed rounds; -1 before the start."""
+        return self.outer.round if self.outer is not None else protocol.NO_ROUND
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who took part in the newest round."""
+        return self._members
+
+    _members: tuple[str, ...] = ()
+
+    def due(self, number: int) -> None:
+        """A peer says that the round after `number` is due."""
+        self.post(protocol.Due(number))
+
+    def close(self) -> None:
+        """Ends the threads; the others see this island go."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with self._asking:
+            self._asking.notify_all()
+        self.leases.close()
+        self.coordinator.close()
+        for threads in (self._exchange, self._healing, self._telling):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self.worker.close()
+
+    # Orders.
+
+    def _order(self) -> Order | None:
+        if self._arrivals and (isinstance(self._arrivals[0], Restart) or self._since >= self.pace.schedule.delay):
+            return self._arrivals.popleft()
+        if self._left:
+            return Finish(complete=self.round >= self.pace.rounds)
+        if self.round >= self.pace.rounds and not self._arrivals:
+            return Finish(complete=True)
+        if self._wanted is not None and self._flying is None:
+            return Take(self._wanted)
+        if self._is_due():
+            self._told_due = self.round
+            self.post(protocol.Due(None))
+            if self._wanted is not None and self._flying is None:
+                return Take(self._wanted)
+        return None
+
+    def _is_due(self) -> bool:
+        return (
+            self.round != protocol.NO_ROUND
+            and self._told_due != self.round
+            and self._flying is None
+            and not self._arrivals
+            and self._since >= self.pace.interval(self.round)
+        )
+
+    def _must_wait(self) -> bool:
+        if self.round == protocol.NO_ROUND:
+            return True
+        if self._flying is not None or self._told_due == self.round or self._arrivals:
+            return self.pace.waits and (self._flying is None or self._since >= self.pace.schedule.delay)
+        return False
+
+    # Events and actions.
+
+    def post(self, event: protocol.Event) -> None:
+        """Hands an event to the protocol and carries out what it wants, in order."""
+        with self._changed:
+            if self._closed:
+                return
+            for action in self.member.handle(event):
+                self._carry_out(action)
+            self._changed.notify_all()
+
+    def _carry_out(self, action: protocol.Action) -> None:
+        match action:
+            case protocol.Ask(header):
+                with self._asking:
+                    self._header = header
+                    self._asking.notify_all()
+            case protocol.TellPeers(addresses, number):
+                for address in addresses:
+                    self._telling.submit(self._tell, address, number)
+            case protocol.TakeSnapshot(number):
+                self._wanted, self._flying = number, None
+            case protocol.Reduce():
+                self._exchange.submit(self._guarded, lambda: self._reduce(action))
+            case protocol.Commit(key, outer, weight):
+                self.worker.commit(key, outer)
+                self._committed(outer, weight)
+            case protocol.Discard(key):
+                self.worker.discard(key)
+            case protocol.DropGroup():
+                self.worker.drop_group()
+            case protocol.Heal(sources):
+                self._healing.submit(self._guarded, lambda: self._heal(sources))
+            case protocol.Publish(outer):
+                self._take_over(outer)
+                self.worker.publish(outer)
+            case protocol.Note(text, loud):
+                self.report(text, loud)
+            case protocol.Refused(text):
+                self._refused = text
+            case protocol.Left():
+                self._left = True
+
+    def _committed(self, outer: protocol.Outer, weight: float) -> None:
+        number = outer.round - 1
+        self._take_over(outer)
+        self._wanted = self._flying = self._told_due = None
+        self._arrivals.append(Arrive(number, weight))
+        self._write_down(outer, healed=False)
+
+    def _take_over(self, outer: protocol.Outer) -> None:
+        self.outer = outer
+        self.leases.update(outer.ledger)
+
+    def _write_down(self, outer: protocol.Outer, healed: bool) -> None:
+        now, count = time.time(), self.worker.count
+        at = self._underway or Underway(outer.round - 1, now, self._members, count.sent, count.received)
+        self._underway = None
+        self.record(
+            {
+                "round": outer.round,
+                "generation": outer.generation.number,
+                "digest": outer.fingerprint(),
+                "members": list(self._members),
+                "began": at.began,
+                "ended": now,
+                "seconds": now - at.began,
+                "waiting_seconds": at.waiting,
+                "bytes_sent": count.sent - at.sent,
+                "bytes_received": count.received - at.received,
+                "healed": healed,
+            }
+        )
+
+    # What runs in threads.
+
+    def _reduce(self, action: protocol.Reduce) -> None:
+        names = tuple(member.name for member in action.members)
+        with self._lock:
+            self._members = names
+        try:
+            digest = self.worker.reduce(
+                action.key, action.round, action.members, action.weights, self.member.name
+            )
+        except (GroupFailed, NotFinite) as error:
+            self.report(f"Round {action.round} is tried again: {error}", False)
+            self.post(protocol.ReduceFailed(action.key))
+        else:
+            self.post(protocol.Reduced(action.key, digest))
+
+    def _heal(self, sources: tuple[protocol.Peer, ...]) -> None:
+        began = time.monotonic()
+        with self._lock:
+            self._underway = Underway(self.round, time.time(), (), self.worker.count.sent, self.worker.count.received)
+        try:
+            outer = self.worker.heal(sources, lambda received, total: None)
+        except (TransferFailed, ValueError) as error:
+            self.seconds.healing += time.monotonic() - began
+            self.post(protocol.HealFailed(str(error)))
+            return
+        self.seconds.healing += time.monotonic() - began
+        with self._changed:
+            self._take_over(outer)
+            self._wanted = self._flying = self._told_due = None
+            self._arrivals.clear()
+            self._arrivals.append(Restart(outer.round))
+            self._write_down(outer, healed=True)
+            self.post(protocol.Healed(outer))
+
+    def _tell(self, address: str, number: int) -> None:
+        try:
+            call(address, self.token, {"kind": "due", "round": number}, TELL_SECONDS)
+        except (PeerUnreachable, Refused):
+            return  # it is told again
+
+    def _tick(self) -> None:
+        while not self._closed:
+            self.post(protocol.Tick(time.monotonic()))
+            time.sleep(TICK_SECONDS)
+
+    def _ask(self) -> None:
+        """Asks the coordinator with the newest header, one ask after the other."""
+        asked = None
+        while True:
+            with self._asking:
+                while self._header is asked and not self._closed:
+                    self._asking.wait()
+                if self._closed:
+                    return
+                asked = header = self._header
+            assert header is not None
+            try:
+                view = self.coordinator.ask(json.loads(header.to_json()), ASK_SECONDS)
+            except (CoordinatorUnreachable, NoAnswer) as error:
+                self.post(protocol.NoView(str(error)))
+                continue
+            self.post(protocol.Seen(protocol.View(view.id, self._headers(view.headers, view.complaints))))
+
+    def _headers(self, found: list[dict], complaints: list[str]) -> tuple[protocol.Header, ...]:
+        """The headers that this version can read; a line for each of the others."""
+        headers = []
+        for value in found:
+            try:
+                headers.append(protocol.Header.from_json(json.dumps(value)))
+            except protocol.GarbageError as error:
+                complaints = [*complaints, f"{value.get('name', 'a member')}: {error}"]
+        for complaint in complaints:
+            self.report(complaint, True)
+        return tuple(headers)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
+        try:
+            work()
+        except BaseException as error:
+            if self._closed:
+                return
+            with self._changed:
+                self._failure = error
+                self._refused = f"islands: {type(error).__name__}: {error}"
+                self._changed.notify_all()
+            raise

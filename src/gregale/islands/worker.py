@@ -1,0 +1,199 @@
+"""One host's hands in a round: its shards of the outer side, the group with its counterparts, and what it serves.
+
+A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but for `drop_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from gregale.communication.network import Handle, OwnError
+from gregale.islands.engine.group import Group, GroupFailed
+from gregale.islands.engine.server import Leaf, Server, Snapshot
+from gregale.islands.engine.transfer import Fetched, fetch
+from gregale.islands.protocol.messages import Outer, Peer
+from gregale.methods.island_outer import HostOuter, Prepared
+from gregale.methods.schedule import Schedule
+
+Messages = Mapping[str, np.ndarray]
+
+
+class Timeouts(NamedTuple):
+    """How long a host waits for others, in seconds."""
+
+    reduce: float
+    heal: float
+
+
+class NotFinite(Exception):
+    """The outer step of a round is not finite."""
+
+
+@dataclass
+class Count:
+    """Bytes that this host has sent and received for rounds and healing."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class Alone:
+    """The link of an island that is the only one."""
+
+    size, rank = 1, 0
+
+    def send(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        raise AssertionError("a group of one sends nothing")
+
+    recv = send
+
+
+@dataclass
+class GroupLink:
+    """A group as the reducer's link, with its bytes counted."""
+
+    group: Group
+    count: Count
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def send(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        self.count.sent += data.nbytes
+        return self.group.send(peer, data, tag)
+
+    def recv(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        self.count.received += data.nbytes
+        return self.group.receive(peer, data, tag)
+
+
+class Result(NamedTuple):
+    """A reduce that is done and not decided."""
+
+    fragment: int
+    members: tuple[Peer, ...]
+    prepared: Prepared
+    error: OwnError
+
+
+@dataclass
+class Worker:
+    """A host of an island.
+
+    - `outer`: its shards of the outer parameters and of their optimizer's state
+    - `schedule`: which fragment a round has
+    - `server`: what peers read of it
+    - `host`: the number of this host in its island
+    """
+
+    outer: HostOuter
+    schedule: Schedule
+    server: Server
+    token: bytes
+    timeouts: Timeouts
+    host: int = 0
+    count: Count = field(default_factory=Count)
+    _taken: dict[int, Messages] = field(default_factory=dict)
+    _results: dict[str, Result] = field(default_factory=dict)
+    _errors: dict[int, tuple[tuple[Peer, ...], OwnError]] = field(default_factory=dict)
+    _group: tuple[tuple[Peer, ...], Group] | None = None
+    _lock: Lock = field(default_factory=Lock)
+
+    def took(self, number: int, messages: Messages) -> None:
+        """Keeps this host's messages of a round; those of another round are not needed any more."""
+        self._taken = {number: messages}
+
+    def reduce(
+        self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str
+    ) -> str:
+        """Averages a round's fragment among the members and prepares its outer step; returns the digest of that.
+
+        Raises GroupFailed, and NotFinite.
+        """
+        members = tuple(members)
+        rank = [member.name for member in members].index(name)
+        fragment = self.schedule.round_fragment(number)
+        messages = self._taken.get(number) if weights[rank] > 0 else None
+        link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
+        before, error = self._errors.get(fragment, ((), None))
+        try:
+            reduced = self.outer.reducer(fragment).reduce(
+                messages, weights, link, error if before == members else None, self.timeouts.reduce
+            )
+        except GroupFailed:
+            self.drop_group()
+            raise
+        prepared = self.outer.prepare(fragment, reduced.gradient)
+        if not prepared.finite:
+            raise NotFinite(f"the outer step of round {number} is not finite")
+        self._results[key] = Result(fragment, members, prepared, reduced.error)
+        return prepared.digest
+
+    def commit(self, key: str, outer: Outer) -> None:
+        """Takes over a result, and serves it."""
+        result = self._results.pop(key)
+        self._results.clear()
+        self.outer.commit(result.prepared, outer.round)
+        self._errors[result.fragment] = (result.members, result.error)
+        self._taken.clear()
+        self.publish(outer)
+
+    def discard(self, key: str) -> None:
+        """Forgets a result."""
+        self._results.pop(key, None)
+
+    def drop_group(self) -> None:
+        """Lets go of the group; all others in it know at once."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group[1].drop()
+
+    def publish(self, outer: Outer) -> None:
+        """Serves the state as it is to whoever heals."""
+        leaves = {name: Leaf(held.array, held.version) for name, held in self.outer.leaves().items()}
+        self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
+
+    def heal(self, sources: Sequence[Peer], progress: Callable[[int, int], None]) -> Outer:
+        """Fetches the state of peers; returns what is agreed about it. Raises TransferFailed, or ValueError."""
+        fetched = self._fetched([source.hosts[self.host] for source in sources], progress)
+        outer = Outer.from_json(fetched.facts.get("outer"))
+        self.outer.load(fetched.arrays, fetched.versions)
+        self._errors.clear()
+        return outer
+
+    def _fetched(self, addresses: Sequence[str], progress: Callable[[int, int], None]) -> Fetched:
+        expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
+        held = {name: held.array for name, held in self.outer.leaves().items()}
+        fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held, progress=progress)
+        self.count.received += fetched.received_bytes
+        return fetched
+
+    def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
+        """The group of these members: the one that there is, or a new one."""
+        with self._lock:
+            if self._group is not None and self._group[0] == members:
+                return self._group[1]
+        self.drop_group()
+        addresses = [member.hosts[self.host] for member in members]
+        group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+        with self._lock:
+            self._group = (members, group)
+        return group
+
+    def close(self) -> None:
+        """Leaves the group and stops serving."""
+        with suppress(GroupFailed):
+            self.drop_group()
+        self.server.close()

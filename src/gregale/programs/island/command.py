@@ -1,0 +1,228 @@
+"""`gregale island`: an ordinary run that trains apart and is joined with others over a network by DiLoCo."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gregale
+from gregale.axes.mesh import make_mesh
+from gregale.data.config import Corpus, prepare
+from gregale.data.sources.base import expand
+from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.errors import UserError
+from gregale.islands import files
+from gregale.islands.driver import Driver, Pace
+from gregale.islands.engine.coordinator import Coordinator
+from gregale.islands.engine.server import Server
+from gregale.islands.leases import Leases
+from gregale.islands.protocol.ledger import Lot, digest_of
+from gregale.islands.protocol.member import Identity, Member, seed
+from gregale.islands.protocol.settings import Rules
+from gregale.islands.worker import Timeouts, Worker
+from gregale.methods.island import Island
+from gregale.methods.island_outer import HostOuter
+from gregale.programs.island.loop import IslandLoop, Sides
+from gregale.programs.island.status import StatusTracker
+from gregale.programs.island.timing import heal_seconds, timing_of
+from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.train.command import describe, held, is_writer, summary
+from gregale.programs.train.resume import Start, starting_point
+from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.command import Command
+from gregale.services.compiled import keep_compiled
+from gregale.services.config import TrainConfig, changes
+from gregale.services.devices import start_devices
+from gregale.services.islands import read_token
+from gregale.services.peers import watched
+from gregale.services.run_directory import RunDirectory
+from gregale.services.signals import StopRequest
+from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+
+ADDRESS, ROUNDS, OUTER = "island.address", "rounds.jsonl", "outer"
+
+
+@dataclass(frozen=True)
+class IslandOptions:
+    """Options of the command, beside the configuration."""
+
+    fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and join anew"})
+
+
+def main(options: IslandOptions, config: TrainConfig) -> int:
+    """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
+    token = checked_token(config)
+    start_devices(config.cpu_devices, config.distributed)
+    keep_compiled(config.compilation_cache)
+    run = RunDirectory(Path(expand(config.runs)) / config.name)
+    with watched(config.distributed, run.where_it_goes_on):
+        return prepare_and_train(options, config, run, token)
+
+
+def checked_token(config: TrainConfig) -> bytes:
+    """The fleet's secret; raises `UserError` for what is missing of `islands`."""
+    islands = config.islands
+    if islands.lighthouse is None:
+        raise UserError(
+            "islands.lighthouse is not set: give HOST:PORT of the coordinator, which `gregale lighthouse` runs. "
+            "`gregale islands CONFIG` starts one and several islands on this machine."
+        )
+    if islands.token_file is None:
+        raise UserError(
+            "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
+            "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
+        )
+    return read_token(expand(islands.token_file))
+
+
+def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
+    """Checks the configuration, prepares the data, takes the run's lock, joins the fleet and trains."""
+    if not options.fresh:
+        run.check_compatible(config)
+    check_installed(config.trackers)
+    mesh = make_mesh(config.mesh)
+    set_up(config, fewest_tokens(config.data.tokenizer), mesh)
+    with ExitStack() as stack:
+        file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        console = stack.enter_context(Console(file, ("round", "members")))
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+        setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
+        stack.enter_context(held(run, options.fresh, console.message))
+        checkpoints = stack.enter_context(
+            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint)
+        )
+        for note in (*corpus.notes, describe(setup, corpus)):
+            console.message(note)
+        return train(setup, corpus, run, checkpoints, console, token)
+
+
+def train(
+    setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, token: bytes
+) -> int:
+    """Joins the fleet, with the newest sound checkpoint if there is one, and trains until its run is complete."""
+    config = setup.config
+    before = run.read_config() if run.config.is_file() else None
+    if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
+        console.message(note)
+    start = starting_point(setup, before, checkpoints, corpus)
+    changed = changes(before, config) if before is not None and start.step else []
+
+    def begin() -> None:
+        run.record_changes(start.step, changed)
+        run.write_config(config)
+        run.write_samples(start.step + 1, [])
+        save_tokenizer(corpus.tokenizer, run.path)
+
+    by_first_process(begin, None)
+    with ExitStack() as stack:
+        status = StatusTracker(config.islands.own_name, config.steps, start.step)
+        sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status)
+        stack.callback(sides.driver.close)
+        console.begin(config.steps, start.step)
+        info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
+        stop = stack.enter_context(StopRequest())
+        trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
+        status.state = "joining"
+        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status, trackers]), console.message)
+        step = loop.run(start, stop)
+        status.state = "complete" if loop.complete else "left"
+    checkpoints.wait()
+    if checkpoints.failure:
+        raise UserError(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
+    if not loop.complete:
+        name = stop.signal_name or "SIGTERM"
+        console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")
+        return 128 + signal.Signals[name]
+    console.message(summary(loop.evaluation, corpus, config))
+    return 0
+
+
+def joined(
+    setup: Setup,
+    corpus: Corpus,
+    run: RunDirectory,
+    checkpoints: Checkpoints,
+    start: Start,
+    token: bytes,
+    say: Callable[[str], None],
+    status: StatusTracker,
+) -> Sides:
+    """The outer side of this island and its driver, which begins to look for the fleet."""
+    config, island = setup.config, setup.method
+    assert isinstance(island, Island)
+    islands, schedule = config.islands, island.schedule
+    folder = run.path / OUTER
+    outer = HostOuter(island)
+    outer.begin(start.state.method.psdp.parameters)
+    saved = checkpoints.metadata(start.step)["islands"] if start.step else None
+    record = seed(outer.digest)
+    if saved is not None:
+        read = files.read(folder, saved["round"])
+        outer.load(read.arrays, read.versions)
+        record = read.outer
+    session = secrets.token_hex(8)
+    holder = saved["holder"] if saved else session
+    leases = Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0)
+    server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
+    worker = Worker(outer, schedule, server, token, Timeouts(timing_of(islands).reduce_seconds, heal_seconds(islands)))
+    (run.path / ADDRESS).write_text(server.address, encoding="utf-8")
+    identity = Identity(
+        islands.own_name, session, agreement(setup, corpus, outer), gregale.__version__, (server.address,)
+    )
+    lot = Lot(size=islands.lease_steps * config.batch.size, low=islands.lease_steps * config.batch.size // 2)
+    member = Member(identity, record, timing_of(islands), Rules(islands.minimum, lot), holder)
+    driver = Driver(
+        member=member,
+        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing_of(islands).heartbeat_seconds),
+        worker=worker,
+        leases=leases,
+        pace=Pace(schedule, schedule.rounds(config.steps), islands.lockstep),
+        token=token,
+        report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
+        record=Recorder(run.path / ROUNDS, record.round),
+    )
+    status.follow(driver)
+    driver.start()
+    return Sides(outer, driver, folder, saved["seen"] if saved else [0.0] * schedule.fragments)
+
+
+def agreement(setup: Setup, corpus: Corpus, outer: HostOuter) -> str:
+    """A hash of what all islands of a fleet must have in common."""
+    config = asdict(setup.config)
+    same = {key: config[key] for key in ("steps", "seed", "model", "sync", "reduce", "pipeline")}
+    islands = {key: config["islands"][key] for key in ("minimum", "lockstep", "lease_steps")}
+    shapes = {name: (np_dtype.str, list(shape)) for name, (np_dtype, shape) in outer.expected().items()}
+    batch = setup.config.batch.sequence_length, setup.config.batch.size
+    return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, shapes)
+
+
+class Recorder:
+    """rounds.jsonl: a line for each round of this island; those after `last` go: a killed process wrote them."""
+
+    def __init__(self, path: Path, last: int):
+        self._path = path
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= last]
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _round_of(line: str) -> float:
+    try:
+        return json.loads(line)["round"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

@@ -1,0 +1,154 @@
+"""The loop of an island: steps, and between them what the fleet's rounds want."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gregale.errors import UserError
+from gregale.files import reason
+from gregale.islands import files
+from gregale.islands.driver import Driver
+from gregale.methods.island_outer import HostOuter
+from gregale.programs.island.batches import LeasedBatches
+from gregale.programs.island.stepper import IslandStepper
+from gregale.programs.run.batches import Placement
+from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
+from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.loop import HELP, Loop, after_skipping
+from gregale.programs.train.resume import Start
+from gregale.programs.train.step_log import StepLog, TooManySkipped
+from gregale.programs.train.traffic import Traffic
+from gregale.services.signals import StopRequest
+from gregale.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What an island has beside the state of its devices.
+
+    - `outer`: theta and the outer optimizer, in host memory
+    - `folder`: where they are saved
+    - `seen`: tokens by fragment since the island last contributed to it, at the start
+    """
+
+    outer: HostOuter
+    driver: Driver
+    folder: Path
+    seen: list[float]
+
+
+class IslandLoop(Loop):
+    """As `Loop`; the run ends when the fleet has made all its rounds, or when the island has left it.
+
+    """
+
+    def __init__(self, sides: Sides, *arguments):
+        super().__init__(*arguments)
+        self._sides = sides
+        self._saved_round = -1
+
+    def run(self, start: Start, stop: StopRequest) -> int:
+        """Trains until the fleet is complete, or until a stop is asked for; returns the steps done.
+
+        `complete` says which. The state is saved either way.
+        """
+        config, setup, driver = self._setup.config, self._setup, self._sides.driver
+        state, step = start.state, start.step
+        traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
+        log = StepLog(setup, self._trackers, traffic, consumed)
+        stepper = IslandStepper(setup, self._sides.outer, driver, self._sides.seen)
+        placement = Placement(setup.batch_axes, setup.layout)
+        leaving, finish = False, None
+        try:
+            with LeasedBatches(self._corpus.train, placement, driver.leases.take) as batches:
+                state, finish = stepper.follow(state)
+                log.restart()
+                while finish is None:
+                    if stop.agreed(step) and not leaving:
+                        leaving = True
+                        driver.leave()
+                        state, finish = stepper.follow(state)
+                        continue
+                    if (batch := next(batches, None)) is None:
+                        break
+                    state, report = stepper(state, batch, step + 1)
+                    step += 1
+                    log.took(step, report)
+                    state, finish = stepper.follow(state)
+                    self._between(stepper, state, step, log, traffic, consumed)
+            log.catch_up()
+        except TooManySkipped as error:
+            raise UserError(f"{error} {after_skipping(state)}") from None
+        if 0 < step == log.skipped:
+            raise UserError(f"All {step} steps were skipped: in none of them were loss and gradient finite. {HELP}")
+        self.complete = finish is not None and finish.complete
+        if self.complete:
+            state = stepper.all_of_theta(state)
+        self._save_all(stepper, state, step, traffic, consumed)
+        if self.complete:
+            self._evaluate_and_sample(setup.method, state, step)
+        return step
+
+    complete = False
+
+    def _between(
+        self, stepper: IslandStepper, state: TrainState, step: int, log: StepLog, traffic: Traffic, consumed: Consumed
+    ) -> None:
+        """Evaluates and saves what is due."""
+        config = self._setup.config
+        evaluates = config.evaluation.every is not None and step % config.evaluation.every == 0
+        saves = self._saves(stepper.arrived)
+        if not (evaluates or saves):
+            return
+        log.catch_up()
+        if evaluates:
+            self._evaluate_and_sample(self._setup.method, state, step)
+        if saves:
+            self._save_all(stepper, state, step, traffic, consumed)
+        log.restart()
+
+    def _saves(self, arrived: int | None) -> bool:
+        """Whether the round that has just arrived is one after which all islands save: every `checkpoint.every` steps."""
+        every = self._setup.config.checkpoint.every
+        if arrived is None or every is None or arrived <= self._saved_round:
+            return False
+        schedule = self._sides.driver.pace.schedule
+        return schedule.round_step(arrived) // every > schedule.round_step(arrived - 1) // every
+
+    def _save_all(
+        self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: Consumed
+    ) -> None:
+        """Saves both sides: the outer one, which is in memory already, then the devices' in the background."""
+        sides, driver = self._sides, self._sides.driver
+        if driver.outer is None or step == 0:
+            return
+        outer = driver.outer
+        self._saved_round = outer.round - 1
+        try:
+            files.write(sides.folder, outer, sides.outer.leaves())
+        except OSError as error:
+            self._report(f"The checkpoint of step {step} could not be saved: {reason(error)}. The run goes on.")
+            return
+        counted = {
+            "replica_bytes": traffic.bytes_sent(step),
+            "examples": consumed.examples(step),
+            "islands": {
+                "round": outer.round,
+                "seen": stepper.seen(),
+                "holder": driver.leases.holder,
+                "used": driver.leases.used_after(stepper.batches),
+            },
+        }
+        method = self._setup.method
+        metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
+        self._checkpoints.save(step, checkpointed(method, state, step), metadata)
+        driver.saved(outer.round)
+        kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
+        files.keep_only(sides.folder, kept)
+
+    def _round_of(self, step: int) -> int:
+        try:
+            return self._checkpoints.metadata(step)["islands"]["round"]
+        except (UserError, KeyError):
+            return -1

@@ -1,0 +1,107 @@
+"""An island's steps, and what happens between two of them: messages depart, fragments arrive."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gregale.communication.shards import on_host
+from gregale.islands.driver import Arrive, Driver, Finish, Restart, Take
+from gregale.methods.fragments import Fragment
+from gregale.methods.island import Island
+from gregale.methods.island_outer import HostOuter
+from gregale.programs.run.setup import Setup
+from gregale.training.state import Report, TrainState
+from gregale.training.stepper import Stepper
+
+Tree = Any
+
+
+class IslandStepper:
+    """Takes the steps of an island and follows the driver's orders between them.
+
+    - `batches`: steps taken by this process
+    - `arrived`: the newest round that is in the parameters; None before the first
+    """
+
+    def __init__(self, setup: Setup, outer: HostOuter, driver: Driver, seen: list[float]):
+        """`seen`: tokens by fragment since this island last contributed to it."""
+        assert isinstance(setup.method, Island)
+        self._island, self._outer, self._driver = setup.method, outer, driver
+        self._step = Stepper(setup.method, setup.model)
+        self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
+        self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
+        self.batches = 0
+        self.arrived: int | None = None
+
+    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
+        """Takes step number `step` (from 1); the state that comes in is donated."""
+        state, report = self._step(state, batch, step)
+        self._seen = _add(self._seen, report.metrics.weight)
+        self.batches += 1
+        self._driver.stepped()
+        return state, report
+
+    def follow(self, state: TrainState) -> tuple[TrainState, Finish | None]:
+        """Follows the orders of now; the state that comes in may be donated. With `Finish` there are no more steps."""
+        while (order := self._driver.order()) is not None:
+            match order:
+                case Take(number):
+                    self._depart(state, number)
+                case Arrive(number, weight):
+                    state = self._arrive(state, number, weight)
+                case Restart(number):
+                    state = self.all_of_theta(state)
+                    self._seen, self._errors = jnp.zeros_like(self._seen), {}
+                    self.arrived = number - 1
+                case Finish():
+                    return state, order
+        return state, None
+
+    def all_of_theta(self, state: TrainState) -> TrainState:
+        """The state with the outer parameters for its own."""
+        for index in range(self._island.schedule.fragments):
+            state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
+        return state
+
+    def seen(self) -> list[float]:
+        """Tokens by fragment since this island last contributed to it; waits for the device."""
+        return [float(each) for each in jax.device_get(self._seen)]
+
+    def _depart(self, state: TrainState, number: int) -> None:
+        index = self._island.schedule.round_fragment(number)
+        theta = self._outer.theta(index)
+        messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
+        self._errors = {number: error}
+        weight = self._seen[index]
+        for message in jax.tree.leaves(messages):
+            message.copy_to_host_async()
+        down = partial(_down, messages, weight)
+        self._driver.departed(number, down, self._driver.leases.used_after(self.batches))
+
+    def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
+        self.arrived = number
+        error = self._errors.pop(number, None)
+        if weight == 0:  # it did not contribute: it keeps its own
+            return state
+        index = self._island.schedule.round_fragment(number)
+        self._seen = self._seen.at[index].add(-weight)
+        return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
+
+    def _mixed(
+        self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None
+    ) -> TrainState:
+        theta = self._outer.theta(index)
+        return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
+
+
+def _down(messages: dict[str, jax.Array], weight: jax.Array) -> tuple[Any, float]:
+    return on_host(messages), float(weight)
+
+
+@jax.jit
+def _add(seen: jax.Array, weight: jax.Array) -> jax.Array:
+    return seen + weight
