@@ -5,7 +5,7 @@ ledger hands out intervals of them. It is part of the agreed outer state: `advan
 and of the headers in the view that began the round, so all members compute the same one, and joiners and checkpoints
 get it with the state. No number is ever leased twice:
 
-- a lease is topped up when fewer than `low` of its examples are left, from what was handed back first, else from `next`;
+- a lease is topped up when fewer than `low` of its examples are left: what was handed back goes first, then `next`;
 - a clean leaver hands back what it has not used;
 - the rest of a dead island's lease is never handed out again (it may be alive and cut off, and go on using it);
   once the island is back with another session, the rest is counted as `skipped`.
@@ -76,7 +76,7 @@ class Ledger:
     free: tuple[Span, ...] = ()
     leases: tuple[Lease, ...] = ()
     skipped: int = 0
-    _json: list[dict[str, Any]] = field(default_factory=list, compare=False, repr=False)
+    _digest: list[str] = field(default_factory=list, compare=False, repr=False)
 
     def lease(self, name: str, holder: str) -> Lease | None:
         """The lease of an island, if it has one."""
@@ -84,11 +84,15 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        if not self._json:
-            leases = [[each.name, each.holder, each.used, [list(s) for s in each.spans]] for each in self.leases]
-            free = [list(span) for span in self.free]
-            self._json.append({"next": self.next, "free": free, "leases": leases, "skipped": self.skipped})
-        return self._json[0]
+        leases = [[each.name, each.holder, each.used, [list(s) for s in each.spans]] for each in self.leases]
+        free = [list(span) for span in self.free]
+        return {"next": self.next, "free": free, "leases": leases, "skipped": self.skipped}
+
+    def digest(self) -> str:
+        """A digest of all of it, computed once."""
+        if not self._digest:
+            self._digest.append(digest_of(self.to_json()))
+        return self._digest[0]
 
     @classmethod
     def from_json(cls, value: object) -> "Ledger":
@@ -98,10 +102,11 @@ class Ledger:
             ValueError: it is something else.
         """
         try:
-            assert isinstance(value, dict) and value.keys() == {"next", "free", "leases", "skipped"}
+            if not isinstance(value, dict) or value.keys() != {"next", "free", "leases", "skipped"}:
+                raise ValueError
             leases = [Lease(_text(n), _text(h), _count(u), _spans(s)) for n, h, u, s in value["leases"]]
             return cls(_count(value["next"]), _spans(value["free"]), tuple(leases), _count(value["skipped"]))
-        except (AssertionError, TypeError, ValueError):
+        except (TypeError, ValueError):
             raise ValueError("a ledger of leases is not one that Gregale writes") from None
 
 

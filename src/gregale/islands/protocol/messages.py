@@ -1,209 +1,17 @@
-"""What the protocol is told (events), what it wants done (actions), and what members tell each other (headers in views).
+"""What the protocol is told (events) and what it wants done (actions); `headers` has what members tell each other.
 
 A driver owns one `member.Member` and everything that is not pure: it turns what happens into events, hands each to
 `Member.handle`, and carries out the actions that come back, in their order. Events for one member come one at a time.
 
     for action in member.handle(Seen(view)):
         match action:
-            case Ask(header): ...          # ask the coordinator for a view; replaces an ask that is under way
-            case Reduce(key, ...): ...     # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
-
-A header is everything that others may know of a member. The coordinator gathers the headers of all that ask into a view
-and answers each of them with the same one. A header is a promise: what it says of held results stays true until its
-member asks again, so a member acts on a view only if the view has the header of its newest ask (`asked`).
+            case Ask(header): ...         # ask the coordinator; later: handle(Seen(view)) or NoView
+            case Reduce(key, ...): ...    # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
 """
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-from gregale.islands.protocol.ledger import Ledger, digest_of
-
-NO_ROUND = -1
-
-
-class GarbageError(ValueError):
-    """A header or record that a peer sent is not what this version writes."""
-
-
-class Generation(NamedTuple):
-    """A line of rounds. Its name is made of the view in which it began, so no two views begin the same one."""
-
-    number: int
-    name: str
-
-
-NO_GENERATION = Generation(0, "")
-
-
-@dataclass(frozen=True, slots=True)
-class Outer:
-    """What is agreed about a committed outer state; it travels with the state to joiners and into checkpoints.
-
-    `digest` is the engine's, of parameters and optimizer state; `last` the key of the reduce that made the round;
-    `voters` how many members took part in that reduce and stayed.
-    """
-
-    generation: Generation
-    round: int
-    digest: str
-    last: str
-    voters: int
-    ledger: Ledger
-
-    def fingerprint(self) -> str:
-        """Digest of the state and of the ledger: what members compare."""
-        return digest_of(self.digest, self.ledger.to_json())
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a manifest or a checkpoint."""
-        return {
-            "generation": list(self.generation),
-            "round": self.round,
-            "digest": self.digest,
-            "last": self.last,
-            "voters": self.voters,
-            "ledger": self.ledger.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, value: object) -> "Outer":
-        """The record of `to_json`; anything else is a `GarbageError`."""
-        fields = _fields(value, _OUTER, "record of an outer state")
-        fields["generation"] = _generation(fields["generation"])
-        try:
-            fields["ledger"] = Ledger.from_json(fields["ledger"])
-        except ValueError as error:
-            raise GarbageError(str(error)) from None
-        return cls(**fields)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """The result of a reduce that a member has, prepared and not committed.
-
-    `digest` is that of the outer state (and ledger) that it would make, `voters` how many would be voters then.
-    """
-
-    key: str
-    ballot: int
-    digest: str
-    voters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a member tells all others when it asks for a view.
-
-    name, session       who it is; `session` is random, new for every start of the process
-    asked               counts the asks of this session
-    agreement, version  what must be the same everywhere: hash of the configuration, version of Gregale
-    hosts               addresses of the servers of the island's hosts, leader first
-    round, generation   of its outer state; NO_ROUND: has none but the one of the common seed
-    digest, last        of its outer state: `Outer.fingerprint` and the key that made it
-    voter, voters       whether it took part in the reduce of its round, and how many did
-    ballot, held        newest reduce it began for the next round, and the result it holds, if any
-    failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
-    ready, weight       its snapshot is taken; tokens that it brings
-    seen                id of the newest view in which it was current; 0: none
-    waited              it has waited `turnover_seconds` for members that are missing
-    leaving             it goes after this round
-    saved               newest round in a checkpoint of its own
-    holder, used        data: whose lease it uses (its session, or the one restored) and how many examples of it so far
-    """
-
-    name: str
-    session: str
-    asked: int
-    agreement: str
-    version: str
-    hosts: tuple[str, ...]
-    round: int = NO_ROUND
-    generation: Generation = NO_GENERATION
-    digest: str = ""
-    last: str = ""
-    voter: bool = False
-    voters: int = 0
-    ballot: int = 0
-    held: Held | None = None
-    failures: int = 0
-    unreachable: tuple[str, ...] = ()
-    ready: bool = False
-    weight: float = 0.0
-    seen: int = 0
-    waited: bool = False
-    leaving: bool = False
-    saved: int = NO_ROUND
-    holder: str = ""
-    used: int = 0
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Header":
-        """The header of `to_json`; anything else is a `GarbageError` that says what is wrong with it."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            raise GarbageError("a header is not JSON") from None
-        fields = _fields(value, _HEADER, "header")
-        fields["generation"] = _generation(fields["generation"])
-        for name in ("hosts", "unreachable"):
-            if not all(isinstance(each, str) for each in fields[name]):
-                raise GarbageError(f"a header's {name} is not a list of strings")
-            fields[name] = tuple(fields[name])
-        if fields["held"] is not None:
-            fields["held"] = Held(**_fields(fields["held"], _HELD, "held result"))
-        if not 0 <= fields["weight"] < float("inf"):
-            raise GarbageError("a header's weight is not a number of tokens")
-        return cls(**fields)
-
-
-_HELD: dict[str, Any] = {"key": str, "ballot": int, "digest": str, "voters": int}
-_OUTER: dict[str, Any] = {
-    "generation": list,
-    "round": int,
-    "digest": str,
-    "last": str,
-    "voters": int,
-    "ledger": dict,
-}
-_STRINGS = ("name", "session", "agreement", "version", "digest", "last", "holder")
-_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "used")
-_HEADER: dict[str, Any] = {
-    **dict.fromkeys(_STRINGS, str),
-    **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "waited", "leaving"), bool),
-    **dict.fromkeys(("hosts", "unreachable", "generation"), list),
-    "weight": (int, float),
-    "held": (dict, type(None)),
-}
-
-
-def _fields(value: object, kinds: dict[str, Any], what: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
-        raise GarbageError(f"a {what} does not have the fields of this version of Gregale")
-    for name, kind in kinds.items():
-        right = isinstance(value[name], kind) and (kind is bool or not isinstance(value[name], bool))
-        if not right or (kind is int and value[name] < NO_ROUND):
-            raise GarbageError(f"a {what} has no usable {name!r}")
-    return dict(value)
-
-
-def _generation(value: list[object]) -> Generation:
-    if len(value) == 2 and type(value[0]) is int and value[0] >= 0 and isinstance(value[1], str):
-        return Generation(value[0], value[1])
-    raise GarbageError("a generation is not a number and a name")
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The coordinator's answer: an id, which counts changes of membership, and the headers of all that are in it."""
-
-    id: int
-    headers: tuple[Header, ...]
+from gregale.islands.protocol.headers import Generation, Header, Outer, Peer, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +30,17 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The trainer's message for the next round is on the host: `weight` tokens; `used` examples of its lease so far."""
+    """The trainer's message for the round after `round` is on the host.
 
+    `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
+    `final`: the trainer makes no step after it, because the island leaves.
+    """
+
+    round: int
     weight: float
     used: int
+    step_seconds: float = 0.0
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +52,14 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class NoView:
-    """The coordinator did not answer the newest ask."""
+    """The coordinator did not answer the ask. An answer that comes after this must not be told."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The reduce `key` is done and its outer step prepared: `digest` is the engine's, of the state that it would make."""
+    """The reduce `key` is done and its outer step prepared: `digest` is the engine's, of the state it would make."""
 
     key: str
     digest: str
@@ -281,23 +96,18 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This island shall go: finish the round, hand over, leave. The trainer makes no more steps after its snapshot."""
+    """This island shall go: a last round with a `final` snapshot, then `Left`."""
 
 
 Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed | HealFailed | Saved | Leave
 
 
-class Peer(NamedTuple):
-    """A member of a reduce, or a source of a state."""
-
-    name: str
-    session: str
-    hosts: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the coordinator for a view with this header; an older ask that is under way no longer matters."""
+    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`: one ask at a time.
+
+    Send it once: a repeated ask would put an old promise into a later view.
+    """
 
     header: Header
 
@@ -312,7 +122,7 @@ class TellPeers:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Let the trainer take its message for the round after `round` at its next step boundary: answer with `Snapshot`."""
+    """Let the trainer take its message for the round after `round` at its next step boundary: answer `Snapshot`."""
 
     round: int
 

@@ -1,0 +1,284 @@
+"""What a view means: a pure function of the view, so that all who see the same view decide the same.
+
+A round is agreed on as in single-decree Paxos, with the coordinator's views for messages and a reduce for a ballot.
+The *voters* of a round are the members that took part in the reduce that made it (or that began the generation). For
+the next round they are the acceptors:
+
+- a header is a promise: a member that asks is in no reduce, and begins one only by the view of its newest ask. So what
+  does not hold a result now will never hold one of an older view;
+- a result is *held* from `Reduced` until a newer one is held. A reduce ends well only if all of its group take part,
+  so all their headers in its view were their newest;
+- held results are committed in a view in which more than half of the round's voters hold it. Such a view and any other
+  with more than half of the voters have a member in common, which shows what it holds. So as long as more than half of
+  the voters are in the view, nothing depends on the coordinator's memory, and no answer, late, lost or repeated,
+  makes two members commit different results. A result that may have been committed by absent members is never dropped.
+
+With half of the voters or fewer (or one result that absent members may have committed and too few hold), the members in
+the view begin a new *generation*: its name is made of this view, so no other view begins the same, and whatever was
+committed elsewhere has another name. They begin it with the newest result that one of them holds. They do it
+
+- at once, if a *witness* shows that the absent ones did not go on: a voter all of whose asks were answered and who saw
+  the view with this id or the one before (ids count changes of membership: it was in every view since), or
+- after they have waited `turnover_seconds` for the others (`Header.waited`).
+
+The documented limit: in the second case (and where the coordinator lost its memory at the moment at which half of the
+voters were lost) living members may have gone on elsewhere; when both meet, the line with more rounds wins, and the
+others heal from it. "No two members commit different states" holds for every generation.
+
+Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
+someone saw the one before": a member that comes back alone, or two after a restart of the coordinator (ids begin at 1
+again and may catch up with the ids seen), drops what a missing one had committed; one that healed counts as a
+witness of what it never took part in; the answer to an ask that was given up is a view that this member was in and never saw.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Peer, View
+from gregale.islands.protocol.ledger import Ledger, Report, advance, digest_of
+from gregale.islands.protocol.settings import Rules
+
+STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The fleet begins from the common seed."""
+
+    generation: Generation
+    voters: int
+
+
+@dataclass(frozen=True)
+class Settle:
+    """The held result `key` with this digest is committed by all that hold it; the others heal."""
+
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A new generation; with the held result `settle`, if there is one, else with the state as it is."""
+
+    generation: Generation
+    voters: int
+    settle: Settle | None
+    waited: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """A group reduces the next round."""
+
+    key: str
+    ballot: int
+    members: tuple[Peer, ...]
+    weights: tuple[float, ...]
+    electors: tuple[str, ...]
+    voters: int
+    reports: tuple[Report, ...]
+    leaving: frozenset[str]
+    _ledgers: dict[str, Ledger] = field(default_factory=dict, compare=False, repr=False)
+
+    def ledger_after(self, ledger: Ledger, rules: Rules) -> Ledger:
+        """The ledger that a commit of this reduce brings."""
+        if ledger.digest() not in self._ledgers:
+            self._ledgers[ledger.digest()] = advance(ledger, self.reports, rules.lot)
+        return self._ledgers[ledger.digest()]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do; `missing`: half of the voters or more are not here; `idle`: nobody wants a round."""
+
+    reason: str
+    missing: bool = False
+    idle: bool = False
+
+
+Plan = Begin | Settle | Turn | Form | Wait
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a view means.
+
+    plan      for the members in `current` (identities)
+    top       the header that is right about the newest state; None: nobody has one
+    sources   who has that state
+    refused   name/session -> why
+    differ    identities that have another state for the same round
+    """
+
+    plan: Plan
+    top: Header | None
+    current: frozenset[str]
+    sources: tuple[Peer, ...]
+    refused: dict[str, str]
+    differ: frozenset[str] = frozenset()
+
+
+def decide(view: View, rules: Rules) -> Decision:
+    """The meaning of a view."""
+    headers, refused = _admitted(view.headers)
+    states = [header for header in headers if header.round > NO_ROUND]
+    if not states:
+        return _beginning(view, headers, refused, rules)
+    newest = max((header.round, header.generation) for header in states)
+    at_top = [header for header in states if (header.round, header.generation) == newest]
+    digest = _most(header.digest for header in at_top)
+    current = [header for header in at_top if header.digest == digest]
+    plan = _plan(view, headers, current, rules)
+    return Decision(
+        plan=plan,
+        top=current[0],
+        current=frozenset(header.identity for header in current),
+        sources=tuple(_peer(header) for header in current),
+        refused=refused,
+        differ=frozenset(header.identity for header in at_top if header.digest != digest),
+    )
+
+
+def _most(values: Iterable[str]) -> str:
+    counts = Counter(values)
+    return min(counts, key=lambda value: (-counts[value], value))
+
+
+def _peer(header: Header) -> Peer:
+    return Peer(header.name, header.session, header.hosts)
+
+
+def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
+    """Those that agree with the most members that have a state, once for every name; why not for the others."""
+    if not headers:
+        return [], {}
+    states = [header for header in headers if header.round > NO_ROUND] or headers
+    counts = Counter((each.agreement, each.version) for each in states)
+    rounds = {pair: max(h.round for h in states if (h.agreement, h.version) == pair) for pair in counts}
+    agreement, version = min(counts, key=lambda pair: (-counts[pair], -rounds[pair], pair))
+    refused, names = {}, {}
+    for header in sorted(headers, key=lambda h: (h.name, -h.round, h.session)):
+        if header.version != version:
+            refused[header.identity] = f"the fleet runs Gregale {version} and this island {header.version}"
+        elif header.agreement != agreement:
+            refused[header.identity] = "the fleet runs another configuration (something differs that has to agree)"
+        elif names.setdefault(header.name, header) is not header:
+            refused[header.identity] = f"another island of the fleet has the name {header.name!r}"
+    return list(names.values()), refused
+
+
+def fingerprint(view: View) -> str:
+    """A name that no other view has: every ask has another number."""
+    return digest_of(view.id, sorted((header.name, header.session, header.asked) for header in view.headers))
+
+
+def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
+    if len(headers) < rules.minimum:
+        return Decision(_too_few(headers, rules), None, frozenset(), (), refused)
+    digest = _most(header.digest for header in headers)
+    right = [header for header in headers if header.digest == digest]
+    return Decision(
+        plan=Begin(Generation(1, fingerprint(view)), len(right)),
+        top=right[0],
+        current=frozenset(header.identity for header in right),
+        sources=tuple(_peer(header) for header in right),
+        refused=refused,
+        differ=frozenset(header.identity for header in headers if header.digest != digest),
+    )
+
+
+def _too_few(headers: Sequence[Header], rules: Rules) -> Wait:
+    return Wait(f"{len(headers)} of at least {rules.minimum} islands are here")
+
+
+def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
+    if len(headers) < rules.minimum:
+        return _too_few(headers, rules)
+    best = _newest_held(current)
+    verdict = _verdict(current, best)
+    if verdict == "commit" and best:
+        return Settle(best.key, best.digest)
+    if verdict == "turn":
+        return _turn(view, current, best)
+    return _form(view, headers, current)
+
+
+def _newest_held(current: list[Header]) -> Held | None:
+    """The held result of the newest ballot; of two that differ the one that more hold."""
+    held = [header.held for header in current if header.held]
+    counts = Counter((each.key, each.digest) for each in held)
+    return min(held, key=lambda h: (-h.ballot, h.key, -counts[h.key, h.digest], h.digest), default=None)
+
+
+def _holds(header: Header, best: Held) -> bool:
+    return header.held is not None and (header.held.key, header.held.digest) == (best.key, best.digest)
+
+
+def _verdict(current: list[Header], best: Held | None) -> str:
+    """commit, turn (a new generation is needed) or form (nothing is held that may have been committed)."""
+    voters = max(header.voters for header in current)
+    present = [header for header in current if header.voter]
+    if 2 * len(present) <= voters:
+        return "turn"
+    if best is None:
+        return "form"
+    here = {header.identity for header in current}
+    absent = sum(elector not in here for elector in best.electors)
+    holders = sum(_holds(header, best) for header in present)
+    # A voter that is here and does not hold it must be able to vouch that nothing was committed: so the result is
+    # redone with it, unless absent ones may have committed it. One that keeps failing vouches for nothing (`_vouches`).
+    others = any(not _holds(header, best) and header.failures < STUBBORN for header in present)
+    overtaken = any(header.ballot > best.ballot for header in current)
+    if 2 * holders > voters and not overtaken and (absent or not others):
+        return "commit"
+    if absent and 2 * (holders + absent) > voters:
+        return "turn"
+    return "form"
+
+
+def _vouches(header: Header, view: View) -> bool:
+    return header.voter and header.failures < STUBBORN and header.seen > 0 and view.id - header.seen in (0, 1)
+
+
+def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
+    witness = any(_vouches(header, view) for header in current)
+    if not witness and not any(header.waited for header in current):
+        return Wait("the islands that made the last round are missing", missing=True)
+    there = [header for header in current if best is None or _holds(header, best)]
+    number = max(header.generation.number for header in current) + 1
+    settle = Settle(best.key, best.digest) if best else None
+    return Turn(Generation(number, fingerprint(view)), len(there), settle, not witness)
+
+
+def _form(view: View, headers: list[Header], current: list[Header]) -> Form | Wait:
+    group = sorted(_reaching(current), key=lambda header: header.name)
+    weights = tuple(header.weight if header.ready else 0.0 for header in group)
+    if not any(weights):
+        return Wait("nobody brings anything", idle=True)
+    inside = {header.identity for header in group}
+    ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
+    return Form(
+        key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),
+        ballot=ballot,
+        members=tuple(_peer(header) for header in group),
+        weights=weights,
+        electors=tuple(header.identity for header in group if header.voter),
+        voters=sum(not header.leaving for header in group),
+        reports=tuple(Report(h.name, h.holder, h.used, h.leaving and h.identity in inside) for h in headers),
+        leaving=frozenset(header.identity for header in group if header.leaving),
+    )
+
+
+def _reaching(current: list[Header]) -> list[Header]:
+    """The members without those that do not reach others, once reduces keep failing; more than half of the voters."""
+    group = list(current)
+    stubborn = {header.name for header in current if header.failures >= STUBBORN}
+    pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in stubborn}
+    while pairs := {pair for pair in pairs if all(any(h.name == name for h in group) for name in pair)}:
+        blame = Counter(name for pair in pairs for name in pair if name in stubborn)
+        worst = min(blame, key=lambda name: (-blame[name], name))
+        group = [header for header in group if header.name != worst]
+    voters = sum(header.voter for header in group)
+    return group if 2 * voters > max(header.voters for header in current) else list(current)

@@ -1,0 +1,382 @@
+"""One island in the protocol: a state machine. Events in, actions out; no sockets, clocks, threads or randomness.
+
+A round, as one member sees it: `Due` (its own steps are made, or a peer says so) -> TakeSnapshot -> `Snapshot` or the
+grace is over -> Ask -> `Seen` a view -> Reduce -> `Reduced` -> Ask, with what it holds -> `Seen` -> Commit. One that is
+behind asks, is told by the view whom to heal from, and goes on asking while it heals, so that nobody waits for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from gregale.islands.protocol import decision as decisions
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import Begin, Decision, Form, Settle, Turn, Wait
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Outer, View
+from gregale.islands.protocol.settings import Rules, Timing
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses."""
+
+    name: str
+    session: str
+    agreement: str
+    version: str
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A result that is held: what others are told, the outer state that it makes, what this island put in."""
+
+    held: Held
+    outer: Outer
+    weight: float
+    last: bool  # this member leaves with it
+
+
+class Member:
+    """The protocol of one island.
+
+    `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
+    from a checkpoint the record in it, with the `holder` whose lease it goes on with. `decide` may be shared by
+    members of one process that see the same views (a simulator).
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        outer: Outer,
+        timing: Timing,
+        rules: Rules,
+        holder: str = "",
+        decide: Callable[[View, Rules], Decision] = decisions.decide,
+    ):
+        self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
+        self.holder = holder or identity.session
+        self._decide = decide
+        self._now = 0.0
+        self._actions: list[m.Action] = []
+        self._voter = False
+        self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
+        self._seen, self._waiting_since, self._retry_at = 0, None, 0.0
+        self._numbers: dict[str, int] = {}  # the asks in the last view
+        self._peers: tuple[str, ...] = ()
+        self._slowest = 0.0
+        self._moved = False  # the state changed since the ask: its view means nothing
+        self._behind = outer.round == NO_ROUND  # has to see a view before anything else
+        self._healing = False
+        self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
+        self._leave_by: float | None = None
+        self._done = False
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self._due, self._own, self._ping_at, self._grace_end = False, False, 0.0, 0.0
+        self._snapshot: m.Snapshot | None = None
+        self._reducing: tuple[Form, float] | None = None
+        self._held: Prepared | None = None
+        self._ballot, self._failures = 0, 0
+        self._unreachable: tuple[str, ...] = ()
+
+    # What may be asked from outside.
+
+    @property
+    def header(self) -> Header:
+        """What this member would tell now."""
+        who, outer, shot = self.identity, self.outer, self._snapshot
+        return Header(
+            name=who.name,
+            session=who.session,
+            asked=self._asked,
+            agreement=who.agreement,
+            version=who.version,
+            hosts=who.hosts,
+            round=outer.round,
+            generation=outer.generation,
+            digest=outer.fingerprint(),
+            last=outer.last,
+            voter=self._voter,
+            voters=outer.voters,
+            ballot=self._ballot,
+            held=self._held.held if self._held else None,
+            failures=self._failures,
+            unreachable=self._unreachable,
+            ready=shot is not None,
+            weight=shot.weight if shot else 0.0,
+            seen=self._seen,
+            waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
+            leaving=shot is not None and shot.final,
+            saved=self._saved,
+            holder=self.holder,
+            used=self._used,
+            step_seconds=self._step_seconds,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether it has left or was refused."""
+        return self._done
+
+    # Events.
+
+    def handle(self, event: m.Event) -> list[m.Action]:
+        """What is to be done now that `event` happened, in this order."""
+        self._actions = []
+        if not self._done:
+            getattr(self, f"_on_{type(event).__name__.lower()}")(event)
+            self._ask_if_needed()
+        return self._actions
+
+    def _do(self, *actions: m.Action) -> None:
+        self._actions.extend(actions)
+
+    def _on_tick(self, event: m.Tick) -> None:
+        self._now = event.now
+        if self._reducing and self._now >= self._reducing[1]:
+            self._do(m.DropGroup())
+            self._reduce_failed(())
+        if self._own and self._due and not self._reducing and self._now >= self._ping_at:
+            self._ping()
+        if self._leave_by is not None and self._now >= self._leave_by:
+            self._leave(clean=False)
+
+    def _ping(self) -> None:
+        self._ping_at = self._now + self.timing.ping_seconds
+        if self._peers:
+            self._do(m.TellPeers(self._peers, self.outer.round))
+
+    def _on_due(self, event: m.Due) -> None:
+        if event.round is not None and event.round > self.outer.round:
+            self._behind = True
+        elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
+            self._begin_round(own=event.round is None)
+
+    def _begin_round(self, own: bool) -> None:
+        if own and not self._own:
+            self._own = True
+            self._ping()
+        if not self._due:
+            self._due = True
+            grace = self.timing.grace_seconds
+            if grace is None:
+                grace = min(max(self._slowest, self._step_seconds), self.timing.most_grace_seconds)
+            self._grace_end = self._now + grace
+            self._do(m.TakeSnapshot(self.outer.round))
+
+    def _on_snapshot(self, event: m.Snapshot) -> None:
+        self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
+        if event.round == self.outer.round and self._due:
+            self._snapshot = event
+
+    def _on_noview(self, event: m.NoView) -> None:
+        # The ask may have been part of a view all the same: this member can vouch for nothing any more.
+        self._waiting_for, self._moved, self._seen = False, False, 0
+        self._retry_at = self._now + self.timing.retry_seconds
+
+    def _on_reduced(self, event: m.Reduced) -> None:
+        if self._reducing is None or self._reducing[0].key != event.key:
+            return
+        form, _ = self._reducing
+        self._reducing = None
+        if self._held:
+            self._do(m.Discard(self._held.held.key))
+        ledger = form.ledger_after(self.outer.ledger, self.rules)
+        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
+        held = Held(form.key, form.ballot, outer.fingerprint(), form.electors)
+        own = next(i for i, peer in enumerate(form.members) if peer.session == self.identity.session)
+        self._held = Prepared(held, outer, form.weights[own], self._me in form.leaving)
+
+    def _on_reducefailed(self, event: m.ReduceFailed) -> None:
+        if self._reducing and self._reducing[0].key == event.key:
+            self._reduce_failed(event.unreachable)
+
+    def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
+        self._reducing = None
+        self._failures += 1
+        self._unreachable = unreachable
+
+    def _on_healed(self, event: m.Healed) -> None:
+        self._healing = False
+        wanted, outer = self._wanted, event.outer
+        if (outer.round, outer.generation) < (wanted.round, wanted.generation):
+            self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
+            return
+        self._drop_round()
+        self.outer, self._voter, self._seen = outer, False, 0
+        self.holder = self.identity.session
+        self._behind, self._moved = True, self._waiting_for
+
+    def _on_healfailed(self, event: m.HealFailed) -> None:
+        self._healing = False
+        self._retry_at = self._now + self.timing.retry_seconds
+        self._do(m.Note(f"could not heal ({event.reason}); trying again"))
+
+    def _on_saved(self, event: m.Saved) -> None:
+        self._saved = max(self._saved, event.round)
+
+    def _on_leave(self, event: m.Leave) -> None:
+        if self._leave_by is None:
+            self._leave_by = self._now + self.timing.leave_seconds
+            if self._behind or self._healing or self.outer.round == NO_ROUND:
+                self._leave(clean=False)
+            else:
+                self._begin_round(own=True)
+
+    # Views.
+
+    @property
+    def _me(self) -> str:
+        return f"{self.identity.name}/{self.identity.session}"
+
+    def _on_seen(self, event: m.Seen) -> None:
+        moved, self._waiting_for, self._moved = self._moved, False, False
+        mine = next((h for h in event.view.headers if h.identity == self._me), None)
+        repeated = self._repeats(event.view)
+        if mine is None or mine.asked != self._asked or moved or repeated:
+            return
+        decision = self._decide(event.view, self.rules)
+        if self._me in decision.refused:
+            self._done = True
+            self._do(m.Refused(f"{decision.refused[self._me]}; this island ends, the others go on"))
+            return
+        self._peers = tuple(h.hosts[0] for h in event.view.headers if h.hosts and h.identity != self._me)
+        self._slowest = max(header.step_seconds for header in event.view.headers)
+        if self._me in decision.current:
+            self._behind = False
+            self._follow(event.view, decision)
+        else:
+            self._catch_up(decision)
+
+    def _repeats(self, view: View) -> bool:
+        """Whether an old ask of someone is in the view: it may no longer be true, so the view means nothing."""
+        numbers = {header.identity: header.asked for header in view.headers}
+        repeated = any(self._numbers.get(who, 0) >= asked for who, asked in numbers.items())
+        for who, asked in numbers.items():
+            numbers[who] = max(asked, self._numbers.get(who, 0))
+        self._numbers = numbers
+        return repeated
+
+    def _follow(self, view: View, decision: Decision) -> None:
+        plan = decision.plan
+        if isinstance(plan, Wait):
+            self._wait(plan)
+            return
+        self._waiting_since = None
+        if isinstance(plan, Form):
+            self._form(view, plan)
+        elif isinstance(plan, Settle):
+            self._settle(view, plan, decision)
+        elif isinstance(plan, Turn):
+            self._turn(view, plan, decision)
+        else:
+            self.outer = replace(self.outer, generation=plan.generation, round=0, voters=plan.voters)
+            self._enter(view, m.Publish(self.outer))
+            self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
+
+    def _wait(self, plan: Wait) -> None:
+        self._retry_at = self._now + self.timing.retry_seconds
+        if plan.missing and self._waiting_since is None:
+            self._waiting_since = self._now
+            self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
+
+    def _enter(self, view: View, action: m.Action) -> None:
+        """A new state of record, agreed in `view`."""
+        self._voter, self._seen = True, view.id
+        self._do(action)
+
+    def _form(self, view: View, plan: Form) -> None:
+        if any(peer.session == self.identity.session for peer in plan.members):
+            self._seen, self._ballot = view.id, plan.ballot
+            self._reducing = (plan, self._now + self.timing.reduce_seconds)
+            self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
+
+    def _settle(self, view: View, plan: Settle, decision: Decision) -> None:
+        if self._holds(plan):
+            self._commit(view)
+        else:
+            self._heal_later(decision)
+
+    def _holds(self, plan: Settle) -> bool:
+        return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
+
+    def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
+        assert self._held is not None
+        prepared, self._held = self._held, None
+        self.outer = prepared.outer
+        if generation is not None and voters is not None:
+            self.outer = replace(self.outer, generation=generation, voters=voters)
+        self._drop_round()
+        self._voter = not prepared.last
+        self._seen = view.id if view else 0
+        self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
+        if prepared.last:
+            self._leave(clean=True)
+        elif self._leave_by is not None:
+            self._begin_round(own=True)
+
+    def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
+        if plan.settle and not self._holds(plan.settle):
+            self._heal_later(decision)
+            return
+        why = "the others were waited for and did not come" if plan.waited else "half of the islands or more are gone"
+        self._do(m.Note(f"generation {plan.generation.number} from round {self.outer.round}: {why}", loud=True))
+        if plan.settle:
+            self._commit(view, plan.generation, plan.voters)
+        else:
+            self.outer = replace(self.outer, generation=plan.generation, voters=plan.voters)
+            self._ballot = self._failures = 0
+            if self._held:
+                self._do(m.Discard(self._held.held.key))
+                self._held = None
+            self._enter(view, m.Publish(self.outer))
+
+    def _heal_later(self, decision: Decision) -> None:
+        """Others commit in this view what this member does not hold: the next view says from whom to heal."""
+        self._behind, self._seen = True, 0
+
+    def _catch_up(self, decision: Decision) -> None:
+        self._behind, top = True, decision.top
+        if top is None:
+            self._retry_at = self._now + self.timing.retry_seconds
+            return
+        if isinstance(decision.plan, Begin):
+            top = replace(top, round=0, generation=decision.plan.generation)
+        held = self._held.held if self._held else None
+        if held and (held.key, held.digest) == (top.last, top.digest):
+            same = self.outer.generation == top.generation
+            self._commit(None, top.generation, top.voters)
+            self._voter = same and not self._done
+        elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
+            self._drop_round()
+            self.outer = replace(self.outer, generation=top.generation, round=top.round, voters=top.voters)
+            self._voter, self._seen = False, 0
+            self._do(m.Publish(self.outer))
+        elif not self._healing:
+            if self._me in decision.differ:
+                self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
+            self._healing, self._wanted = True, top
+            self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
+
+    def _drop_round(self) -> None:
+        """Nothing of the round that was under way is of use any more."""
+        if self._reducing:
+            self._do(m.DropGroup())
+        if self._held:
+            self._do(m.Discard(self._held.held.key))
+        self._forget_round()
+
+    def _leave(self, clean: bool) -> None:
+        self._drop_round()
+        self._done = True
+        self._do(m.Left(clean))
+
+    def _ask_if_needed(self) -> None:
+        if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
+            return
+        ready = self._due and (self._snapshot is not None or self._now >= self._grace_end)
+        if ready or self._held or self._behind:
+            self._asked += 1
+            self._waiting_for = True
+            self._do(m.Ask(self.header))

@@ -1,0 +1,59 @@
+"""How long the protocol waits for what, and the numbers that its decisions need."""
+
+from dataclasses import dataclass, field
+
+from gregale.islands.protocol.ledger import Lot
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. The defaults are those of `LAN`.
+
+    heartbeat_seconds   an island that was not heard of for so long is out (the coordinator's rule)
+    join_seconds        how long the coordinator waits for the others once somebody asks
+    ask_seconds         an ask that took so long is given up; above heartbeat_seconds + join_seconds
+    reduce_seconds      a reduce that took so long has failed
+    grace_seconds       how long a round waits for a member's step to end; None: the longest step that members report
+    most_grace_seconds  the learned grace is never longer
+    ping_seconds        peers are told so often that a round is due
+    retry_seconds       pause before an ask is repeated that led to nothing
+    turnover_seconds    how long half of the fleet or less waits for the others, when these may have gone on alone
+    leave_seconds       a leaver waits so long for its last round
+    """
+
+    heartbeat_seconds: float = 2.0
+    join_seconds: float = 0.5
+    ask_seconds: float = 5.0
+    reduce_seconds: float = 5.0
+    grace_seconds: float | None = None
+    most_grace_seconds: float = 10.0
+    ping_seconds: float = 0.2
+    retry_seconds: float = 0.2
+    turnover_seconds: float = 8.0
+    leave_seconds: float = 20.0
+
+
+LAN = Timing()
+WAN = Timing(
+    heartbeat_seconds=10.0,
+    join_seconds=3.0,
+    ask_seconds=30.0,
+    reduce_seconds=60.0,
+    most_grace_seconds=60.0,
+    ping_seconds=1.0,
+    retry_seconds=1.0,
+    turnover_seconds=40.0,
+    leave_seconds=180.0,
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What must be the same in all members for the same view to mean the same: part of the agreement.
+
+    minimum   fewer members in a view: nothing is reduced, nobody goes on
+    lot       how the data is leased
+    """
+
+    minimum: int = 1
+    lot: Lot = field(default_factory=Lot)
