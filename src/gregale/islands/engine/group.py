@@ -47,7 +47,8 @@ class Work:
     """A message under way. The array must neither be changed nor freed until `wait` has returned or raised."""
 
     def __init__(self, group: Group, work: Any, array: np.ndarray, what: str):
-        self._group, self._work, self._array, self._what = group, work, array, what
+        self._group, self._array, self._what = group, array, what
+        self._work: Any = work
 
     def wait(self, timeout_seconds: float) -> None:
         """Returns when the message is there (or sent); raises GroupFailed, also if the time is over.
