@@ -6,18 +6,37 @@
     other.wait(5.0); work.wait(5.0)                                       # GroupFailed, also when a peer dies
     group.drop()                                                          # all others know within a second
 
-The addresses of Gloo's own sockets travel over the members' authenticated servers, so that no store listens.
+The addresses of Gloo's own sockets travel over the members' authenticated servers, so that no store listens. Gloo's
+connections themselves prove nothing: the address that they are bound to has to be one that only the fleet reaches.
+
+Two things that Gloo does not do by itself (torch 2.13, tests/islands/engine/test_group.py):
+
+- Only a message to or from a member that died fails. So a thread for each peer waits for a byte that never comes: when
+  its connection ends, the whole group has failed.
+- `abort` and `shutdown` leave the sockets open. A wait that runs out of time closes all of them, here and so at the
+  others: `drop` waits a millisecond for a byte that never comes.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import re
+import threading
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from gregale.islands.engine.server import Server
+from gregale.islands.engine.extra import load_torch
+from gregale.islands.engine.rendezvous import meeting_point
+from gregale.islands.engine.server import Server
+
+# Tags of a group's messages are below this one.
+SILENT_TAG = 1 << 30
+FOR_EVER = timedelta(days=1000)
 
 
 class GroupFailed(Exception):
@@ -27,19 +46,49 @@ class GroupFailed(Exception):
 class Work:
     """A message under way. The array must neither be changed nor freed until `wait` has returned or raised."""
 
-    def wait(self, timeout_seconds: float) -> None:
-        """Returns when the message is there (or sent); raises GroupFailed."""
-        raise NotImplementedError
+    def __init__(self, group: Group, work: Any, array: np.ndarray, what: str):
+        self._group, self._array, self._what = group, array, what
+        self._work: Any = work
 
-    def is_done(self) -> bool:
-        raise NotImplementedError
+    def wait(self, timeout_seconds: float) -> None:
+        """Returns when the message is there (or sent); raises GroupFailed, also if the time is over.
+
+        The group cannot be used any more after that.
+        """
+        if self._work is None:
+            return
+        error = attempt(lambda: self._work.wait(timedelta(seconds=timeout_seconds)))
+        self._work = None
+        if error is not None:
+            is_late = "Timed out waiting" in error
+            self._group.fail(self._what + (f" took more than {timeout_seconds:g} s" if is_late else f": {error}"))
+            raise GroupFailed(self._group.failure)
+
+
+UNDROPPED: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def drop_all() -> None:
+    """A thread that comes back from Gloo into an interpreter that has ended would abort the process."""
+    for group in list(UNDROPPED):
+        group.drop()
 
 
 class Group:
-    """Members `0 .. size - 1` that can send to each other."""
+    """Members `0 .. size - 1` that can send to each other. `failure`: why it can't be used any more, or empty."""
 
-    rank: int
-    size: int
+    def __init__(self, gloo: Any, torch: Any, rank: int, hosts: Sequence[str]):
+        self.rank, self.size, self.failure = rank, len(hosts), ""
+        self._gloo, self._torch, self._hosts = gloo, torch, list(hosts)
+        self._lock = threading.Lock()
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(peer,), name=f"gregale-group-{peer}", daemon=True)
+            for peer in self._peers()
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+        UNDROPPED.add(self)
 
     @classmethod
     def build(cls, key: str, rank: int, hosts: Sequence[str], server: Server, timeout_seconds: float) -> Group:
@@ -51,19 +100,101 @@ class Group:
 
         Raises GroupFailed.
         """
-        raise NotImplementedError
+        torch = load_torch()
+        distributed = torch.distributed
+        peers = [host for other, host in enumerate(hosts) if other != rank]
+        store = meeting_point(distributed, server, key, peers, timeout_seconds)
+        options = distributed.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        options._threads = 1
+        made = []
+
+        def make() -> None:
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=server.host, lazy_init=False)]
+            made.append(distributed.ProcessGroupGloo(store, rank, len(hosts), options))
+
+        try:
+            error = attempt(make)
+        finally:
+            server.mailbox.forget(key)
+        if error is not None:
+            raise GroupFailed(f"The group of {len(hosts)} has not come together: {store.fault or error}")
+        return cls(made[0], torch, rank, hosts)
 
     def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
         """Sends a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
-        raise NotImplementedError
+        return self._begin("send", peer, array, tag, f"sending to {self._hosts[peer]}")
 
     def receive(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
         """Receives exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
-        raise NotImplementedError
+        assert array.flags.writeable
+        return self._begin("recv", peer, array, tag, f"receiving from {self._hosts[peer]}")
 
     def drop(self) -> None:
         """Closes the sockets, so that every other member's waits fail at once. May be called from any thread, twice.
 
-        Waits that are under way in this process fail too.
+        Waits that are under way in this process fail too. A group that has not failed is dropped when all of it are
+        known to be done with it.
         """
-        raise NotImplementedError
+        self.fail("the group was dropped here")
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join(5.0)
+        UNDROPPED.discard(self)
+
+    def fail(self, reason: str) -> None:
+        """Notes the first reason, and closes the sockets."""
+        with self._lock:
+            gloo, self._gloo = self._gloo, None
+            if gloo is None:
+                return
+            self.failure = reason
+        silent = self._torch.zeros(1, dtype=self._torch.uint8)
+        # A connection that is closed already fails at once and leaves the others open: the next one runs out of time.
+        for peer in self._peers():
+            attempt(lambda peer=peer: gloo.recv([silent], peer, SILENT_TAG + 1).wait(timedelta(milliseconds=1)))
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _begin(self, call: str, peer: int, array: np.ndarray, tag: int, what: str) -> Work:
+        assert array.dtype == np.uint8
+        assert array.flags.c_contiguous
+        assert 0 <= tag < SILENT_TAG
+        gloo = self._gloo
+        if gloo is None:
+            raise GroupFailed(self.failure)
+        if array.size == 0:
+            return Work(self, None, array, what)  # both sides know its size: nothing has to travel
+        works = []
+        error = attempt(lambda: works.append(getattr(gloo, call)([tensor_of(self._torch, array)], peer, tag)))
+        if error is not None:
+            self.fail(error)
+            raise GroupFailed(self.failure)
+        return Work(self, works[0], array, what)
+
+    def _watch(self, peer: int) -> None:
+        """Waits for the end of the connection to a peer."""
+        gloo = self._gloo
+        if gloo is None:
+            return
+        silent = self._torch.zeros(1, dtype=self._torch.uint8)
+        attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
+        del gloo
+        self.fail(f"the connection to {self._hosts[peer]} has ended")
+
+
+def attempt(call: Any) -> str | None:
+    """Calls Gloo; the text of its error, whose traceback would keep the group's sockets open."""
+    try:
+        call()
+    except RuntimeError as error:
+        first_line = (str(error).splitlines() or ["it failed"])[0]
+        return re.sub(r"^\[\S+\] |(?<=\S)\. This is typically.*", "", first_line)[:200]  # file names, guesses
+    return None
+
+
+def tensor_of(torch: Any, array: np.ndarray) -> Any:
+    """A tensor over the same memory. (PyTorch warns of arrays that are read-only, which a message to send may be.)"""
+    memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
+    return torch.from_numpy(np.ctypeslib.as_array(memory))

@@ -1,17 +1,41 @@
 """Network namespaces with rate-limited links on this machine: several islands as on several sites.
 
-with rate_limited(count=3, bandwidth="200mbit") as network:
-    network.coordinator                    # address of the bridge: where the coordinator listens
-    for site in network.sites:
-        subprocess.Popen([*site.command, "gregale", "island", ...])    # site.address: its own address
-    network.cut(1); network.restore(1)
+    with rate_limited(count=3, bandwidth="200mbit") as network:
+        network.coordinator                    # address of the bridge: where the coordinator listens
+        for site in network.sites:
+            subprocess.Popen([*site.command, "gregale", "island", ...])    # site.address: its own address
+        network.cut(1); network.restore(1)
+
+A bridge, and for each site a namespace whose only link ends in the bridge. Both ends of the link have a token bucket
+(`tc ... tbf`): one limits what the site sends, the other what it receives. All names have the number of the process
+that made them, so that what a killed one has left is known and removed by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+from gregale.errors import UserError
+
+PREFIX = "grg"  # a link's name has at most 15 characters
+NAME = re.compile(rf"{PREFIX}(\d+)(?:-\d+)?")
+HOSTS_FOLDER = Path("/etc/netns")
+BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MOST_SITES = 200
+# A bucket holds what the link carries in 4 ms, and at least one of the kernel's largest packets.
+BURST_SECONDS = 0.004
+SMALLEST_BURST_BYTES = 64 << 10
+QUEUE = "50ms"
 
 
 @dataclass(frozen=True)
@@ -25,13 +49,43 @@ class Site:
 class Network:
     """A bridge and its sites."""
 
-    coordinator: str
-    sites: list[Site]
+    def __init__(self, count: int, bandwidth: str | None, subnet: str):
+        self.coordinator = f"{subnet}.1"
+        self.sites: list[Site] = []
+        self._bridge = f"{PREFIX}{os.getpid()}"
+        run("ip", "link", "add", self._bridge, "type", "bridge")
+        run("ip", "address", "add", f"{self.coordinator}/24", "dev", self._bridge)
+        run("ip", "link", "set", self._bridge, "up")
+        for index in range(count):
+            self._add(index, f"{subnet}.{index + 2}", bandwidth)
 
     def cut(self, index: int) -> None:
-        """Takes a site's link down: packets vanish, nobody is told."""
+        """Takes a site's link out of the bridge: packets vanish, nobody is told."""
+        run("ip", "link", "set", self._name(index), "nomaster")
 
-    def restore(self, index: int) -> None: ...
+    def restore(self, index: int) -> None:
+        run("ip", "link", "set", self._name(index), "master", self._bridge)
+
+    def _name(self, index: int) -> str:
+        return f"{self._bridge}-{index}"
+
+    def _add(self, index: int, address: str, bandwidth: str | None) -> None:
+        name = self._name(index)
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", name, "master", self._bridge, "up")
+        run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            run("ip", "-netns", name, "link", "set", device, "up")
+        if bandwidth is not None:
+            burst = max(BURST_SECONDS * bits_per_second(bandwidth) / 8, SMALLEST_BURST_BYTES)
+            limit = ("root", "tbf", "rate", bandwidth, "burst", str(round(burst)), "latency", QUEUE)
+            run("tc", "qdisc", "add", "dev", name, *limit)
+            run("tc", "-netns", name, "qdisc", "add", "dev", "eth0", *limit)
+        hosts = HOSTS_FOLDER / name / "hosts"
+        hosts.parent.mkdir(parents=True, exist_ok=True)
+        hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n", encoding="utf-8")
+        self.sites.append(Site(("ip", "netns", "exec", name), address))
 
 
 @contextmanager
@@ -40,5 +94,94 @@ def rate_limited(count: int, bandwidth: str | None) -> Iterator[Network]:
 
     Removed at the end, with what a killed run has left. Raises UserError where not root, or without `ip` and `tc`.
     """
-    raise NotImplementedError
-    yield
+    if bandwidth is not None:
+        bits_per_second(bandwidth)
+    if count > MOST_SITES:
+        raise UserError(f"--count is {count}; at most {MOST_SITES} islands fit into one network.")
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        raise UserError(
+            "--bandwidth makes network namespaces, for which one has to be root and have the tools `ip` and `tc` (package "
+            "iproute2). Run it as root, or leave --bandwidth out: the islands then share this machine's loopback."
+        )
+    try:
+        try:
+            with one_at_a_time():
+                for name in leftovers():
+                    remove(name)
+                network = Network(count, bandwidth, free_subnet())
+        except subprocess.CalledProcessError as error:
+            raise UserError(
+                f"--bandwidth: this machine's kernel does not let a network be made ({' '.join(error.cmd)}: "
+                f"{error.stderr.strip()}). Leave --bandwidth out."
+            ) from None
+        yield network
+    finally:
+        for name in names_of(os.getpid()):
+            remove(name)
+
+
+def bits_per_second(bandwidth: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", bandwidth)
+    if not found or float(found[1]) == 0:
+        raise UserError(f"--bandwidth is {bandwidth!r}; it has to be as 50mbit, 2.5gbit or 800kbit.")
+    return float(found[1]) * BITS[found[2]]
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def free_subnet() -> str:
+    """The first three numbers of a network that no interface of this machine has."""
+    interfaces = json.loads(run("ip", "-json", "address"))
+    taken = {address["local"] for each in interfaces for address in each["addr_info"]}
+    for number in range(256):
+        subnet = f"10.213.{number}"
+        if not any(address.startswith(f"{subnet}.") for address in taken):
+            return subnet
+    raise UserError("--bandwidth: all networks from 10.213.0.0 to 10.213.255.0 are taken on this machine.")
+
+
+def existing() -> set[str]:
+    """Names of all namespaces, links and folders of this module, whoever made them."""
+    links = {link["ifname"] for link in json.loads(run("ip", "-json", "link"))}
+    spaces = {space["name"] for space in json.loads(run("ip", "-json", "netns") or "[]")}
+    folders = {path.name for path in HOSTS_FOLDER.glob(f"{PREFIX}*")}
+    return {name for name in links | spaces | folders if NAME.fullmatch(name)}
+
+
+def maker_of(name: str) -> int:
+    """The number of the process that made what has this name."""
+    found = NAME.fullmatch(name)
+    assert found is not None
+    return int(found[1])
+
+
+def names_of(process: int) -> list[str]:
+    return sorted(name for name in existing() if maker_of(name) == process)
+
+
+def leftovers() -> list[str]:
+    """What processes have made that live no more, or that had this one's number before."""
+    living = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()} - {os.getpid()}
+    return sorted(name for name in existing() if maker_of(name) not in living)
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Two runs at once do not take the same network."""
+    HOSTS_FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = os.open(HOSTS_FOLDER, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def remove(name: str) -> None:
+    """A namespace takes its end of the link with it, and so the other end, once nothing runs in it any more."""
+    for command in (("ip", "link", "delete", name), ("ip", "netns", "delete", name)):
+        with suppress(subprocess.CalledProcessError):
+            run(*command)
+    shutil.rmtree(HOSTS_FOLDER / name, ignore_errors=True)

@@ -7,54 +7,52 @@
     ask_status(peer, token, timeout_seconds=2.0)
     server.close()
 
-A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared.
+A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
+and `ask_status` are in `client.py`, `Snapshot` and `Leaf` in `state.py`.
+
+Who has no token gets nothing done: a request is signed over method, path, range, time, a nonce that is taken once, and
+the hash of its body; that is checked before the body is read. A connection that has not brought a whole, signed request
+within `PATIENCE_SECONDS` is closed. Replies are signed over the request's nonce, or are pieces whose hashes stand in a
+signed manifest. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
+import json
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-import numpy as np
+from gregale.errors import UserError
+from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
+from gregale.islands.engine.mailbox import Mailbox
+from gregale.islands.engine.signing import canonical, digest, is_signed, sign
+from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of
 
+__all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 
-class PeerUnreachable(Exception):
-    """A peer did not answer, or not in time; or answered without the token's signature."""
-
-
-class Refused(Exception):
-    """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One array of the state, and the round that changed it last."""
-
-    array: np.ndarray
-    version: int
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state after a committed round; `facts` is small JSON that goes with it (position in the data, ...)."""
-
-    generation: int
-    round: int
-    leaves: dict[str, Leaf]
-    facts: dict = field(default_factory=dict)
+PATIENCE_SECONDS = 10.0
+SEND_BYTES = 256 << 10
+LARGEST_BODY_BYTES = 1 << 20
+MOST_CONNECTIONS = 128
+CLOCKS_APART_SECONDS = 300.0
+COMPLAINTS_PER_SECOND = 2.0
 
 
 class Server:
-    """Listens on `host` from the start until `close`, at `port` (0: any).
+    """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
 
     - `on_message`: called in a thread of the server with a peer's JSON object; what it returns is the reply; may raise
       Refused
     - `status`: called for GET /status
     - `complain`: gets one line for each refused request (at most a few a second)
-    """
 
-    address: str
-    host: str
+    Raises UserError where the address cannot be had.
+    """
 
     def __init__(
         self,
@@ -63,19 +61,230 @@ class Server:
         on_message: Callable[[dict], dict],
         status: Callable[[], dict] = dict,
         complain: Callable[[str], None] = lambda line: None,
-    ): ...
+    ):
+        self.host, _, port = bind.partition(":")
+        self.token, self.on_message, self.status = token, on_message, status
+        self.shelf, self.mailbox = Shelf(), Mailbox()
+        self.nonces = Nonces()
+        self._complain, self._complained = complain, 0.0
+        try:
+            self._http = Listener((self.host, int(port or 0)), self)
+        except OSError as error:
+            raise UserError(f"islands.bind: {bind} cannot be listened at ({error.strerror}).") from None
+        self.address = f"{self.host}:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(0.2,), name="gregale-server", daemon=True).start()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the state that is served. A joiner that has begun with the former one may finish it."""
+        self.shelf.publish(snapshot)
 
-    def close(self) -> None: ...
+    def complain(self, line: str) -> None:
+        if time.monotonic() - self._complained >= 1 / COMPLAINTS_PER_SECOND:
+            self._complained = time.monotonic()
+            self._complain(line)
+
+    def close(self) -> None:
+        """Stops listening, and ends the connections that there are."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._http.end_all()
 
 
-def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
-    """Sends a small JSON object to a peer; returns its reply. Raises PeerUnreachable or Refused."""
-    raise NotImplementedError
+class Nonces:
+    """Each nonce is taken once, within the time that clocks may be apart."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._taken: dict[str, float] = {}
+
+    def take(self, nonce: str) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            while self._taken and now - next(iter(self._taken.values())) > 2 * CLOCKS_APART_SECONDS:
+                del self._taken[next(iter(self._taken))]
+            if nonce in self._taken:
+                return False
+            self._taken[nonce] = now
+            return True
 
 
-def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
-    """What a peer's `status` returns. Raises PeerUnreachable or Refused."""
-    raise NotImplementedError
+class Listener(ThreadingHTTPServer):
+    """Threads for a bounded number of connections, each of which is closed when it says nothing of use in time."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], owner: Server):
+        self.owner = owner
+        self._lock = threading.Lock()
+        self._deadlines: dict[Any, float] = {}
+        super().__init__(address, Handler)
+
+    def server_bind(self) -> None:
+        # The parent's looks up the host's name, which takes seconds where no name server answers.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_port = self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self._deadlines) >= MOST_CONNECTIONS
+            if not is_full:
+                self._deadlines[request] = time.monotonic() + PATIENCE_SECONDS
+        if is_full:
+            self.owner.complain(f"{client_address[0]}: refused, there are {MOST_CONNECTIONS} connections.")
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def set_deadline(self, request: Any, seconds: float) -> None:
+        with self._lock:
+            if request in self._deadlines:
+                self._deadlines[request] = time.monotonic() + seconds
+
+    def service_actions(self) -> None:
+        """Called several times a second."""
+        with self._lock:
+            late = [request for request, deadline in self._deadlines.items() if time.monotonic() > deadline]
+        for request in late:
+            self._end(request)
+
+    def end_all(self) -> None:
+        with self._lock:
+            requests = list(self._deadlines)
+        for request in requests:
+            self._end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # else the client has gone
+            self.owner.complain(f"{client_address[0]}: a request ended in {error!r}.")
+
+    @staticmethod
+    def _end(request: Any) -> None:
+        try:
+            request.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has gone on its own
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = PATIENCE_SECONDS
+    server: Listener
+    nonce = ""
+
+    def do_GET(self) -> None:
+        self._answer({"/manifest": self._manifest, "/status": lambda body: self.server.owner.status()})
+
+    def do_POST(self) -> None:
+        self._answer({"/message": self._message, "/store": self.server.owner.mailbox.post})
+
+    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
+        try:
+            body = self._read_signed()
+            if self.command == "GET" and self.path.startswith("/leaf/"):
+                self._send_leaf()
+                return
+            if self.path not in routes:
+                raise Refused("there is nothing at this path")
+            reply = routes[self.path](body)
+        except Refused as refusal:
+            self.server.owner.complain(f"{self.client_address[0]}: refused, {refusal}.")
+            self._reply(403, canonical({"refused": str(refusal)}))
+        else:
+            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
+        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+
+    def _read_signed(self) -> bytes:
+        """The body of a request with the token's signature."""
+        owner, header = self.server.owner, self.headers.get
+        self.close_connection = True  # until the request has proved good
+        nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
+        signed = (self.command, self.path, header("Range", ""), moment, nonce, hashed)
+        if not is_signed(owner.token, header("X-Signature", ""), *(part.encode() for part in signed)):
+            raise Refused("its signature is missing or wrong: does it have another token?")
+        self.nonce = nonce
+        apart = abs(time.time() - float(moment))
+        if apart > CLOCKS_APART_SECONDS:
+            raise Refused(f"its clock is {apart:.0f} s away from this one: set them right")
+        if not owner.nonces.take(nonce):
+            raise Refused("this request was here before")
+        length = header("Content-Length", "0")
+        if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
+            raise Refused(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
+        body = self.rfile.read(int(length))
+        if digest(body) != hashed:
+            raise Refused("its body is not the one that was signed")
+        self.close_connection = False
+        return body
+
+    def _manifest(self, body: bytes) -> bytes:
+        # Hashing a large state takes its time.
+        self.server.set_deadline(self.connection, float("inf"))
+        manifest = self.server.owner.shelf.manifest()
+        if manifest is None:
+            raise Refused("there is no state here yet")
+        return manifest
+
+    def _message(self, body: bytes) -> dict:
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise Refused("a message is a JSON object")
+        return self.server.owner.on_message(message)
+
+    def _send_leaf(self) -> None:
+        array = self.server.owner.shelf.find(self.path.removeprefix("/leaf/"))
+        if array is None:
+            self._reply(404, canonical({"refused": "this array is not here any more"}))
+            return
+        start, stop = self._range(array.nbytes)
+        self.send_response(206)
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        content = bytes_of(array)
+        for offset in range(start, stop, SEND_BYTES):
+            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.connection.sendall(content[offset : min(offset + SEND_BYTES, stop)])
+        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+
+    def _range(self, size: int) -> tuple[int, int]:
+        unit, _, spans = self.headers.get("Range", "").partition("=")
+        first, _, last = spans.partition("-")
+        if not (unit == "bytes" and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < size):
+            raise Refused(f"a range of {size} bytes is asked for as bytes=FIRST-LAST")
+        return int(first), int(last) + 1
+
+    def _reply(self, code: int, body: bytes) -> None:
+        # A refusal is not signed for who has not shown that it has the token: there is no nonce.
+        proof = sign(self.server.owner.token, b"reply", self.nonce.encode(), str(code).encode(), body)
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        if self.nonce:
+            self.send_header("X-Signature", proof)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        for offset in range(0, len(body), SEND_BYTES):
+            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.connection.sendall(body[offset : offset + SEND_BYTES])
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library calls for what is not HTTP."""
+        self.close_connection = True
+        self.server.owner.complain(f"{self.client_address[0]}: refused, it does not speak HTTP ({code}).")
+
+    def version_string(self) -> str:
+        return "gregale"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

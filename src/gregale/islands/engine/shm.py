@@ -1,16 +1,51 @@
-"""Arrays in the memory of /dev/shm whose files are unlinked as soon as they are open: a killed process leaves nothing.
+"""Arrays in the memory of /dev/shm whose files have no name: a killed process leaves nothing behind.
 
-array = empty((1000, 64), np.dtype("float32"))      # np.ndarray, zeros
+    array = empty((1000, 64), np.dtype("float32"))      # np.ndarray of zeros
+
+They are shared with nobody, but do not count as the process's own memory that has to be swapped or that a fork copies,
+and what is too large is refused here, not by the kernel's killer in the middle of a round.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from gregale.errors import UserError
+
+SHARED_MEMORY = Path("/dev/shm")
+
 
 def empty(shape: tuple[int, ...], dtype: np.dtype, folder: Path | None = None) -> np.ndarray:
-    """An array backed by a file without a name in `folder`, by default /dev/shm, or where that is not the temporary
-    directory. Raises UserError when it is full."""
-    raise NotImplementedError
+    """An array of zeros backed by a file without a name in `folder`: by default /dev/shm, or the temporary directory
+    where there is none. Its memory is given back with its last reference. Raises UserError when the folder is full."""
+    if folder is None:
+        folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return np.zeros(shape, dtype)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise UserError(
+            f"An array of {size / 1e6:.1f} MB for the outer state has no room in {folder} ({error.strerror}; "
+            f"{free_bytes(folder) / 1e6:.1f} MB are free). Make it larger (mount -o remount,size=... {folder}), or put "
+            "the outer state on the device."
+        ) from None
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free in a folder's file system; 0 where that cannot be told."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize

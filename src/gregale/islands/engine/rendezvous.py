@@ -1,0 +1,59 @@
+"""Where the members of a group find each other's sockets: a store of PyTorch's kind over the authenticated servers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gregale.islands.engine.client import PeerUnreachable, Refused, post
+from gregale.islands.engine.server import Server
+
+RETRY_SECONDS = 0.1
+
+
+def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[str], timeout_seconds: float) -> Any:
+    """A `torch.distributed.Store`: what a member sets is left in every peer's mailbox, and read from the own one.
+
+    `fault` tells which peer could not be reached, or has left nothing.
+    """
+    deadline = time.monotonic() + timeout_seconds
+
+    class MeetingPoint(distributed.Store):
+        fault = ""
+
+        def set(self, key: str, value: bytes) -> None:
+            server.mailbox.put(group, key, bytes(value))
+            message = {"group": group, "key": key, "value": bytes(value).hex()}
+            threads = [threading.Thread(target=self._leave, args=(peer, message), daemon=True) for peer in peers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if self.fault:
+                raise RuntimeError(self.fault)
+
+        def get(self, key: str) -> bytes:
+            value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
+            if value is None:
+                self.fault = f"member {key.rpartition('/')[2]} did not come within {timeout_seconds:g} s"
+                raise RuntimeError(self.fault)
+            return value
+
+        def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+            for key in keys:
+                self.get(key)
+
+        def _leave(self, peer: str, message: dict) -> None:
+            while True:
+                try:
+                    post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
+                    return
+                except (PeerUnreachable, Refused) as error:
+                    if time.monotonic() >= deadline:
+                        self.fault = str(error)
+                        return
+                time.sleep(RETRY_SECONDS)
+
+    return MeetingPoint()

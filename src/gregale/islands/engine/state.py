@@ -1,0 +1,141 @@
+"""What a server hands out of the state: a manifest, and bytes by their hash. Nothing is copied.
+
+The state is cut into pieces of `PIECE_BYTES`, each with its hash, so that a joiner can check and place every piece on
+its own, whichever source it came from. A leaf's name on the wire is the hash of its pieces' hashes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gregale.islands.engine.signing import canonical, digest
+
+PIECE_BYTES = 4 << 20
+# A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
+LEASE_SECONDS = 10.0
+FORMER_SNAPSHOTS = 2
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the state, and the round that changed it last."""
+
+    array: np.ndarray
+    version: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after a committed round; `facts` is small JSON that goes with it (position in the data, ...)."""
+
+    generation: int
+    round: int
+    leaves: dict[str, Leaf]
+    facts: dict = field(default_factory=dict)
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def piece_hashes(array: np.ndarray) -> list[str]:
+    content = bytes_of(array)
+    return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+
+
+def leaf_hash(pieces: list[str]) -> str:
+    return digest("".join(pieces).encode())
+
+
+@dataclass
+class Served:
+    """A snapshot with its manifest, and when somebody last asked for something of it."""
+
+    manifest: bytes
+    arrays: dict[str, np.ndarray]
+    asked: float
+
+
+class Shelf:
+    """The snapshot that is handed out, and former ones that somebody is still fetching."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._hashing = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._served: list[tuple[Snapshot, Served]] = []
+        self._hashes: dict[str, tuple[np.ndarray, list[str]]] = {}
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replaces the snapshot. Costs nothing: arrays are hashed when somebody asks for the manifest."""
+        with self._lock:
+            self._snapshot = snapshot
+            self._forget()
+
+    def manifest(self) -> bytes | None:
+        """The manifest of the newest snapshot as JSON; None before the first."""
+        with self._hashing:
+            with self._lock:
+                snapshot = self._snapshot
+                for known, served in self._served:
+                    if known is snapshot:
+                        served.asked = time.monotonic()
+                        return served.manifest
+            if snapshot is None:
+                return None
+            served = self._describe(snapshot)
+            with self._lock:
+                self._served.append((snapshot, served))
+                self._forget()
+            return served.manifest
+
+    def find(self, name: str) -> np.ndarray | None:
+        """The array with this hash, if a snapshot that is handed out has it."""
+        with self._lock:
+            for _, served in reversed(self._served):
+                if name in served.arrays:
+                    served.asked = time.monotonic()
+                    return served.arrays[name]
+        return None
+
+    def _forget(self) -> None:
+        """Lets go of former snapshots that nobody asks for any more, and of the oldest if there are too many."""
+        former = [
+            (snapshot, served)
+            for snapshot, served in self._served
+            if snapshot is not self._snapshot and time.monotonic() - served.asked < LEASE_SECONDS
+        ]
+        newest = [pair for pair in self._served if pair[0] is self._snapshot]
+        self._served = former[-FORMER_SNAPSHOTS:] + newest
+
+    def _describe(self, snapshot: Snapshot) -> Served:
+        known, self._hashes = self._hashes, {}
+        leaves, arrays = {}, {}
+        for name, leaf in snapshot.leaves.items():
+            array, pieces = known.get(name, (None, []))
+            if array is not leaf.array:
+                pieces = piece_hashes(leaf.array)
+            self._hashes[name] = leaf.array, pieces
+            hashed = leaf_hash(pieces)
+            arrays[hashed] = leaf.array
+            leaves[name] = {
+                "dtype": leaf.array.dtype.name,
+                "shape": list(leaf.array.shape),
+                "version": leaf.version,
+                "bytes": leaf.array.nbytes,
+                "hash": hashed,
+                "pieces": pieces,
+            }
+        manifest = {
+            "generation": snapshot.generation,
+            "round": snapshot.round,
+            "piece_bytes": PIECE_BYTES,
+            "leaves": leaves,
+            "facts": snapshot.facts,
+        }
+        return Served(canonical(manifest), arrays, time.monotonic())
