@@ -63,9 +63,9 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """
         del parts
         raise UserError(
-            f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step: over the network between "
-            f"islands each step would wait. Choose sync.type diloco or streaming_diloco; inside of an island PSDP "
-            f"averages its replicas."
+            f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step, and each step would "
+            f"wait for the network between islands. Choose sync.type diloco or streaming_diloco; inside of an island "
+            f"PSDP averages its replicas."
         )
 
     def warm_up(self) -> int:

@@ -256,5 +256,5 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:
     found = blake2b(digest_size=DIGEST_BYTES)
     for name, array in sorted(arrays.items()):
         found.update(name.encode())
-        found.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.digest()
