@@ -73,7 +73,7 @@ def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
 def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:
     """One message of values + errors, all [..., n]; by any kind of reducer, whatever carries the message.
 
-        h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
+    h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
     """
     sizes = [value.shape[-1] for value in values.values()]
     compensated = {path: value + errors[path] if path in errors else value for path, value in values.items()}

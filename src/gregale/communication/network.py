@@ -12,22 +12,23 @@ uint8 rows that its device encoded (`communication.rows`); the same codecs and f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
-from gregale.codecs.feedback import Stored, load, stored_block
-from gregale.communication.legs import encoded, remember
-from gregale.communication.rows import Rows
+from gregale.codecs.feedback import Stored
+from gregale.communication.rows import RowPrograms, Rows, no_error, row_programs
+from gregale.communication.shards import host_device
 
 BUCKET_BYTES = 4 << 20
 WAVES_AHEAD = 2  # first legs under way: the one that is decoded, and the one behind it
 TIMEOUT_SECONDS = 60.0
+
+
+Row = tuple[str, int]
+"""A row, by the key of its shard and its number there."""
 
 
 class Handle(Protocol):
@@ -64,7 +65,7 @@ class OwnError(NamedTuple):
     """What the second leg has not sent yet of the rows that a member owns; it lives in host memory."""
 
     steps: int  # reductions of this group so far
-    rows: dict[tuple[str, int], Stored]  # by key and row: NumPy arrays
+    rows: dict[Row, Stored]  # by key and row: NumPy arrays
 
 
 class Reduced(NamedTuple):
@@ -111,8 +112,187 @@ class NetworkReducer:
 
         Raises what the link raises; nothing has changed then. Raises `ValueError` if no weight is above 0.
         """
-        raise NotImplementedError
+        if not sum(weights) > 0:
+            raise ValueError(f"the weights of {link.size} members are {list(weights)}: nobody contributes")
+        with jax.default_device(host_device()):
+            return _Reduce(self, messages or {}, weights, link, error, timeout_seconds).run()
 
     def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
         """Bytes that a member of so many sends in a `reduce`; `sends`: whether its weight is above 0."""
-        raise NotImplementedError
+        total = 0
+        for place, bucket in enumerate(self.buckets(members)):
+            if place % members == rank:
+                total += (members - 1) * sum(self.row_bytes(key)[1] for key, _ in bucket)
+            elif sends:
+                total += sum(self.row_bytes(key)[0] for key, _ in bucket)
+        return total
+
+    def buckets(self, members: int) -> list[list[Row]]:
+        """The rows of each bucket, so many at least that every member of a small group has one."""
+        sizes = {(key, row): self.row_bytes(key)[0] for key, rows in self.rows.items() for row in range(rows.count)}
+        most = min(self.bucket_bytes, -(-sum(sizes.values()) // members))
+        found, filled = [], most
+        for row, size in sizes.items():
+            if filled + size > most and filled:
+                found.append([])
+                filled = 0
+            found[-1].append(row)
+            filled += size
+        return found
+
+    def row_bytes(self, key: str) -> tuple[int, int]:
+        """Bytes of the message of a shard's row in the first leg and in the second."""
+        rows = self.rows[key]
+        first, second = rows.first_codec(self.config), rows.second_codec(self.config)
+        return first.message_bytes(rows.row), second.message_bytes(rows.row)
+
+    def programs(self, key: str) -> RowPrograms:
+        """What is compiled for the rows of a shard."""
+        rows, config = self.rows[key], self.config
+        keeps = config.feedback is not None and config.second_leg != "none" and not rows.exact
+        beta = config.feedback.beta if config.feedback is not None and keeps else None
+        return row_programs(rows.first_codec(config), rows.second_codec(config), beta, rows.row)
+
+
+class _Incoming(NamedTuple):
+    """A message that is being received."""
+
+    data: np.ndarray
+    handle: Handle
+
+
+class _Reduce:
+    """One `reduce`. Wave w is the buckets w R to w R + R - 1: one of each member.
+
+    All members go through the waves in one order, and post in a wave all that others wait for in it before they wait
+    themselves for what comes later, so that no two wait for each other.
+    """
+
+    def __init__(
+        self,
+        reducer: NetworkReducer,
+        messages: Mapping[str, np.ndarray],
+        weights: Sequence[float],
+        link: Link,
+        error: OwnError | None,
+        timeout_seconds: float,
+    ):
+        self._reducer, self._messages, self._link, self._timeout = reducer, messages, link, timeout_seconds
+        self._weights = np.asarray(weights, np.float32)
+        self._buckets = reducer.buckets(link.size)
+        self._waves = -(-len(self._buckets) // link.size)
+        self._first: dict[int, dict[int, _Incoming]] = {}  # by own bucket: by peer
+        self._second: dict[int, _Incoming | np.ndarray] = {}  # by bucket: on its way, or this member's own
+        self._sends: dict[int, list[Handle]] = {}  # by wave
+        self._steps, self._kept = _to_begin_with(error, reducer.config)
+        self._gradient = {key: np.empty((rows.count, rows.row), np.float32) for key, rows in reducer.rows.items()}
+
+    def run(self) -> Reduced:
+        posted = 0
+        for wave in range(self._waves + 1):
+            while posted < min(wave + WAVES_AHEAD, self._waves):
+                self._post_first(posted)
+                posted += 1
+            if wave < self._waves:
+                self._post_second(wave)
+            if wave > 0:
+                self._finish(wave - 1)
+        joined = {key: rows.reshape(-1)[: self._reducer.rows[key].size] for key, rows in self._gradient.items()}
+        return Reduced(joined, OwnError(self._steps, jax.tree.map(np.asarray, self._kept)))
+
+    def _bucket(self, wave: int, owner: int) -> int | None:
+        """The number of an owner's bucket of a wave; None if the last wave has none for it."""
+        number = wave * self._link.size + owner
+        return number if number < len(self._buckets) else None
+
+    def _peers(self) -> list[int]:
+        """The others, beginning with the next, so that not all send to the same at once."""
+        link = self._link
+        return [(link.rank + step) % link.size for step in range(1, link.size)]
+
+    def _bytes(self, bucket: int, leg: int) -> int:
+        return sum(self._reducer.row_bytes(key)[leg] for key, _ in self._buckets[bucket])
+
+    def _post_first(self, wave: int) -> None:
+        """Sends this member's messages to their owners, and receives those of its own bucket."""
+        link, sends = self._link, self._sends.setdefault(wave, [])
+        own = self._bucket(wave, link.rank)
+        if own is not None:
+            self._first[own] = {
+                peer: self._receive(peer, own, leg=0) for peer in self._peers() if self._weights[peer] > 0
+            }
+        for peer in self._peers() if self._weights[link.rank] > 0 else []:
+            bucket = self._bucket(wave, peer)
+            if bucket is not None:
+                data = np.concatenate([self._messages[key][row] for key, row in self._buckets[bucket]])
+                sends.append(link.send(peer, data, tag=2 * bucket))
+
+    def _receive(self, peer: int, bucket: int, leg: int) -> _Incoming:
+        data = np.empty(self._bytes(bucket, leg), np.uint8)
+        return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + leg))
+
+    def _post_second(self, wave: int) -> None:
+        """Averages this member's bucket and sends the average to all, and receives those of the others' buckets."""
+        link = self._link
+        for peer in self._peers():
+            bucket = self._bucket(wave, peer)
+            if bucket is not None:
+                self._second[bucket] = self._receive(peer, bucket, leg=1)
+        own = self._bucket(wave, link.rank)
+        if own is not None:
+            data = self._average(own)
+            self._second[own] = data
+            self._sends[wave] += [link.send(peer, data, tag=2 * own + 1) for peer in self._peers()]
+
+    def _average(self, bucket: int) -> np.ndarray:
+        """The second leg's message of a bucket of this member."""
+        arrived = self._first.pop(bucket)
+        for incoming in arrived.values():
+            incoming.handle.wait(self._timeout)
+        total, start, messages = self._weights.sum(), 0, []
+        for key, row in self._buckets[bucket]:
+            programs, (size, _) = self._reducer.programs(key), self._reducer.row_bytes(key)
+            summed = np.zeros(programs.size, np.float32)
+            for rank in range(self._link.size):
+                if self._weights[rank] > 0:
+                    own = rank == self._link.rank
+                    message = self._messages[key][row] if own else arrived[rank].data[start : start + size]
+                    summed = programs.add(summed, message, self._weights[rank])
+            error = self._kept.get((key, row), no_error(programs.size)) if programs.keeps_error else None
+            message, kept = programs.encode(summed, total, error)
+            messages.append(message)
+            if kept is not None:
+                self._kept[key, row] = kept
+            start += size
+        return np.concatenate([np.asarray(message) for message in messages])
+
+    def _finish(self, wave: int) -> None:
+        """Decodes the averages of a wave."""
+        link = self._link
+        for owner in (link.rank, *self._peers()):
+            bucket = self._bucket(wave, owner)
+            if bucket is None:
+                continue
+            second = self._second.pop(bucket)
+            if isinstance(second, _Incoming):
+                second.handle.wait(self._timeout)
+                second = second.data
+            self._decode(bucket, second)
+        for handle in self._sends.pop(wave):
+            handle.wait(self._timeout)
+
+    def _decode(self, bucket: int, data: np.ndarray) -> None:
+        start, decoded = 0, []
+        for key, row in self._buckets[bucket]:
+            _, size = self._reducer.row_bytes(key)
+            decoded.append((key, row, self._reducer.programs(key).decode(data[start : start + size])))
+            start += size
+        for key, row, values in decoded:
+            self._gradient[key][row] = values
+
+
+def _to_begin_with(error: OwnError | None, config: ReduceConfig) -> tuple[int, dict[Row, Stored]]:
+    """The steps with this one counted, and the errors at its start: none if `reset_every` steps have passed."""
+    steps, rows = (0, {}) if error is None else error
+    every = config.feedback.reset_every if config.feedback is not None else None
+    return steps + 1, {} if every is not None and steps % every == 0 else dict(rows)

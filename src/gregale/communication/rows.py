@@ -1,15 +1,22 @@
-"""How the values of one device's shard are cut into rows, each encoded and sent by itself over a network."""
+"""How the values of one device's shard are cut into rows, each encoded and sent by itself over a network.
+
+And what a member of a group computes of a row, on its processor.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.legs import EXACT
+from gregale.codecs.feedback import Stored, load, stored_block
+from gregale.communication.legs import EXACT, encoded, remember
 
 ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
 
@@ -55,3 +62,39 @@ def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = RO
         return Rows(size, 1, size, exact)
     row = -(-size // (count * config.block)) * config.block
     return Rows(size, -(-size // row), row, exact)
+
+
+class RowPrograms(NamedTuple):
+    """What a member computes of a row, compiled for the processor: one set for each length of rows."""
+
+    size: int  # values of a row
+    add: Callable[..., Any]  # (sum [size], message, weight) -> sum + weight * decode(message)
+    encode: Callable[..., Any]  # (sum, total weight, error or None) -> message of the average, next error or None
+    decode: Callable[..., Any]  # message -> what everybody gets, [size]
+    keeps_error: bool
+
+
+@lru_cache(maxsize=4096)
+def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> RowPrograms:
+    """The programs for rows of `size` values; `beta`: of the second leg's feedback, None without."""
+
+    def add(total: jax.Array, message: jax.Array, weight: jax.Array) -> jax.Array:
+        return total + weight * first.decode(message, size)
+
+    def encode(total: jax.Array, weight: jax.Array, error: Stored | None):
+        values, errors = {"row": total / weight}, {} if error is None else {"row": load(error)}
+        message, compensated, kept = encoded(values, errors, second, beta or 0.0)
+        if error is None:
+            return message, None
+        finite = jnp.all(jnp.isfinite(compensated["row"]))
+        return message, remember({"row": error}, kept, finite)["row"]
+
+    def decode(message: jax.Array) -> jax.Array:
+        return second.decode(message, size)
+
+    return RowPrograms(size, jax.jit(add), jax.jit(encode), jax.jit(decode), beta is not None)
+
+
+def no_error(size: int) -> Stored:
+    """No error yet, of a row."""
+    return Stored(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import draccus
+import jax
+import optax
 
 from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import layers_in
+from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
@@ -52,6 +55,18 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
     def build(self, parts: Parts) -> Methods:
         """The methods; raises `UserError` if the mesh is none for them."""
         raise TypeError(f"{type(self).__name__} is no method of its own; choose one by its type")
+
+    def island(self, parts: Parts) -> Island:
+        """One island of a fleet that this method joins over a network; raises `UserError` if it joins none.
+
+        - `parts.layout`: the island's own mesh
+        """
+        del parts
+        raise UserError(
+            f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step, and each step would "
+            f"wait for the network between islands. Choose sync.type diloco or streaming_diloco; inside of an island "
+            f"PSDP averages its replicas."
+        )
 
     def warm_up(self) -> int:
         """Steps of PSDP before the method's own begin."""
@@ -134,11 +149,9 @@ class DilocoConfig(SyncConfig):
         """The method itself."""
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
-        with below("sync.outer"):
-            outer = self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
         return Diloco(
             inner=inner,
-            outer=outer,
+            outer=self.outer_optimizer(inner, parts),
             layout=layout,
             schedule=self.schedule(layers_in(inner.model)),
             mixing=self.mixing,
@@ -147,6 +160,41 @@ class DilocoConfig(SyncConfig):
             reduce=parts.reduce,
             evaluate=self.evaluate,
         )
+
+    def island(self, parts: Parts) -> Island:
+        """The same, of one island with its own mesh; what islands do by themselves (absence) is not simulated."""
+        self.check_island(parts)
+        inner = parts.psdp_on(parts.layout)
+        outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
+        return Island(inner, outer, schedule, self.mixing, parts.reduce)
+
+    def check_island(self, parts: Parts) -> None:
+        """Raises `UserError` for what only replicas in one mesh can do."""
+        islands = parts.layout.mesh.shape[ISLAND]
+        if islands > 1:
+            raise UserError(
+                f"mesh.island is {islands}: these are islands in one mesh, which `gregale train` joins. An island of a "
+                f"fleet is a process of its own with a mesh of its own: set mesh.island to 1."
+            )
+        refused = {
+            "sync.warmup_steps": (self.warmup_steps, 0, "islands train apart from the first step"),
+            "sync.dropout": (self.dropout, 0, "an island that misses a round misses it in earnest"),
+            "reduce.measure": (parts.reduce.measure, False, "the outer parameters are not on the devices"),
+        }
+        for key, (found, wanted, why) in refused.items():
+            if found != wanted:
+                raise UserError(f"{key} is {str(found).lower()}, but {why}. Set it to {str(wanted).lower()}.")
+        if self.outer.clip_norm is not None and jax.process_count() > 1:
+            raise UserError(
+                f"sync.outer.clip_norm is {self.outer.clip_norm:g}, but this island has {jax.process_count()} hosts, "
+                f"each of which has a part of the pseudo-gradient and would clip by the norm of that part. Set "
+                f"sync.outer.clip_norm to null."
+            )
+
+    def outer_optimizer(self, inner: Psdp, parts: Parts) -> optax.GradientTransformation:
+        """The outer optimizer of a run."""
+        with below("sync.outer"):
+            return self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
 
     def warm_up(self) -> int:
         return self.warmup_steps

@@ -9,8 +9,8 @@ The same arithmetic as `Diloco` in one mesh, but that the average is taken outsi
     fragment = island.fragment(index)
     messages, error = island.depart(state, host.theta(index), fragment)           # after step t
     down = on_host(messages)                                                      # waits for the device
-    reduced = host.reducer(index).reduce(down, weights, link, own_error)          # in a thread of its own
-    prepared = host.prepare(index, reduced.gradient)                              # nothing has changed yet
+    reduced = host.reducer(index).reduce(down, weights, link, host.error(index, group))  # in a thread of its own
+    prepared = host.prepare(index, reduced, group)                                # nothing has changed yet
     host.commit(prepared, version)
     state = island.arrive(state, host.theta(index), fragment, keep, error)        # after step t + tau
 """
@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -107,4 +109,170 @@ class Island:
         - `keep`: what is kept of the island's own: `mixing`; 1 if it did not contribute, 0 if it was healed
         - `error`: of the `depart` whose round was committed; None: the error stays
         """
-        raise NotImplementedError
+        changed = self._arrive(state.psdp.parameters, state.error, theta, fragment, np.float32(keep), error)
+        return IslandState(state.psdp._replace(parameters=changed[0]), changed[1])
+
+    def leaves(self, fragment: Fragment) -> list[Leaf]:
+        """The arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
+        return leaves_of(jax.eval_shape(fragment.take, self.parameters), self.finest, ISLAND, replicated=False)
+
+    def rows(self, leaf: Leaf) -> Rows:
+        """How a device cuts its shard of an array."""
+        return rows_of(prod(leaf.shape), self.reduce, leaf.exact)
+
+    @property
+    def parameters(self) -> Tree:
+        """The model's parameters, or their abstract forms."""
+        return eqx.filter(self.inner.model, is_parameter)
+
+    @property
+    def finest(self) -> Layout:
+        """The layout in which `params` splits as finely as `opt_state`: nothing is held, encoded or sent twice."""
+        return replace(self.layout, params=self.layout.opt_state)
+
+    @cached_property
+    def _depart(self) -> Callable[..., Any]:
+        return jax.jit(self.message)
+
+    @cached_property
+    def _arrive(self) -> Callable[..., Any]:
+        abstract = jax.eval_shape(self.init)
+        places = self.shardings(abstract)
+        return jax.jit(self.mixed, donate_argnums=(0, 1), out_shardings=(places.psdp.parameters, places.error))
+
+    def message(
+        self, parameters: Tree, error: ErrorState, theta: Tree, fragment: Fragment
+    ) -> tuple[dict[str, jax.Array], ErrorState]:
+        """`depart`, to be compiled: the messages, and the fragment's part of the error."""
+        finest, leaves = self.finest, self.leaves(fragment)
+        own = finest.constrain(fragment.take(parameters), finest.params)
+        error = next_step(fragment.take(error), self.reduce)
+        kept = arrays_of(error.first, leaves)
+
+        def on_device(theta: list, own: list, kept: dict[str, Stored]):
+            differences = map(pseudo_gradient, theta, own)
+            sent = [self._encoded(leaf, d, kept.get(leaf.path)) for leaf, d in zip(leaves, differences, strict=True)]
+            messages = {leaf.path: message for leaf, (message, _) in zip(leaves, sent, strict=True)}
+            return messages, {leaf.path: new for leaf, (_, new) in zip(leaves, sent, strict=True) if new is not None}
+
+        shards = [leaf.params for leaf in leaves]
+        errors = {leaf.path: PartitionSpec(None, *leaf.params) for leaf in leaves if leaf.path in kept}
+        rows = {leaf.path: PartitionSpec(*leaf.params, None, None) for leaf in leaves}
+        run = jax.shard_map(
+            on_device,
+            mesh=self.layout.mesh,
+            in_specs=(shards, shards, errors),
+            out_specs=(rows, errors),
+            check_vma=False,
+        )
+        messages, new = run(jax.tree.leaves(theta), jax.tree.leaves(own), kept)
+        return messages, error._replace(first=updated(error.first, new))
+
+    def _encoded(self, leaf: Leaf, difference: jax.Array, kept: Stored | None) -> tuple[jax.Array, Stored | None]:
+        """A device's message of its shard, [1 of each axis ..., rows, bytes], and the next error; None without one."""
+        rows, beta = self.rows(leaf), self.reduce.feedback.beta if self.reduce.feedback else 0.0
+        values = {leaf.path: rows.cut(difference.astype(jnp.float32).reshape(-1))}
+        errors = {} if kept is None else {leaf.path: rows.cut(load(kept).reshape(-1))}
+        message, compensated, new = encoded(values, errors, rows.first_codec(self.reduce), beta)
+        message = message.reshape(*(1 for _ in leaf.axes), *message.shape)
+        if kept is None:
+            return message, None
+        finite = jnp.all(jnp.isfinite(compensated[leaf.path]))
+        return message, remember({leaf.path: kept}, {leaf.path: rows.join(new[leaf.path])}, finite)[leaf.path]
+
+    def mixed(
+        self,
+        parameters: Tree,
+        error: ErrorState,
+        theta: Tree,
+        fragment: Fragment,
+        keep: jax.Array,
+        new_error: ErrorState | None,
+    ) -> tuple[Tree, ErrorState]:
+        """`arrive`, to be compiled: the parameters and the error, whole."""
+        arrived = give_back(theta, self.layout)
+        part = mixed_with(fragment.take(parameters), arrived, keep)
+        parameters = self.layout.constrain(fragment.put(parameters, part), self.layout.params)
+        return parameters, error if new_error is None else fragment.put(error, new_error)
+
+    # A method as others; its steps are those of PSDP.
+
+    @property
+    def layout(self) -> Layout:
+        """The island's own mesh."""
+        return self.inner.layout
+
+    @property
+    def inside(self) -> Layout:
+        return self.inner.inside
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self.inner.lanes
+
+    def init(self, model: Tree | None = None) -> IslandState:
+        """The state before the first step."""
+        return self.begin(self.inner.init(model))
+
+    def begin(self, start: PsdpState, step: Any = 0) -> IslandState:
+        """The state that goes on from a PSDP state."""
+        return self.renewed(IslandState(self.inner.begin(start, step), None))
+
+    def end(self, state: IslandState) -> PsdpState:
+        return self.inner.end(state.psdp)
+
+    def renewed(self, state: IslandState) -> IslandState:
+        """A state of any mesh and codec with no error of what was sent yet."""
+        error = init_error(state.psdp.parameters, self.finest, self.reduce, ISLAND)._replace(second={})
+        return state._replace(error=errors_per_fragment(error, self.schedule.fragments))
+
+    def without_error(self, state: IslandState) -> IslandState:
+        return state._replace(error=None)
+
+    def shardings(self, state: IslandState) -> IslandState:
+        """Where each array of a state lives."""
+        error = None if state.error is None else error_shardings(state.error, self.finest, ISLAND)
+        return IslandState(self.inner.shardings(state.psdp), error)
+
+    def step(self, state: IslandState, batch: Tree) -> tuple[IslandState, StepMetrics]:
+        """One step of the island alone."""
+        psdp, metrics = self.inner.step(state.psdp, batch)
+        return state._replace(psdp=psdp), metrics
+
+    def actions(self, step: int) -> Actions:
+        """What step number `step` does beside its update: nothing; rounds are due when the fleet says so."""
+        return self.inner.actions(step)
+
+    def synchronise(self, state: IslandState, after: Any) -> tuple[IslandState, None]:
+        """Nothing follows a step."""
+        del after
+        return state, None
+
+    def trained(self, state: IslandState) -> Tree:
+        """The model with the island's own parameters."""
+        return self.inner.trained(state.psdp)
+
+    def parameters_only(self, state: IslandState) -> IslandState:
+        return IslandState(self.inner.parameters_only(state.psdp), None)
+
+    def due(self, step: int) -> bool:
+        return self.inner.due(step)
+
+    def bytes_sent(self, step: int) -> int:
+        """Bytes over an axis of the mesh: none. What crosses the network, `NetworkReducer.bytes_sent` counts."""
+        del step
+        return 0
+
+    def figures(self, step: int) -> dict[str, int]:
+        return self.inner.figures(step)
+
+    def lost(self, state: IslandState, batch: Tree) -> Any:
+        """Not measured: theta is not on the devices. `config.island` refuses `reduce.measure`."""
+        raise NotImplementedError("an island does not measure what its codecs lose")
+
+    def trees(self, state: IslandState) -> dict[str, Tree]:
+        return self.inner.trees(state.psdp)
+
+    def traffic(self, step: StepShape) -> PsdpTraffic:
+        """What the steps send inside the island; `methods/island_traffic.py` has what crosses the network."""
+        return self.inner.traffic(step)

@@ -9,17 +9,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from gregale.communication.network import NetworkReducer
+from gregale.axes.layout import is_named
+from gregale.communication.network import NetworkReducer, OwnError, Reduced
+from gregale.communication.pieces import Leaf
+from gregale.communication.rows import Rows
+from gregale.communication.shards import host_device, keys_here, on_devices, shards_here
+from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
+from gregale.methods.outer import outer_step
 
 Tree = Any
+Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 """allocate(name, shape, dtype): memory for an array. It is written once, here; arrays of JAX may look into it until the
 last reference is gone, so free it then and never write it again. The same name comes again with each new version."""
+
+DIGEST_BYTES = 16
 
 
 class Held(NamedTuple):
@@ -33,50 +47,214 @@ class Prepared(NamedTuple):
     """A fragment after its outer step, not taken over yet."""
 
     index: int  # of the fragment
-    arrays: dict[str, np.ndarray]  # by name
+    arrays: Arrays  # by name
     fragment_digest: bytes
     digest: str  # of the whole outer side, if this is committed
-    finite: bool  # whether theta is; committing infinities or NaN would spoil every island
+    finite: bool  # whether theta is; infinities or NaN would spoil every island
+    group: str  # who reduced it
+    error: OwnError  # of the second leg
+
+
+class Part(NamedTuple):
+    """A fragment's arrays on this host, in the abstract."""
+
+    fragment: Fragment
+    tree: Tree  # the fragment's part of the parameters
+    leaves: list[Leaf]  # of it, as one device holds them
+    theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
+    optimizer: Tree  # the outer optimizer's state for such a dictionary
+    rows: dict[str, Rows]  # by key: how messages are cut
 
 
 class HostOuter:
     """theta and the outer optimizer's state of this host's shards, by fragment, as NumPy arrays.
 
     Nothing is changed in place: `prepare` makes new arrays, `commit` takes them over.
-    One thread calls `prepare`, `commit` and `load`; others may read meanwhile.
+    One thread calls `prepare`, `commit` and `load`; others may read meanwhile. In an island of many hosts all call
+    `begin`, and what brings theta to the devices, in the same order.
+
+    - `island`: whose layout, fragments and outer optimizer they are
+    - `allocate`: where arrays live; default: memory of this process
     """
 
-    def __init__(self, island: Island, allocate: Allocate | None = None): ...
+    def __init__(self, island: Island, allocate: Allocate | None = None):
+        self.island = island
+        self._allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
+        self._held: dict[int, Arrays] = {}  # by fragment, by name
+        self._versions: dict[int, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._errors: dict[int, tuple[str, OwnError]] = {}  # with the group whose it is
 
     def begin(self, parameters: Tree) -> None:
         """The outer side before the first round, from the island's parameters; version 0."""
+        finest = self.island.finest
+        taken = jax.jit(lambda fragment, tree: finest.constrain(fragment.take(tree), finest.params))
+        for index, part in enumerate(self.parts):
+            arrays = jax.tree.leaves(taken(part.fragment, parameters))
+            theta = {}
+            for leaf, array in zip(part.leaves, arrays, strict=True):
+                theta |= {key: np.asarray(shard) for key, shard in shards_here(leaf.path, array).items()}
+            with jax.default_device(host_device()):
+                optimizer = jax.jit(self.island.outer.init)(theta)
+            self._take_over(index, self._kept(index, theta, optimizer), version=0)
 
     def theta(self, index: int) -> Tree:
         """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`."""
+        part = self.parts[index]
+        held = self._theta(index)
+        arrays = []
+        for leaf in part.leaves:
+            shape, place = _shape(leaf), NamedSharding(self.island.layout.mesh, leaf.params)
+            arrays.append(leaf.wrap(on_devices(held, leaf.path, shape, place)))
+        return jax.tree.unflatten(jax.tree.structure(part.tree, is_leaf=is_named), arrays)
 
     def reducer(self, index: int) -> NetworkReducer:
         """The reducer of a fragment's messages."""
-        raise NotImplementedError
+        return NetworkReducer(self.island.reduce, self.parts[index].rows)
 
-    def prepare(self, index: int, gradient: Mapping[str, np.ndarray]) -> Prepared:
-        """The outer step on a fragment with the gradient of `NetworkReducer.reduce`; nothing is changed yet."""
-        raise NotImplementedError
+    def error(self, index: int, group: str) -> OwnError | None:
+        """What the second leg of a fragment has not sent yet; None if another group reduced it last.
+
+        `group`: names its members in the order of their ranks
+        """
+        last, error = self._errors.get(index, ("", None))
+        return error if last == group else None
+
+    def prepare(self, index: int, reduced: Reduced, group: str) -> Prepared:
+        """The outer step on a fragment with the average of a reduce; nothing is changed yet.
+
+        Islands that prepare from the same bits on processors of one kind come to the same bits.
+        """
+        part, held = self.parts[index], self._held[index]
+        theta = self._theta(index)
+        optimizer = jax.tree.unflatten(
+            jax.tree.structure(part.optimizer), [held[name] for name in _optimizer_names(index, part.optimizer)]
+        )
+        gradient = {key: reduced.gradient[key].reshape(shard.shape) for key, shard in part.theta.items()}
+        with jax.default_device(host_device()):
+            theta, optimizer, finite = self._outer_step(theta, optimizer, gradient)
+        arrays = self._kept(index, theta, optimizer)
+        own = _digest(arrays)
+        whole = self._joint_digest({**self._digests, index: own})
+        return Prepared(index, arrays, own, whole, bool(finite), group, reduced.error)
 
     def commit(self, prepared: Prepared, version: int) -> None:
         """Takes a prepared fragment over; `version`: the number of the round, from 1."""
+        self._held[prepared.index] = prepared.arrays
+        self._digests[prepared.index] = prepared.fragment_digest
+        self._versions[prepared.index] = version
+        self._errors[prepared.index] = prepared.group, prepared.error
 
     @property
     def digest(self) -> str:
-        """Of all arrays: equal on islands whose outer sides are equal to the last bit."""
-        raise NotImplementedError
+        """Of all arrays of this host: equal on islands whose outer sides are equal to the last bit."""
+        return self._joint_digest(self._digests)
 
     def leaves(self) -> dict[str, Held]:
         """Every array with its version, by name: what peers that heal, and checkpoints, read."""
-        raise NotImplementedError
+        held = sorted(self._held.items())
+        return {name: Held(array, self._versions[index]) for index, arrays in held for name, array in arrays.items()}
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name, from the configuration alone: to check what a peer offers."""
-        raise NotImplementedError
+        return {
+            name: (np.dtype(array.dtype), array.shape)
+            for index, part in enumerate(self.parts)
+            for name, array in _named(index, part.theta, part.optimizer).items()
+        }
 
     def load(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> None:
-        """Takes over arrays of a peer or a checkpoint, checked against `expected`; those not given stay."""
+        """Takes over whole fragments of a peer or a checkpoint, as they are; fragments not given stay.
+
+        Raises `ValueError` if a fragment is incomplete, of mixed versions, or not as `expected`; nothing changes then.
+        """
+        expected, found = self.expected(), {}
+        for name, array in arrays.items():
+            if name not in expected or (array.dtype, array.shape) != expected[name]:
+                what = f"{array.dtype}{list(array.shape)}"
+                raise ValueError(f"{name} is {what}; expected: {expected.get(name, 'no such array')}")
+            found.setdefault(int(name.split("/", 1)[0]), {})[name] = array
+        for index, part in found.items():
+            names = [name for name in expected if name.startswith(f"{index}/")]
+            if missing := set(names) - set(part):
+                raise ValueError(f"fragment {index} lacks {sorted(missing)[0]} and {len(missing) - 1} more")
+            if len(rounds := {versions[name] for name in names}) > 1:
+                raise ValueError(f"fragment {index} is of rounds {sorted(rounds)}")
+        for index, part in found.items():
+            self._take_over(index, part, versions[next(iter(part))])
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The fragments in the abstract, by number."""
+        return [self._part(self.island.fragment(index)) for index in range(self.island.schedule.fragments)]
+
+    def _part(self, fragment: Fragment) -> Part:
+        island, mesh = self.island, self.island.layout.mesh
+        tree = jax.eval_shape(fragment.take, island.parameters)
+        leaves, theta, rows = island.leaves(fragment), {}, {}
+        for leaf, array in zip(leaves, jax.tree.leaves(tree), strict=True):
+            for key in keys_here(leaf.path, _shape(leaf), NamedSharding(mesh, leaf.params)):
+                theta[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype)
+                rows[key] = island.rows(leaf)
+        return Part(fragment, tree, leaves, theta, jax.eval_shape(island.outer.init, theta), rows)
+
+    @cached_property
+    def _outer_step(self) -> Callable[..., Any]:
+        def step(theta: Tree, optimizer: Tree, gradient: Tree):
+            theta, optimizer = outer_step(self.island.outer, theta, optimizer, gradient)
+            return theta, optimizer, jnp.all(jnp.stack([jnp.isfinite(array).all() for array in jax.tree.leaves(theta)]))
+
+        return jax.jit(step)
+
+    def _theta(self, index: int) -> Arrays:
+        held = self._held[index]
+        return {key: held[_theta_name(index, key)] for key in self.parts[index].theta}
+
+    def _kept(self, index: int, theta: Tree, optimizer: Tree) -> Arrays:
+        """Arrays, by name, in memory that is to stay."""
+        kept = {}
+        for name, array in _named(index, theta, optimizer).items():
+            kept[name] = self._allocate(name, array.shape, np.dtype(array.dtype))
+            np.copyto(kept[name], np.asarray(array))
+        return kept
+
+    def _take_over(self, index: int, arrays: Arrays, version: int) -> None:
+        self._held[index], self._versions[index], self._digests[index] = arrays, version, _digest(arrays)
+        self._errors.pop(index, None)
+
+    @staticmethod
+    def _joint_digest(digests: Mapping[int, bytes]) -> str:
+        joined = b"".join(digest for _, digest in sorted(digests.items()))
+        return blake2b(joined, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    """Of the whole array."""
+    return tuple(axis.size for axis in leaf.axes)
+
+
+def _theta_name(index: int, key: str) -> str:
+    return f"{index}/theta/{key}"
+
+
+def _optimizer_names(index: int, optimizer: Tree) -> list[str]:
+    """The names of the optimizer's arrays, in the order of its leaves."""
+    paths = jax.tree_util.tree_flatten_with_path(optimizer)[0]
+    return [f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in paths]
+
+
+def _named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
+    """The arrays of both, by name."""
+    names = _optimizer_names(index, optimizer)
+    return {_theta_name(index, key): array for key, array in theta.items()} | dict(
+        zip(names, jax.tree.leaves(optimizer), strict=True)
+    )
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Of a fragment's arrays with their names."""
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for name, array in sorted(arrays.items()):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.digest()

@@ -39,9 +39,7 @@ def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
     return theta - own
 
 
-def outer_step(
-    optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree
-) -> tuple[Tree, Tree]:
+def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
     """theta += outer(g): theta and the optimizer's state after the outer step, of the same part as the gradient."""
     updates, state = optimizer.update(gradient, state, theta)
     return optax.apply_updates(theta, updates), state

@@ -1,0 +1,63 @@
+"""Arrays in shards between the devices and the memory of this host.
+
+A shard's key is `{path of its array}|{its place along each axis}`: the same on every island of the same mesh, and on
+each host another, but for what two hosts both hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+Index = tuple[slice, ...]
+
+
+def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
+    """The key of the shard of an array of this shape that lies at `index`."""
+    places = []
+    for part, size in zip(index, shape, strict=True):
+        start, stop, _ = part.indices(size)
+        places.append(start // max(1, stop - start))
+    return f"{path}|{','.join(map(str, places))}"
+
+
+def keys_here(path: str, shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
+    """The keys of an array's shards on this host, each once."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({shard_key(path, index, shape) for index in indices if index is not None})
+
+
+def shards_here(path: str, array: jax.Array) -> dict[str, jax.Array]:
+    """An array's shards on this host by key, each once, on a device of theirs."""
+    return {shard_key(path, shard.index, array.shape): shard.data for shard in array.addressable_shards}
+
+
+def on_host(messages: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """The messages of `Island.depart` by key, uint8 [rows, bytes of a row]; waits until the devices have made them.
+
+    They may be views of the devices' own memory: read only, valid as long as they are referenced.
+    """
+    found = {}
+    for path, array in messages.items():
+        shape, at = array.shape[:-2], array.ndim - 2
+        for shard in array.addressable_shards:
+            found.setdefault(shard_key(path, shard.index[:at], shape), shard.data)
+    for data in found.values():
+        data.copy_to_host_async()
+    return {key: np.asarray(data).reshape(data.shape[-2:]) for key, data in found.items()}
+
+
+def on_devices(
+    parts: Mapping[str, np.ndarray], path: str, shape: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
+    """The array of which this host has the shards of its devices, by key."""
+    return jax.make_array_from_callback(shape, sharding, lambda index: parts[shard_key(path, index or (), shape)])
+
+
+def host_device() -> Any:
+    """The device on which this host computes what is no step: its processor."""
+    return jax.local_devices(backend="cpu")[0]

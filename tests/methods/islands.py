@@ -1,0 +1,204 @@
+"""A small model, and a fleet of islands in one process that is driven by hand, in lock step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import Layout
+from gregale.codecs.config import ReduceConfig
+from gregale.communication.shards import on_host
+from gregale.methods.diloco import Diloco
+from gregale.methods.island import Island
+from gregale.methods.island_outer import HostOuter
+from gregale.methods.psdp import Psdp
+from gregale.methods.schedule import Schedule
+from gregale.optim import Optimizer
+from gregale.training.state import initial_state
+from gregale.training.stepper import Stepper
+from tests.communication.links import all_together
+
+LAYERS, ROWS = 3, 4
+Layers, Embed, Mlp = Axis("layers", LAYERS), Axis("embed", 128), Axis("mlp", 64)  # whole blocks of 64 at R = 2
+EXACTLY = ReduceConfig()
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+class Net(eqx.Module):
+    """gain * (sum over layers and mlp of tanh(x up)) + x . readout: arrays with and without layers, and a scalar."""
+
+    up: NamedArray  # [layers, embed, mlp]
+    readout: NamedArray  # [embed]
+    gain: NamedArray  # []
+
+    @staticmethod
+    def init() -> Net:
+        one, two = jax.random.split(jax.random.key(0))
+        up, readout = hax.random.normal(one, (Layers, Embed, Mlp)), hax.random.normal(two, (Embed,))
+        return Net(0.1 * up, 0.1 * readout, hax.named(jnp.float32(0.1), ()))
+
+
+def squared_error(net: Net, batch):
+    hidden = hax.tanh(hax.dot(batch["x"], net.up, axis=Embed))
+    out = net.gain * hax.sum(hidden, (Layers, Mlp)) + hax.dot(batch["x"], net.readout, axis=Embed)
+    error = out - batch["y"]
+    return hax.sum(batch["mask"] * error * error).scalar(), hax.sum(batch["mask"]).scalar()
+
+
+def rows(step: int, members: int, uneven: bool = False) -> dict[str, np.ndarray]:
+    """The rows of all members, ROWS each; with `uneven` member k masks k of its rows."""
+    random = np.random.default_rng(step)
+    x = random.normal(size=(members * ROWS, Embed.size)).astype(np.float32)
+    mask = np.ones((members, ROWS), np.float32)
+    for k in range(members if uneven else 0):
+        mask[k, : k % ROWS] = 0
+    return {"x": x, "y": np.sin(x.sum(axis=1)).astype(np.float32), "mask": mask.reshape(-1)}
+
+
+def batch_of(values: dict[str, np.ndarray], layout: Layout):
+    Rows = Axis("batch", len(values["y"]))
+    axes = {"x": (Rows, Embed), "y": (Rows,), "mask": (Rows,)}
+    named = {name: NamedArray(value, tuple(axis.name for axis in axes[name])) for name, value in values.items()}
+    return jax.device_put(named, layout.shardings(named, layout.compute))
+
+
+def psdp_on(layout: Layout) -> Psdp:
+    return Psdp(jax.eval_shape(Net.init), squared_error, Optimizer.of(optax.adam(1e-3)), layout)
+
+
+def island_on(layout: Layout, schedule: Schedule, mixing: float = 0.0, reduce: ReduceConfig = EXACTLY) -> Island:
+    return Island(psdp_on(layout), OUTER, schedule, mixing, reduce)
+
+
+@dataclass
+class Member:
+    """One island of a fleet."""
+
+    island: Island
+    step: Stepper
+    state: Any = None
+    host: HostOuter = field(init=False)
+    seen: np.ndarray = field(init=False)  # [fragment]
+    errors: dict[int, Any] = field(default_factory=dict)  # of fragments that are on their way
+
+    def __post_init__(self):
+        self.state = initial_state(self.island, Net.init)
+        self.host = HostOuter(self.island)
+        self.host.begin(self.state.method.psdp.parameters)
+        self.seen = np.zeros(self.island.schedule.fragments)
+
+    def train(self, values: dict[str, np.ndarray], step: int) -> None:
+        self.state, report = self.step(self.state, batch_of(values, self.island.layout), step)
+        self.seen += float(report.metrics.weight)
+
+    def depart(self, index: int) -> dict[str, np.ndarray]:
+        sent, self.errors[index] = self.island.depart(self.state.method, self.host.theta(index), self.fragment(index))
+        return on_host(sent)
+
+    def arrive(self, index: int, keep: float) -> None:
+        moved = self.island.arrive(
+            self.state.method, self.host.theta(index), self.fragment(index), keep, self.errors.pop(index)
+        )
+        self.state = self.state._replace(method=moved)
+
+    def fragment(self, index: int):
+        return self.island.fragment(index)
+
+    @property
+    def parameters(self) -> list[np.ndarray]:
+        return [np.asarray(array) for array in jax.tree.leaves(self.state.method.psdp.parameters)]
+
+    @property
+    def theta(self) -> list[np.ndarray]:
+        """theta, put together of the fragments."""
+        whole = self.state.method.psdp.parameters
+        for index in range(self.island.schedule.fragments):
+            whole = self.fragment(index).put(whole, jax.device_get(self.host.theta(index)))
+        return [np.asarray(array) for array in jax.tree.leaves(whole)]
+
+
+class Fleet:
+    """Islands in lock step: after each step what is due is sent, and applied `delay` steps later."""
+
+    def __init__(self, members: list[Member], uneven: bool = False):
+        self.members, self.uneven, self.rounds = members, uneven, 0
+
+    @staticmethod
+    def of(islands: list[Island], uneven: bool = False) -> Fleet:
+        """Equal islands may be one and the same object, and share what is compiled."""
+        steppers = {id(island): Stepper(island, jax.eval_shape(Net.init)) for island in islands}
+        return Fleet([Member(island, steppers[id(island)]) for island in islands], uneven)
+
+    def step(self, t: int) -> None:
+        count, schedule = len(self.members), self.members[0].island.schedule
+        values = rows(t, count, self.uneven)
+        for k, member in enumerate(self.members):
+            member.train({name: value[k * ROWS : (k + 1) * ROWS] for name, value in values.items()}, t)
+        if (index := schedule.sent(t)) is not None:
+            self.send(index, [member.seen[index] for member in self.members])
+        if (index := schedule.applied(t)) is not None:
+            for member in self.members:
+                member.arrive(index, member.island.mixing)
+
+    def send(self, index: int, weights: list[float], group: str = "all") -> None:
+        """SEND of a fragment, committed by all; weights of 0 contribute nothing."""
+        members = self.members
+        sent = [member.depart(index) for member in members]
+
+        def joined(link):
+            host = members[link.rank].host
+            mine = sent[link.rank] if weights[link.rank] > 0 else None
+            reduced = host.reducer(index).reduce(mine, weights, link, host.error(index, group), timeout_seconds=30)
+            return host.prepare(index, reduced, group)
+
+        prepared = all_together(len(members), joined)
+        self.rounds += 1
+        assert {each.digest for each in prepared} == {prepared[0].digest}
+        for member, weight, each in zip(members, weights, prepared, strict=True):
+            assert each.finite
+            before = member.host.digest
+            member.host.commit(each, self.rounds)
+            assert before != member.host.digest == each.digest
+            member.seen[index] = 0 if weight > 0 else member.seen[index]
+
+
+class Everywhere(Diloco):
+    """The mesh's form of what islands do through codecs: both legs on the pseudo-gradient, the outer step by all."""
+
+    @property
+    def outer_layout(self) -> Layout:
+        return replace(self.layout, opt_state=self.layout.inside(self.axis).opt_state)
+
+
+class InOneMesh:
+    """The same training by `Diloco` in one mesh."""
+
+    def __init__(
+        self, layout: Layout, schedule: Schedule, mixing=0.0, reduce=ReduceConfig(), kind=Diloco, uneven=False
+    ):
+        inner = psdp_on(layout.inside("replica"))
+        self.method = kind(inner, OUTER, layout, schedule, mixing=mixing, reduce=reduce)
+        self.state, self.uneven = initial_state(self.method, Net.init), uneven
+        self.stepper = Stepper(self.method, jax.eval_shape(Net.init))
+
+    def step(self, t: int) -> None:
+        layout = self.method.layout
+        values = rows(t, layout.replicas, self.uneven)
+        self.state, _ = self.stepper(self.state, batch_of(values, layout), t)
+
+    def parameters(self, k: int) -> list[np.ndarray]:
+        named = jax.tree.leaves(self.state.method.inner.parameters, is_leaf=lambda x: isinstance(x, NamedArray))
+        return [np.asarray(leaf["replica", k].array) for leaf in named]
+
+    @property
+    def theta(self) -> list[np.ndarray]:
+        whole = jax.jit(self.method.outer_parameters)(self.state.method)
+        return [np.asarray(array) for array in jax.tree.leaves(whole)]
