@@ -22,6 +22,7 @@ from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.leases import Leases
 from gregale.islands.protocol import messages as protocol
+from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, Outer, Peer, View
 from gregale.islands.protocol.member import Member
 from gregale.islands.worker import NotFinite, Worker
 from gregale.methods.schedule import Schedule
@@ -132,15 +133,16 @@ class Driver:
         self._since = 0  # steps since the last message
         self._told_due: int | None = None  # the round that was said to be due
         self._refused: str | None = None
-        self._left = False
-        self._header: protocol.Header | None = None
+        self._left = self._leaving = False
+        self._steps, self._stepped_at = 0, time.monotonic()
+        self._header: Header | None = None
         self._asking = Condition()
         self._underway: Underway | None = None
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
         self._telling = ThreadPoolExecutor(8, "telling")
-        self.outer: protocol.Outer | None = None
+        self.outer: Outer | None = None
 
     def start(self) -> None:
         """Begins: from here on the coordinator knows this island."""
@@ -153,9 +155,12 @@ class Driver:
         """A step was handed to the device."""
         with self._lock:
             self._since += 1
+            self._steps += 1
 
-    def order(self) -> Order | None:
+    def order(self, starved: bool = False) -> Order | None:
         """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
+
+        - `starved`: waits until there is something to train on too
 
         Raises `UserError` if the fleet refuses this island.
         """
@@ -165,7 +170,7 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order()
-                if order is not None or not self._must_wait():
+                if order is not None or not (self._must_wait() or (starved and self.leases.is_empty())):
                     break
                 self._changed.wait(0.5)
             waited = time.monotonic() - began
@@ -183,12 +188,14 @@ class Driver:
         def down() -> None:
             messages, weight = fetch_down()
             self.worker.took(number, messages)
-            self.post(protocol.Snapshot(weight, used))
+            self.post(protocol.Snapshot(number, weight, used, self._step_seconds(), self._leaving))
 
         self._exchange.submit(self._guarded, down)
 
     def leave(self) -> None:
         """Asks to go: the round that is under way is finished first; an order `Finish` follows."""
+        with self._lock:
+            self._leaving = True
         self.post(protocol.Leave())
 
     def saved(self, number: int) -> None:
@@ -198,7 +205,7 @@ class Driver:
     @property
     def round(self) -> int:
         """Committed rounds; -1 before the start."""
-        return self.outer.round if self.outer is not None else protocol.NO_ROUND
+        return self.outer.round if self.outer is not None else NO_ROUND
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -218,7 +225,6 @@ class Driver:
             self._changed.notify_all()
         with self._asking:
             self._asking.notify_all()
-        self.leases.close()
         self.coordinator.close()
         for threads in (self._exchange, self._healing, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
@@ -227,7 +233,8 @@ class Driver:
     # Orders.
 
     def _order(self) -> Order | None:
-        if self._arrivals and (isinstance(self._arrivals[0], Restart) or self._since >= self.pace.schedule.delay):
+        early = self._leaving or (bool(self._arrivals) and isinstance(self._arrivals[0], Restart))
+        if self._arrivals and (early or self._since >= self.pace.schedule.delay):
             return self._arrivals.popleft()
         if self._left:
             return Finish(complete=self.round >= self.pace.rounds)
@@ -244,15 +251,23 @@ class Driver:
 
     def _is_due(self) -> bool:
         return (
-            self.round != protocol.NO_ROUND
+            self.round != NO_ROUND
             and self._told_due != self.round
             and self._flying is None
             and not self._arrivals
             and self._since >= self.pace.interval(self.round)
         )
 
+    def _step_seconds(self) -> float:
+        """What a step has taken of late, as far as the trainer handed them over."""
+        with self._lock:
+            now, steps = time.monotonic(), self._steps
+            took = (now - self._stepped_at) / steps if steps else 0.0
+            self._steps, self._stepped_at = 0, now
+        return took
+
     def _must_wait(self) -> bool:
-        if self.round == protocol.NO_ROUND:
+        if self.round == NO_ROUND or self._leaving:
             return True
         if self._flying is not None or self._told_due == self.round or self._arrivals:
             return self.pace.waits and (self._flying is None or self._since >= self.pace.schedule.delay)
@@ -301,18 +316,18 @@ class Driver:
             case protocol.Left():
                 self._left = True
 
-    def _committed(self, outer: protocol.Outer, weight: float) -> None:
+    def _committed(self, outer: Outer, weight: float) -> None:
         number = outer.round - 1
         self._take_over(outer)
         self._wanted = self._flying = self._told_due = None
         self._arrivals.append(Arrive(number, weight))
         self._write_down(outer, healed=False)
 
-    def _take_over(self, outer: protocol.Outer) -> None:
+    def _take_over(self, outer: Outer) -> None:
         self.outer = outer
-        self.leases.update(outer.ledger)
+        self.leases.update(outer.ledger, self.member.holder)
 
-    def _write_down(self, outer: protocol.Outer, healed: bool) -> None:
+    def _write_down(self, outer: Outer, healed: bool) -> None:
         now, count = time.time(), self.worker.count
         at = self._underway or Underway(outer.round - 1, now, self._members, count.sent, count.received)
         self._underway = None
@@ -340,7 +355,7 @@ class Driver:
             self._members = names
         try:
             digest = self.worker.reduce(
-                action.key, action.round, action.members, action.weights, self.member.name
+                action.key, action.round, action.members, action.weights, self.member.identity.name
             )
         except (GroupFailed, NotFinite) as error:
             self.report(f"Round {action.round} is tried again: {error}", False)
@@ -348,7 +363,7 @@ class Driver:
         else:
             self.post(protocol.Reduced(action.key, digest))
 
-    def _heal(self, sources: tuple[protocol.Peer, ...]) -> None:
+    def _heal(self, sources: tuple[Peer, ...]) -> None:
         began = time.monotonic()
         with self._lock:
             self._underway = Underway(self.round, time.time(), (), self.worker.count.sent, self.worker.count.received)
@@ -394,15 +409,15 @@ class Driver:
             except (CoordinatorUnreachable, NoAnswer) as error:
                 self.post(protocol.NoView(str(error)))
                 continue
-            self.post(protocol.Seen(protocol.View(view.id, self._headers(view.headers, view.complaints))))
+            self.post(protocol.Seen(View(view.id, self._headers(view.headers, view.complaints))))
 
-    def _headers(self, found: list[dict], complaints: list[str]) -> tuple[protocol.Header, ...]:
+    def _headers(self, found: list[dict], complaints: list[str]) -> tuple[Header, ...]:
         """The headers that this version can read; a line for each of the others."""
         headers = []
         for value in found:
             try:
-                headers.append(protocol.Header.from_json(json.dumps(value)))
-            except protocol.GarbageError as error:
+                headers.append(Header.from_json(json.dumps(value)))
+            except GarbageError as error:
                 complaints = [*complaints, f"{value.get('name', 'a member')}: {error}"]
         for complaint in complaints:
             self.report(complaint, True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from gregale.errors import UserError
 from gregale.files import reason
-from gregale.islands.protocol.messages import Outer
+from gregale.islands.protocol.headers import Outer
 from gregale.methods.island_outer import Held
 
 ARRAYS, MANIFEST, PARTIAL = "arrays.bin", "manifest.json", ".partial"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from threading import Condition
+from threading import Lock
 
 from gregale.islands.protocol.ledger import Lease, Ledger
 
@@ -19,34 +19,28 @@ class Leases:
         self.name, self.holder, self._batch = name, holder, batch
         self._lease: Lease | None = None
         self._taken, self._spans = used, []
-        self._changed, self._closed = Condition(), False
+        self._lock = Lock()
 
-    def update(self, ledger: Ledger) -> None:
-        """Takes over what a committed round has leased."""
-        with self._changed:
+    def update(self, ledger: Ledger, holder: str) -> None:
+        """Takes over what a committed round has leased to this holder."""
+        with self._lock:
+            self.holder = holder
             self._lease = ledger.lease(self.name, self.holder)
-            self._changed.notify_all()
 
-    def take(self, waits: bool) -> int | None:
-        """The first example of the next batch, which is taken with it; None if none is leased.
+    def take(self) -> int | None:
+        """The first example of the next batch, which is taken with it; None if none is leased."""
+        with self._lock:
+            return self._next()
 
-        - `waits`: for one, until `close`
-        """
-        with self._changed:
-            while (first := self._next()) is None and waits and not self._closed:
-                self._changed.wait()
-            return first
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take."""
+        with self._lock:
+            return self._lease is None or not self._lease.after(self._taken).spans
 
     def used_after(self, batches: int) -> int:
         """Examples of the holder that so many batches of this process have passed, in the order they were taken."""
-        with self._changed:
+        with self._lock:
             return self._spans[batches - 1] if batches else self._before()
-
-    def close(self) -> None:
-        """Nobody waits any longer."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
     def _before(self) -> int:
         return self._spans[0] - self._batch if self._spans else self._taken

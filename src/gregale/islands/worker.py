@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.communication.network import Handle, OwnError
+from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
 from gregale.islands.engine.transfer import Fetched, fetch
-from gregale.islands.protocol.messages import Outer, Peer
+from gregale.islands.protocol.headers import Outer, Peer
 from gregale.methods.island_outer import HostOuter, Prepared
 from gregale.methods.schedule import Schedule
 
@@ -78,15 +78,6 @@ class GroupLink:
         return self.group.receive(peer, data, tag)
 
 
-class Result(NamedTuple):
-    """A reduce that is done and not decided."""
-
-    fragment: int
-    members: tuple[Peer, ...]
-    prepared: Prepared
-    error: OwnError
-
-
 @dataclass
 class Worker:
     """A host of an island.
@@ -105,8 +96,7 @@ class Worker:
     host: int = 0
     count: Count = field(default_factory=Count)
     _taken: dict[int, Messages] = field(default_factory=dict)
-    _results: dict[str, Result] = field(default_factory=dict)
-    _errors: dict[int, tuple[tuple[Peer, ...], OwnError]] = field(default_factory=dict)
+    _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
     _lock: Lock = field(default_factory=Lock)
 
@@ -114,9 +104,7 @@ class Worker:
         """Keeps this host's messages of a round; those of another round are not needed any more."""
         self._taken = {number: messages}
 
-    def reduce(
-        self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str
-    ) -> str:
+    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
         """Averages a round's fragment among the members and prepares its outer step; returns the digest of that.
 
         Raises GroupFailed, and NotFinite.
@@ -126,26 +114,28 @@ class Worker:
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
         link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
-        before, error = self._errors.get(fragment, ((), None))
+        group = " ".join(member.session for member in members)
+        error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
-            reduced = self.outer.reducer(fragment).reduce(
-                messages, weights, link, error if before == members else None, self.timeouts.reduce
-            )
+            reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
         except GroupFailed:
             self.drop_group()
             raise
-        prepared = self.outer.prepare(fragment, reduced.gradient)
+        prepared = self.outer.prepare(fragment, reduced, group)
         if not prepared.finite:
             raise NotFinite(f"the outer step of round {number} is not finite")
-        self._results[key] = Result(fragment, members, prepared, reduced.error)
+        self._results[key] = prepared
         return prepared.digest
+
+    def rehearse(self, fragment: int, messages: Messages) -> None:
+        """Computes a round of this island alone and forgets it: all that a round needs is compiled then."""
+        reduced = self.outer.reducer(fragment).reduce(messages, [1.0], Alone(), None, self.timeouts.reduce)
+        self.outer.prepare(fragment, reduced, "")
 
     def commit(self, key: str, outer: Outer) -> None:
         """Takes over a result, and serves it."""
-        result = self._results.pop(key)
+        self.outer.commit(self._results.pop(key), outer.round)
         self._results.clear()
-        self.outer.commit(result.prepared, outer.round)
-        self._errors[result.fragment] = (result.members, result.error)
         self._taken.clear()
         self.publish(outer)
 
@@ -170,7 +160,6 @@ class Worker:
         fetched = self._fetched([source.hosts[self.host] for source in sources], progress)
         outer = Outer.from_json(fetched.facts.get("outer"))
         self.outer.load(fetched.arrays, fetched.versions)
-        self._errors.clear()
         return outer
 
     def _fetched(self, addresses: Sequence[str], progress: Callable[[int, int], None]) -> Fetched:

@@ -24,7 +24,8 @@ class LighthouseOptions(Settings):
         metadata={"help": "silence after which an island is out; as islands.heartbeat_seconds", "range": SECONDS},
     )
     join_seconds: float = field(
-        default=LAN.join_seconds, metadata={"help": "how long the first to ask waits for islands that live", "range": SECONDS}
+        default=LAN.join_seconds,
+        metadata={"help": "how long the first to ask waits for islands that live", "range": SECONDS},
     )
 
 
@@ -34,7 +35,10 @@ def main(options: LighthouseOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     lighthouse = serve(options.bind, options.minimum, options.join_seconds, options.heartbeat_seconds)
-    print(f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}", flush=True)
+    print(
+        f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}",
+        flush=True,
+    )
     stopped.wait()
     lighthouse.close()
     print("The lighthouse is closed.", flush=True)

@@ -40,15 +40,17 @@ class IslandsConfig(Settings):
     minimum: int = field(
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
     )
+    start: int = field(
+        default=1, metadata={"help": "islands that have to be there for a new fleet to begin", "range": whole(1)}
+    )
     lockstep: bool = field(
         default=False,
         metadata={"help": "make exactly the same steps between rounds, and wait for all: the same to the last bit"},
     )
-    network: str = field(
-        default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS}
-    )
+    network: str = field(default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS})
     heartbeat_seconds: float | None = field(
-        default=None, metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS},
+        default=None,
+        metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS},
     )
     grace_seconds: float | None = field(
         default=None,
@@ -64,8 +66,12 @@ class IslandsConfig(Settings):
         default=None,
         metadata={"help": "for a joiner's transfer; null: 120 on a lan, 1800 on a wan", "range": SECONDS},
     )
-    lease_steps: int = field(
-        default=200, metadata={"help": "steps for which an island holds text ahead, of which it alone trains", "range": whole(1)}
+    lease_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps that an island can make without hearing of the fleet; null: 4 sync.period",
+            "range": whole(1),
+        },
     )
 
     def __post_init__(self):

@@ -44,10 +44,15 @@ STUBBORN = 2  # failed reduces of a round after which members that do not reach 
 
 @dataclass(frozen=True)
 class Begin:
-    """The fleet begins from the common seed."""
+    """The fleet begins from the common seed; who is there gets a first lease of the data."""
 
     generation: Generation
     voters: int
+    reports: tuple[Report, ...]
+
+    def ledger(self, rules: Rules) -> Ledger:
+        """The ledger that the fleet begins with."""
+        return advance(Ledger(), self.reports, rules.lot)
 
 
 @dataclass(frozen=True)
@@ -175,12 +180,14 @@ def fingerprint(view: View) -> str:
 
 
 def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
-    if len(headers) < rules.minimum:
-        return Decision(_too_few(headers, rules), None, frozenset(), (), refused)
+    if len(headers) < (needed := max(rules.minimum, rules.start)):
+        return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
     digest = _most(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
-        plan=Begin(Generation(1, fingerprint(view)), len(right)),
+        plan=Begin(
+            Generation(1, fingerprint(view)), len(right), tuple(Report(h.name, h.holder, h.used) for h in right)
+        ),
         top=right[0],
         current=frozenset(header.identity for header in right),
         sources=tuple(_peer(header) for header in right),
@@ -189,13 +196,13 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     )
 
 
-def _too_few(headers: Sequence[Header], rules: Rules) -> Wait:
-    return Wait(f"{len(headers)} of at least {rules.minimum} islands are here")
+def _too_few(headers: Sequence[Header], needed: int) -> Wait:
+    return Wait(f"{len(headers)} of at least {needed} islands are here")
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
     if len(headers) < rules.minimum:
-        return _too_few(headers, rules)
+        return _too_few(headers, rules.minimum)
     best = _newest_held(current)
     verdict = _verdict(current, best)
     if verdict == "commit" and best:

@@ -271,7 +271,8 @@ class Member:
         elif isinstance(plan, Turn):
             self._turn(view, plan, decision)
         else:
-            self.outer = replace(self.outer, generation=plan.generation, round=0, voters=plan.voters)
+            ledger = plan.ledger(self.rules)
+            self.outer = replace(self.outer, generation=plan.generation, round=0, voters=plan.voters, ledger=ledger)
             self._enter(view, m.Publish(self.outer))
             self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
 

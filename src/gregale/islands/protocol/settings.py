@@ -53,7 +53,9 @@ class Rules:
 
     minimum   fewer members in a view: nothing is reduced, nobody goes on
     lot       how the data is leased
+    start     a fleet does not begin with fewer
     """
 
     minimum: int = 1
     lot: Lot = field(default_factory=Lot)
+    start: int = 1

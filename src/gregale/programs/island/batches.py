@@ -21,17 +21,17 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
 
     - `examples`: what all islands have in common; an example is a function of its number alone
     - `placement`: of a batch on this island's mesh
-    - `take`: the first example of the batch that follows the last one taken; None if no lease has one yet. With True
-      it waits for one, which is when all that was leased is trained on and the fleet cannot be reached
+    - `take`: the first example of the batch that follows the last one taken; None if none is leased at the moment
     """
 
-    def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[bool], int | None]):
+    def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
         self._examples, self._placement, self._take = examples, placement, take
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
         self._made: deque[Future[Rows]] = deque()
 
     def __next__(self) -> dict[str, NamedArray]:
-        while len(self._made) < BATCHES_AHEAD and (first := self._take(not self._made)) is not None:
+        """The next batch; StopIteration for now if none is leased."""
+        while len(self._made) < BATCHES_AHEAD and (first := self._take()) is not None:
             self._made.append(self._threads.submit(self._batch, first))
         if not self._made:
             raise StopIteration

@@ -14,6 +14,7 @@ from typing import Any
 
 import gregale
 from gregale.axes.mesh import make_mesh
+from gregale.communication.shards import on_host
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -23,8 +24,9 @@ from gregale.islands.driver import Driver, Pace
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
 from gregale.islands.leases import Leases
-from gregale.islands.protocol.ledger import Lot, digest_of
-from gregale.islands.protocol.member import Identity, Member, seed
+from gregale.islands.protocol.headers import NO_GENERATION, NO_ROUND, Outer
+from gregale.islands.protocol.ledger import Ledger, Lot, digest_of
+from gregale.islands.protocol.member import Identity, Member
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
@@ -32,6 +34,7 @@ from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.loop import IslandLoop, Sides
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
+from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.resume import Start, starting_point
@@ -46,8 +49,10 @@ from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.training.state import TrainState
 
 ADDRESS, ROUNDS, OUTER = "island.address", "rounds.jsonl", "outer"
+LEASE_PERIODS = 4
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def joined(
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
-    record = seed(outer.digest)
+    record = Outer(NO_GENERATION, NO_ROUND, outer.digest, "", 0, Ledger())
     if saved is not None:
         read = files.read(folder, saved["round"])
         outer.load(read.arrays, read.versions)
@@ -177,8 +182,9 @@ def joined(
     identity = Identity(
         islands.own_name, session, agreement(setup, corpus, outer), gregale.__version__, (server.address,)
     )
-    lot = Lot(size=islands.lease_steps * config.batch.size, low=islands.lease_steps * config.batch.size // 2)
-    member = Member(identity, record, timing_of(islands), Rules(islands.minimum, lot), holder)
+    held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
+    lot = Lot(size=held, low=-(-held // 2))
+    member = Member(identity, record, timing_of(islands), Rules(islands.minimum, lot, islands.start), holder)
     driver = Driver(
         member=member,
         coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing_of(islands).heartbeat_seconds),
@@ -190,15 +196,27 @@ def joined(
         record=Recorder(run.path / ROUNDS, record.round),
     )
     status.follow(driver)
+    say("Compiling the steps and the rounds, before the fleet hears of this island.")
+    rehearse(setup, start.state, worker)
     driver.start()
     return Sides(outer, driver, folder, saved["seen"] if saved else [0.0] * schedule.fragments)
+
+
+def rehearse(setup: Setup, state: TrainState, worker: Worker) -> None:
+    """Compiles what steps and rounds need, so that nobody waits for a compiler later; the state stays as it is."""
+    island = setup.method
+    assert isinstance(island, Island)
+    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
+    for index in range(island.schedule.fragments):
+        messages, _ = island.depart(state.method, worker.outer.theta(index), island.fragment(index))
+        worker.rehearse(index, on_host(messages))
 
 
 def agreement(setup: Setup, corpus: Corpus, outer: HostOuter) -> str:
     """A hash of what all islands of a fleet must have in common."""
     config = asdict(setup.config)
     same = {key: config[key] for key in ("steps", "seed", "model", "sync", "reduce", "pipeline")}
-    islands = {key: config["islands"][key] for key in ("minimum", "lockstep", "lease_steps")}
+    islands = {key: config["islands"][key] for key in ("minimum", "start", "lockstep", "lease_steps")}
     shapes = {name: (np_dtype.str, list(shape)) for name, (np_dtype, shape) in outer.expected().items()}
     batch = setup.config.batch.sequence_length, setup.config.batch.size
     return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, shapes)

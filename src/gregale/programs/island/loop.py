@@ -39,9 +39,7 @@ class Sides:
 
 
 class IslandLoop(Loop):
-    """As `Loop`; the run ends when the fleet has made all its rounds, or when the island has left it.
-
-    """
+    """As `Loop`; the run ends when the fleet has made all its rounds, or when the island has left it."""
 
     def __init__(self, sides: Sides, *arguments):
         super().__init__(*arguments)
@@ -70,8 +68,9 @@ class IslandLoop(Loop):
                         driver.leave()
                         state, finish = stepper.follow(state)
                         continue
-                    if (batch := next(batches, None)) is None:
-                        break
+                    if (batch := next(batches, None)) is None:  # trained on all that was leased
+                        state, finish = stepper.follow(state, starved=True)
+                        continue
                     state, report = stepper(state, batch, step + 1)
                     step += 1
                     log.took(step, report)

@@ -45,9 +45,12 @@ class IslandStepper:
         self._driver.stepped()
         return state, report
 
-    def follow(self, state: TrainState) -> tuple[TrainState, Finish | None]:
-        """Follows the orders of now; the state that comes in may be donated. With `Finish` there are no more steps."""
-        while (order := self._driver.order()) is not None:
+    def follow(self, state: TrainState, starved: bool = False) -> tuple[TrainState, Finish | None]:
+        """Follows the orders of now; the state that comes in may be donated. With `Finish` there are no more steps.
+
+        - `starved`: there is nothing to train on, so that it follows orders until there is
+        """
+        while (order := self._driver.order(starved)) is not None:
             match order:
                 case Take(number):
                     self._depart(state, number)
@@ -91,9 +94,7 @@ class IslandStepper:
         self._seen = self._seen.at[index].add(-weight)
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
-    def _mixed(
-        self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None
-    ) -> TrainState:
+    def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
         theta = self._outer.theta(index)
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 

@@ -104,7 +104,9 @@ class Fleet:
         bind = self._network.coordinator if self._network else "127.0.0.1"
         output = self._folder / "lighthouse.log"
         self._lighthouse = start_lighthouse(f"{bind}:0", timing_of(self._islands), output)
-        names = [f"{self._name}-{chr(ord('a') + place % 26)}{place // 26 or ''}" for place in range(self._options.count)]
+        names = [
+            f"{self._name}-{chr(ord('a') + place % 26)}{place // 26 or ''}" for place in range(self._options.count)
+        ]
         for place, name in enumerate(names):
             self._members.append(self._started(place, name))
         self._view.message(
@@ -120,7 +122,12 @@ class Fleet:
         (run / "island.address").unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
-            *("--islands.lighthouse", self._lighthouse.address, "--islands.bind", site.address if site else "127.0.0.1"),
+            *(
+                "--islands.lighthouse",
+                self._lighthouse.address,
+                "--islands.bind",
+                site.address if site else "127.0.0.1",
+            ),
             *(["--fresh"] if self._options.fresh else []),
         ]
         output = self._folder / f"{name}.log"

@@ -32,7 +32,11 @@ def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:
     first = min(each["began"] for of_one in shown.values() for each in of_one)
     figure = new_figure(path, (9.0, 1.2 + 0.45 * len(rounds)))
     axes = figure.subplots()
-    kinds = {"exchange": (LINE_COLOURS[0], "under way"), "waiting": (LINE_COLOURS[3], "waited for"), "healing": (LINE_COLOURS[1], "healing")}
+    kinds = {
+        "exchange": (LINE_COLOURS[0], "under way"),
+        "waiting": (LINE_COLOURS[3], "waited for"),
+        "healing": (LINE_COLOURS[1], "healing"),
+    }
     for row, of_one in enumerate(shown.values()):
         spans = {
             "exchange": [(each["began"] - first, each["seconds"]) for each in of_one if not each.get("healed")],

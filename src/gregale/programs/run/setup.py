@@ -16,7 +16,7 @@ from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below
-from gregale.methods.config import Parts
+from gregale.methods.config import Methods, Parts
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
@@ -184,8 +184,15 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     layout = checked_layout(config, mesh, Vocab)
     model = jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
     check_parameters(model)
-    methods = config.sync.build(parts_of(config, model, layout))
+    methods = methods_of(config, parts_of(config, model, layout))
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
+
+
+def methods_of(config: TrainConfig, parts: Parts) -> Methods:
+    """The methods of a run: those of `sync` on the mesh, or of one island of a fleet that `sync` joins."""
+    if config.islands.lighthouse is None:
+        return config.sync.build(parts)
+    return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
 
 
 def parts_of(config: TrainConfig, model, layout: Layout) -> Parts:
