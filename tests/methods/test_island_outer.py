@@ -176,3 +176,44 @@ def test_closed_forms_of_bytes_are_those_of_a_fleet(reduce):
     messages = [sum(message.nbytes for message in member.depart(index).values()) for index in range(3)]
     assert traffic.device_bytes_in_flight() == max(sum(pair) for pair in zip(theta, messages, strict=True))
     assert traffic.host_bytes_in_flight() > max(messages)
+
+
+def test_a_fleet_that_comes_back_from_a_checkpoint_goes_on_bit_for_bit():
+    """theta, the outer optimizer, and the errors of both legs; those of the second would else begin anew."""
+    fleet, back, without = trained(6), Fleet.of([on_one_device(*STREAMING, FOUR_BITS)] * 2), trained(0)
+    for others in (back, without):
+        for member, saved in zip(others.members, fleet.members, strict=True):
+            member.state = jax.tree.map(np.asarray, saved.state)
+            member.state = jax.device_put(member.state, jax.tree.map(lambda x: x.sharding, saved.state))
+            member.seen = saved.seen.copy()
+            held = saved.host.leaves()
+            member.host.load({name: each.array for name, each in held.items()}, dict.fromkeys(held, 1))
+            member.errors = dict(saved.errors)
+    for member, saved in zip(back.members, fleet.members, strict=True):
+        member.host.load_own(saved.host.own_leaves(), "all")
+    for t in range(7, 12):
+        for each in (fleet, back, without):
+            each.step(t)
+    assert back.members[0].host.digest == fleet.members[0].host.digest != without.members[0].host.digest
+    for one, other in zip(back.members[1].parameters, fleet.members[1].parameters, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_errors_of_other_rows_are_refused():
+    member = trained(3).members[0]
+    own = member.host.own_leaves()
+    for how in ("shape", "row", "missing"):
+        arrays = dict(own)
+        name = next(name for name in own if name.endswith("/codes"))
+        if how == "shape":
+            arrays[name] = arrays[name][:-1]
+        elif how == "row":
+            arrays[name.replace("/codes", "1/codes")] = arrays[name]
+        else:
+            del arrays[name]
+        with pytest.raises(ValueError, match="rows"):
+            member.host.load_own(arrays, "all")
+    member.host.load_own(own, "again")
+    index = int(next(iter(own)).split("/")[0])
+    assert member.host.error(index, "all") is None
+    assert member.host.error(index, "again") is not None
