@@ -10,6 +10,7 @@ import pytest
 from gregale.axes.layout import standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
+from gregale.communication.shards import host_device
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, Parts, PsdpConfig, StreamingDilocoConfig
 from gregale.optim import SgdConfig
@@ -66,3 +67,13 @@ def test_an_island_of_many_hosts_does_not_clip_by_the_norm_of_a_part(monkeypatch
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"sync.outer.clip_norm is 1.*2 hosts.*null"):
         config.island(parts())
+
+
+def test_without_the_processor_there_is_one_clear_line(monkeypatch):
+    def none(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match="JAX_PLATFORMS=cuda,cpu"):
+        host_device()

@@ -11,7 +11,7 @@ from gregale.methods.island_traffic import IslandTraffic
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
 from tests.mesh.support import layout_of
-from tests.methods.islands import LAYERS, Fleet, Net, island_on, on_one_device
+from tests.methods.islands import LAYERS, Fleet, Net, island_on, on_one_device, rows
 
 STREAMING = Schedule(4, 3, 1, LAYERS), 0.5
 FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
@@ -80,6 +80,23 @@ def test_what_is_not_finite_is_said():
     assert host.prepare(1, Reduced(gradient, OwnError(1, {})), "all").finite
     next(iter(gradient.values()))[0] = np.nan
     assert not host.prepare(1, Reduced(gradient, OwnError(1, {})), "all").finite
+
+
+def test_nothing_is_compiled_in_a_round_that_was_compiled_before():
+    member = Fleet.of([on_one_device(*STREAMING, ReduceConfig(codec="int8", second_leg="int8"))]).members[0]
+    member.host.compile()
+    programs = {member.host.reducer(index).programs(key) for index in range(3) for key in member.host.parts[index].rows}
+
+    def sizes() -> list[int]:
+        rows = [each._cache_size() for program in programs for each in (program.add, program.encode, program.decode)]
+        return [*rows, member.host._outer_step._cache_size()]
+
+    before = sizes()
+    assert min(before) >= 1
+    member.train(rows(1, 1), 1)
+    for index in range(3):
+        Fleet([member]).send(index, [1.0])
+    assert sizes() == before
 
 
 def test_every_bit_of_every_array_is_in_the_digest():

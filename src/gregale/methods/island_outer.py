@@ -114,6 +114,14 @@ class HostOuter:
         """The reducer of a fragment's messages."""
         return NetworkReducer(self.island.reduce, self.parts[index].rows)
 
+    def compile(self) -> None:
+        """Compiles what the first round of each fragment needs on the processor; after `begin` or `load`."""
+        for index, part in enumerate(self.parts):
+            self.reducer(index).compile()
+            nothing = {key: np.zeros(shard.shape, np.float32) for key, shard in part.theta.items()}
+            with jax.default_device(host_device()):
+                self._outer_step(self._theta(index), self._optimizer(index), nothing)
+
     def error(self, index: int, group: str) -> OwnError | None:
         """What the second leg of a fragment has not sent yet; None if another group reduced it last.
 
@@ -127,11 +135,8 @@ class HostOuter:
 
         Islands that prepare from the same bits on processors of one kind come to the same bits.
         """
-        part, held = self.parts[index], self._held[index]
-        theta = self._theta(index)
-        optimizer = jax.tree.unflatten(
-            jax.tree.structure(part.optimizer), [held[name] for name in _optimizer_names(index, part.optimizer)]
-        )
+        part, theta = self.parts[index], self._theta(index)
+        optimizer = self._optimizer(index)
         gradient = {key: reduced.gradient[key].reshape(shard.shape) for key, shard in part.theta.items()}
         with jax.default_device(host_device()):
             theta, optimizer, finite = self._outer_step(theta, optimizer, gradient)
@@ -234,6 +239,11 @@ class HostOuter:
     def _theta(self, index: int) -> Arrays:
         held = self._held[index]
         return {key: held[_theta_name(index, key)] for key in self.parts[index].theta}
+
+    def _optimizer(self, index: int) -> Tree:
+        held, state = self._held[index], self.parts[index].optimizer
+        names = _optimizer_names(index, state)
+        return jax.tree.unflatten(jax.tree.structure(state), [held[name] for name in names])
 
     def _kept(self, index: int, theta: Tree, optimizer: Tree) -> Arrays:
         """Arrays, by name, in memory that is to stay."""
