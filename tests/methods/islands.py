@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -25,6 +26,7 @@ from gregale.optim import Optimizer
 from gregale.training.state import initial_state
 from gregale.training.stepper import Stepper
 from tests.communication.links import all_together
+from tests.mesh.support import layout_of
 
 LAYERS, ROWS = 3, 4
 Layers, Embed, Mlp = Axis("layers", LAYERS), Axis("embed", 128), Axis("mlp", 64)  # whole blocks of 64 at R = 2
@@ -76,6 +78,15 @@ def psdp_on(layout: Layout) -> Psdp:
 
 def island_on(layout: Layout, schedule: Schedule, mixing: float = 0.0, reduce: ReduceConfig = EXACTLY) -> Island:
     return Island(psdp_on(layout), OUTER, schedule, mixing, reduce)
+
+
+@cache
+def on_one_device(schedule: Schedule, mixing: float = 0.0, reduce: ReduceConfig = EXACTLY) -> Island:
+    """An island that tests share, with what is compiled for it."""
+    return island_on(layout_of(), schedule, mixing, reduce)
+
+
+STEPPERS: dict[int, tuple[Island, Stepper]] = {}
 
 
 @dataclass
@@ -134,8 +145,10 @@ class Fleet:
     @staticmethod
     def of(islands: list[Island], uneven: bool = False) -> Fleet:
         """Equal islands may be one and the same object, and share what is compiled."""
-        steppers = {id(island): Stepper(island, jax.eval_shape(Net.init)) for island in islands}
-        return Fleet([Member(island, steppers[id(island)]) for island in islands], uneven)
+        for island in islands:
+            if id(island) not in STEPPERS:
+                STEPPERS[id(island)] = island, Stepper(island, jax.eval_shape(Net.init))
+        return Fleet([Member(island, STEPPERS[id(island)][1]) for island in islands], uneven)
 
     def step(self, t: int) -> None:
         count, schedule = len(self.members), self.members[0].island.schedule
@@ -182,7 +195,7 @@ class InOneMesh:
     """The same training by `Diloco` in one mesh."""
 
     def __init__(
-        self, layout: Layout, schedule: Schedule, mixing=0.0, reduce=ReduceConfig(), kind=Diloco, uneven=False
+        self, layout: Layout, schedule: Schedule, mixing: float, reduce: ReduceConfig, kind: type[Diloco], uneven: bool
     ):
         inner = psdp_on(layout.inside("replica"))
         self.method = kind(inner, OUTER, layout, schedule, mixing=mixing, reduce=reduce)

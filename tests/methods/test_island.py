@@ -1,5 +1,7 @@
 """Islands that a network joins, against `Diloco` in one mesh on the same batches."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -10,18 +12,11 @@ from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.methods.diloco import Diloco
 from gregale.methods.schedule import Schedule
 from tests.mesh.support import layout_of
-from tests.methods.islands import LAYERS, Everywhere, Fleet, InOneMesh, island_on
+from tests.methods.islands import LAYERS, ROWS, Everywhere, Fleet, InOneMesh, island_on, on_one_device, rows
 
 FIRST_LEG = ReduceConfig(codec="int4")
 BOTH_LEGS = ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(beta=0.5))
 EXACTLY = ReduceConfig()
-
-
-def own_meshes(count: int, data: int = 1, model: int = 1):
-    """Layouts of as many islands, each on devices of its own."""
-    size = data * model
-    parts = [jax.devices()[k * size : (k + 1) * size] for k in range(count)]
-    return [standard_layout(make_mesh(MeshConfig(data=data, model=model), devices)) for devices in parts]
 
 
 def far(found, expected) -> float:
@@ -41,24 +36,38 @@ CASES = {
     "tau 0": (Schedule(4, 3, 0, LAYERS), 0.5, EXACTLY, Diloco, False),
     "tau 1": (Schedule(4, 4, 1, LAYERS), 0.5, EXACTLY, Diloco, True),
     "tau 2": (Schedule(4, 3, 2, LAYERS), 0.5, EXACTLY, Diloco, False),
-    "int4": (Schedule(4, 3, 1, LAYERS), 0.5, FIRST_LEG, Everywhere, False),
+    "int4": (Schedule(2, 2, 1, LAYERS), 0.5, FIRST_LEG, Diloco, False),
     "int4 and int4": (Schedule(2, 2, 1, LAYERS), 0.5, BOTH_LEGS, Everywhere, False),
 }
 
 
-def compared(case: str, islands=None, reduce=None) -> list[float]:
-    """How far islands are from one mesh over more than two periods: their parameters after each step, then theta."""
+@cache
+def trajectory(case: str) -> tuple[list, list]:
+    """In one mesh: the replicas' parameters after each step, and theta at the end."""
     schedule, mixing, config, kind, uneven = CASES[case]
-    islands = islands or [island_on(layout_of(), schedule, mixing, reduce or config)] * 2
-    fleet = Fleet.of(islands, uneven)
-    mesh = InOneMesh(layout_of(replica=len(islands)), schedule, mixing, config, kind, uneven)
-    apart = []
-    for t in range(1, 2 * schedule.period + schedule.delay + 2):
-        fleet.step(t)
+    mesh, after = InOneMesh(layout_of(replica=2), schedule, mixing, config, kind, uneven), []
+    for t in steps(schedule):
         mesh.step(t)
-        apart += [far(member.parameters, mesh.parameters(k)) for k, member in enumerate(fleet.members)]
+        after.append([mesh.parameters(k) for k in range(2)])
+    return after, mesh.theta
+
+
+def steps(schedule: Schedule) -> range:
+    """More than two periods."""
+    return range(1, 2 * schedule.period + schedule.delay + 2)
+
+
+def compared(case: str, islands=None, reduce=None) -> list[float]:
+    """How far islands are from one mesh: their parameters after each step, then theta."""
+    schedule, mixing, config, _, uneven = CASES[case]
+    fleet = Fleet.of(islands or [on_one_device(schedule, mixing, reduce or config)] * 2, uneven)
+    expected, theta = trajectory(case)
+    apart = []
+    for t, replicas in zip(steps(schedule), expected, strict=True):
+        fleet.step(t)
+        apart += [far(member.parameters, own) for member, own in zip(fleet.members, replicas, strict=True)]
     assert fleet.rounds >= 2
-    return apart + [far(member.theta, mesh.theta) for member in fleet.members]
+    return apart + [far(member.theta, theta) for member in fleet.members]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,3 +86,47 @@ def test_islands_do_what_diloco_does_in_one_mesh(case):
 )
 def test_another_arithmetic_would_be_seen(case, wrong):
     assert max(compared(case, reduce=wrong)) > 10 * AT_A_BORDER
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "model": 2}, {"replica": 2, "stage": 2}], ids=str)
+def test_islands_on_meshes_of_their_own_do_the_same(sizes):
+    """Two islands of one device, or of four, side by side."""
+    size = int(np.prod(list(sizes.values()) or [1]))
+    parts = [jax.devices()[k * size : (k + 1) * size] for k in range(2)]
+    layouts = [standard_layout(make_mesh(MeshConfig(**sizes), devices)) for devices in parts]
+    schedule, mixing, _, _, _ = CASES["tau 1"]
+    assert max(compared("tau 1", [island_on(layout, schedule, mixing) for layout in layouts])) <= AT_A_BORDER
+
+
+@pytest.mark.parametrize("members", [1, 3, 4])
+def test_all_members_of_a_fleet_come_to_the_same_bits(members):
+    schedule, mixing, reduce, _, _ = CASES["int4 and int4"]
+    fleet = Fleet.of([on_one_device(schedule, mixing, reduce)] * members, uneven=True)
+    start = fleet.members[0].theta
+    for t in range(1, 4):
+        fleet.step(t)  # compares their digests
+    for member in fleet.members:
+        for one, other in zip(member.theta, fleet.members[0].theta, strict=True):
+            assert one.tobytes() == other.tobytes()
+    assert far(fleet.members[0].theta, start) > 0.9
+
+
+def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
+    island = on_one_device(*CASES["diloco"][:2])
+    three, two = (Fleet.of([island] * count) for count in (3, 2))
+    for t in (1, 2):
+        for fleet in (three, two):
+            for k, member in enumerate(fleet.members):
+                values = rows(t, 3)
+                member.train({name: value[k * ROWS : (k + 1) * ROWS] for name, value in values.items()}, t)
+    three.send(0, [member.seen[0] for member in three.members[:2]] + [0.0])
+    two.send(0, [member.seen[0] for member in two.members])
+    late = three.members[2]
+    assert far(late.theta, two.members[0].theta) == 0
+    assert late.seen[0] == 2 * ROWS, "they count in its next round"
+    before = late.parameters
+    late.arrive(0, keep=1.0)
+    assert far(late.parameters, before) == 0
+    late.errors[0] = None
+    late.arrive(0, keep=0.0)
+    assert far(late.parameters, late.theta) == 0, "as after healing"

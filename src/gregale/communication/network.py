@@ -117,6 +117,16 @@ class NetworkReducer:
         with jax.default_device(host_device()):
             return _Reduce(self, messages or {}, weights, link, error, timeout_seconds).run()
 
+    def compile(self) -> None:
+        """Compiles what the first `reduce` needs, so that no member waits for another's compiler."""
+        with jax.default_device(host_device()):
+            for key, rows in self.rows.items():
+                programs, sizes = self.programs(key), self.row_bytes(key)
+                first, second = (np.zeros(size, np.uint8) for size in sizes)
+                total = programs.add(np.zeros(rows.row, np.float32), first, np.float32(1))
+                programs.encode(total, np.float32(1), no_error(rows.row) if programs.keeps_error else None)
+                programs.decode(second)
+
     def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
         """Bytes that a member of so many sends in a `reduce`; `sends`: whether its weight is above 0."""
         total = 0

@@ -6,12 +6,15 @@ each host another, but for what two hosts both hold.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+
+from gregale.errors import UserError
 
 Index = tuple[slice, ...]
 
@@ -59,5 +62,11 @@ def on_devices(
 
 
 def host_device() -> Any:
-    """The device on which this host computes what is no step: its processor."""
-    return jax.local_devices(backend="cpu")[0]
+    """The device on which this host computes what is no step: its processor. Raises `UserError` if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        raise UserError(
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')!r}, so JAX may not use the processor, on which islands "
+            f"make the outer step. Add it behind what is there: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
+        ) from None

@@ -4,6 +4,7 @@
 
     {fragment}/theta/{path}|{place of the shard along each axis}
     {fragment}/optimizer/{path in the state}
+    {fragment}/second/{path}|{place}/{row}/codes, scales         # only in checkpoints: the second leg's error
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gregale.axes.layout import is_named
+from gregale.codecs.feedback import Stored
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.pieces import Leaf
-from gregale.communication.rows import Rows
+from gregale.communication.rows import Rows, no_error
 from gregale.communication.shards import host_device, keys_here, on_devices, shards_here
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
@@ -112,6 +114,14 @@ class HostOuter:
         """The reducer of a fragment's messages."""
         return NetworkReducer(self.island.reduce, self.parts[index].rows)
 
+    def compile(self) -> None:
+        """Compiles what the first round of each fragment needs on the processor; after `begin` or `load`."""
+        for index, part in enumerate(self.parts):
+            self.reducer(index).compile()
+            nothing = {key: np.zeros(shard.shape, np.float32) for key, shard in part.theta.items()}
+            with jax.default_device(host_device()):
+                self._outer_step(self._theta(index), self._optimizer(index), nothing)
+
     def error(self, index: int, group: str) -> OwnError | None:
         """What the second leg of a fragment has not sent yet; None if another group reduced it last.
 
@@ -125,11 +135,8 @@ class HostOuter:
 
         Islands that prepare from the same bits on processors of one kind come to the same bits.
         """
-        part, held = self.parts[index], self._held[index]
-        theta = self._theta(index)
-        optimizer = jax.tree.unflatten(
-            jax.tree.structure(part.optimizer), [held[name] for name in _optimizer_names(index, part.optimizer)]
-        )
+        part, theta = self.parts[index], self._theta(index)
+        optimizer = self._optimizer(index)
         gradient = {key: reduced.gradient[key].reshape(shard.shape) for key, shard in part.theta.items()}
         with jax.default_device(host_device()):
             theta, optimizer, finite = self._outer_step(theta, optimizer, gradient)
@@ -183,6 +190,29 @@ class HostOuter:
         for index, part in found.items():
             self._take_over(index, part, versions[next(iter(part))])
 
+    def own_leaves(self) -> dict[str, np.ndarray]:
+        """What only this member's checkpoint needs: the second leg's errors of the rows that it owns, by name."""
+        return {name: array for index, (_, error) in self._errors.items() for name, array in _own(index, error).items()}
+
+    def load_own(self, arrays: Mapping[str, np.ndarray], group: str) -> None:
+        """Takes over `own_leaves` of a checkpoint, for the fragments that `group` reduced last; after `load`.
+
+        Raises `ValueError` if one is not as this island's rows are; nothing changes then.
+        """
+        found: dict[int, OwnError] = {}
+        for index in {int(name.split("/", 1)[0]) for name in arrays}:
+            start, rows = f"{index}/second/", {}
+            for key, cut in self.parts[index].rows.items():
+                for row in range(cut.count):
+                    if f"{start}{key}/{row}/codes" in arrays:
+                        rows[key, row] = Stored(*(arrays.get(f"{start}{key}/{row}/{part}") for part in Stored._fields))
+            found[index] = OwnError(int(arrays.get(f"{start}steps", np.int64(0))), rows)
+            offered = {name: _kind(array) for name, array in arrays.items() if name.startswith(f"{index}/")}
+            wanted = OwnError(0, {place: no_error(self.parts[index].rows[place[0]].row) for place in rows})
+            if offered != {name: _kind(array) for name, array in _own(index, wanted).items()}:
+                raise ValueError(f"the second leg's errors of fragment {index} are not of this island's rows")
+        self._errors |= {index: (group, error) for index, error in found.items()}
+
     @cached_property
     def parts(self) -> list[Part]:
         """The fragments in the abstract, by number."""
@@ -209,6 +239,11 @@ class HostOuter:
     def _theta(self, index: int) -> Arrays:
         held = self._held[index]
         return {key: held[_theta_name(index, key)] for key in self.parts[index].theta}
+
+    def _optimizer(self, index: int) -> Tree:
+        held, state = self._held[index], self.parts[index].optimizer
+        names = _optimizer_names(index, state)
+        return jax.tree.unflatten(jax.tree.structure(state), [held[name] for name in names])
 
     def _kept(self, index: int, theta: Tree, optimizer: Tree) -> Arrays:
         """Arrays, by name, in memory that is to stay."""
@@ -249,6 +284,18 @@ def _named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, A
     return {_theta_name(index, key): array for key, array in theta.items()} | dict(
         zip(names, jax.tree.leaves(optimizer), strict=True)
     )
+
+
+def _own(index: int, error: OwnError) -> Arrays:
+    """The arrays of a second leg's error, by name."""
+    arrays: Arrays = {f"{index}/second/steps": np.array(error.steps, np.int64)}
+    for (key, row), stored in error.rows.items():
+        arrays |= {f"{index}/second/{key}/{row}/{name}": array for name, array in stored._asdict().items()}
+    return arrays
+
+
+def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
+    return array.dtype, array.shape
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:

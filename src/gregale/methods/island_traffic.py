@@ -1,0 +1,109 @@
+"""What an island sends over the network, and the memory that it takes beside its steps, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import jax
+import numpy as np
+
+from gregale.audit.memory import bytes_on_device
+from gregale.axes.layout import with_shardings
+from gregale.communication.network import WAVES_AHEAD, NetworkReducer
+from gregale.methods.island import Island
+from gregale.methods.island_outer import HostOuter
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class IslandTraffic:
+    """An island among others that all contribute; nothing is allocated.
+
+    Figures are of the devices that this process addresses: of one host, where a plan simulates one.
+
+    - `island`: the method
+    - `members`: R, islands
+    """
+
+    island: Island
+    members: int
+
+    def bytes_sent(self, index: int) -> int:
+        """Bytes that one host sends in a round of a fragment: of the member that sends most, (R - 1) / R of each leg.
+
+        As many arrive.
+        """
+        return max(self._reducers[index].bytes_sent(self.members, rank) for rank in range(self.members))
+
+    def bytes_a_period(self) -> int:
+        """Bytes that one host sends in H steps: each fragment once."""
+        return sum(self.bytes_sent(index) for index in self._fragments)
+
+    def seconds(self, index: int, bytes_per_second: float) -> float:
+        """A fragment's two legs over a link of a host that carries so much each way at the same time."""
+        return self.bytes_sent(index) / bytes_per_second
+
+    def host_bytes(self) -> int:
+        """theta and the outer optimizer's state in host memory, between rounds."""
+        return sum(_bytes(self._expected(index)) for index in self._fragments)
+
+    def host_bytes_in_flight(self) -> int:
+        """The most that a round takes of host memory beside them.
+
+        The fragment's next version, its message, its average in float32, and buffers of the buckets under way: those of
+        the first legs from all others, and of the second legs of two waves.
+        """
+        return max(self._in_flight(index) for index in self._fragments)
+
+    def device_bytes(self) -> int:
+        """What a device holds between rounds beside PSDP's state: the first leg's error."""
+        abstract = jax.eval_shape(self.island.init)
+        return bytes_on_device(with_shardings(abstract.error, self.island.shardings(abstract).error))
+
+    def device_bytes_in_flight(self) -> int:
+        """The most that a round takes of a device's memory beside them: one fragment of theta and its message.
+
+        While the round is under way the fragment's next error, and at its ends theta's fragment as `params` has it.
+        """
+        return max(self._on_device(index) for index in self._fragments)
+
+    def _in_flight(self, index: int) -> int:
+        reducer = self._reducers[index]
+        legs = [[rows.count * size for size in reducer.row_bytes(key)] for key, rows in reducer.rows.items()]
+        message, second = (sum(sizes) for sizes in zip(*legs, strict=True))
+        values = sum(rows.count * rows.row for rows in reducer.rows.values())
+        waves = -(-len(reducer.buckets(self.members)) // self.members)
+        buffers = (min(WAVES_AHEAD, waves) * 2 * message + min(2, waves) * second) // waves
+        return _bytes(self._expected(index)) + message + FLOAT32 * values + buffers
+
+    def _on_device(self, index: int) -> int:
+        part = self._host.parts[index]
+        total = 0
+        for leaf, array in zip(part.leaves, jax.tree.leaves(part.tree), strict=True):
+            rows, size = self.island.rows(leaf), prod(leaf.shape)
+            message = rows.count * rows.first_codec(self.island.reduce).message_bytes(rows.row)
+            total += size * array.dtype.itemsize + message
+        return total
+
+    def _expected(self, index: int) -> Iterable[tuple[np.dtype, tuple[int, ...]]]:
+        return [each for name, each in self._host.expected().items() if name.startswith(f"{index}/")]
+
+    @property
+    def _fragments(self) -> range:
+        return range(self.island.schedule.fragments)
+
+    @cached_property
+    def _host(self) -> HostOuter:
+        return HostOuter(self.island)
+
+    @cached_property
+    def _reducers(self) -> list[NetworkReducer]:
+        return [self._host.reducer(index) for index in self._fragments]
+
+
+def _bytes(arrays: Iterable[tuple[np.dtype, tuple[int, ...]]]) -> int:
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in arrays)
