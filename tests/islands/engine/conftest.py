@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
 from gregale.islands.engine.server import Server
 
 TOKEN = b"a token of the fleet"
+
+
+@pytest.fixture(autouse=True)
+def the_extra() -> None:
+    """Skips where torchft has no wheel; everywhere else `make test` has installed it."""
+    if find_spec("torchft") is None:
+        pytest.skip("needs the extra `islands` (torchft has wheels for Linux on x86-64 alone)")
 
 
 @pytest.fixture
