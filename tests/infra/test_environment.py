@@ -102,13 +102,16 @@ def made(environment, tmp_path, monkeypatch):
 
 def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made, capfd):
     assert environment.prepare(made, "dev", "2") == 0
-    assert "2/2 installing 106 packages" in capfd.readouterr().out
+    assert "2/2 installing 121 packages" in capfd.readouterr().out
     for name in ("dev", "core"):
         assert environment.prepare(made, name, "2") == 0
     assert capfd.readouterr().out == ""
     (made.parent / "constraints.txt").write_text("other")
     assert environment.prepare(made, "core", "2") == 0
-    assert [line.split()[-1] for line in (made.parent / "pip.txt").read_text().splitlines()] == [".[dev,docs,tpu]", "."]
+    assert [line.split()[-1] for line in (made.parent / "pip.txt").read_text().splitlines()] == [
+        ".[dev,docs,tpu,islands]",
+        ".",
+    ]
 
 
 def test_core_is_not_dev(environment, made):
@@ -204,7 +207,7 @@ def closure(*extras: str) -> set[str]:
     return {name for name, _ in found} - {"gregale"}
 
 
-@pytest.mark.parametrize(("name", "extras"), [("core", ()), ("dev", ("dev", "docs", "tpu"))])
+@pytest.mark.parametrize(("name", "extras"), [("core", ()), ("dev", ("dev", "docs", "tpu", "islands"))])
 def test_the_numbers_of_packages_are_those_announced(environment, name, extras):
     assert abs(len(closure(*extras)) - environment.SETS[name].packages) <= 2, "some depend on the version of Python"
 

@@ -37,6 +37,8 @@ from gregale.islands.engine.server import Server
 # Tags of a group's messages are below this one.
 SILENT_TAG = 1 << 30
 FOR_EVER = timedelta(days=1000)
+# What Gloo says to all other waits when one has run out of time.
+CLOSED_HERE = "Application timeout"
 
 
 class GroupFailed(Exception):
@@ -59,10 +61,11 @@ class Work:
             return
         error = attempt(lambda: self._work.wait(timedelta(seconds=timeout_seconds)))
         self._work = None
+        self._group.forget(self)
         if error is not None:
             is_late = "Timed out waiting" in error
-            self._group.fail(self._what + (f" took more than {timeout_seconds:g} s" if is_late else f": {error}"))
-            raise GroupFailed(self._group.failure)
+            reason = f"{self._what} took more than {timeout_seconds:g} s" if is_late else f"{self._what}: {error}"
+            raise GroupFailed(self._group.fail_for(error, reason))
 
 
 UNDROPPED: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -82,6 +85,8 @@ class Group:
         self.rank, self.size, self.failure = rank, len(hosts), ""
         self._gloo, self._torch, self._hosts = gloo, torch, list(hosts)
         self._lock = threading.Lock()
+        self._has_failed = threading.Event()
+        self._under_way: set[Work] = set()  # Gloo neither keeps a message that nobody holds, nor its memory
         self._watchers = [
             threading.Thread(target=self._watch, args=(peer,), name=f"gregale-group-{peer}", daemon=True)
             for peer in self._peers()
@@ -140,6 +145,7 @@ class Group:
         for watcher in self._watchers:
             if watcher is not threading.current_thread():
                 watcher.join(5.0)
+        self._under_way.clear()
         UNDROPPED.discard(self)
 
     def fail(self, reason: str) -> None:
@@ -149,10 +155,20 @@ class Group:
             if gloo is None:
                 return
             self.failure = reason
+        self._has_failed.set()
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
         # A connection that is closed already fails at once and leaves the others open: the next one runs out of time.
         for peer in self._peers():
             attempt(lambda peer=peer: gloo.recv([silent], peer, SILENT_TAG + 1).wait(timedelta(milliseconds=1)))
+
+    def fail_for(self, error: str, reason: str) -> str:
+        """Fails for an error of Gloo's, unless that follows from another wait's that knows better; returns why."""
+        if CLOSED_HERE not in error or not self._has_failed.wait(1.0):
+            self.fail(reason)
+        return self.failure
+
+    def forget(self, work: Work) -> None:
+        self._under_way.discard(work)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -171,7 +187,9 @@ class Group:
         if error is not None:
             self.fail(error)
             raise GroupFailed(self.failure)
-        return Work(self, works[0], array, what)
+        work = Work(self, works[0], array, what)
+        self._under_way.add(work)
+        return work
 
     def _watch(self, peer: int) -> None:
         """Waits for the end of the connection to a peer."""
@@ -179,9 +197,9 @@ class Group:
         if gloo is None:
             return
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
-        attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
+        error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
         del gloo
-        self.fail(f"the connection to {self._hosts[peer]} has ended")
+        self.fail_for(error or "", f"the connection to {self._hosts[peer]} has ended")
 
 
 def attempt(call: Any) -> str | None:

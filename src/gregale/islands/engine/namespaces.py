@@ -100,8 +100,8 @@ def rate_limited(count: int, bandwidth: str | None) -> Iterator[Network]:
         raise UserError(f"--count is {count}; at most {MOST_SITES} islands fit into one network.")
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise UserError(
-            "--bandwidth makes network namespaces, for which one has to be root and have the tools `ip` and `tc` (package "
-            "iproute2). Run it as root, or leave --bandwidth out: the islands then share this machine's loopback."
+            "--bandwidth makes network namespaces: that takes root, and the tools `ip` and `tc` of the package "
+            "iproute2. Run it as root, or leave --bandwidth out: the islands then share this machine's loopback."
         )
     try:
         try:

@@ -134,7 +134,7 @@ class Listener(ThreadingHTTPServer):
             if not is_full:
                 self._deadlines[request] = time.monotonic() + PATIENCE_SECONDS
         if is_full:
-            self.owner.complain(f"{client_address[0]}: refused, there are {MOST_CONNECTIONS} connections.")
+            self.owner.complain(f"{client_address[0]} was refused: there are {MOST_CONNECTIONS} connections")
             super().shutdown_request(request)
         else:
             super().process_request(request, client_address)
@@ -165,7 +165,7 @@ class Listener(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):  # else the client has gone
-            self.owner.complain(f"{client_address[0]}: a request ended in {error!r}.")
+            self.owner.complain(f"{client_address[0]}: a request ended in {error!r}")
 
     @staticmethod
     def _end(request: Any) -> None:
@@ -199,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused("there is nothing at this path")
             reply = routes[self.path](body)
         except Refused as refusal:
-            self.server.owner.complain(f"{self.client_address[0]}: refused, {refusal}.")
+            self.server.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(403, canonical({"refused": str(refusal)}))
         else:
             self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
@@ -208,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
     def _read_signed(self) -> bytes:
         """The body of a request with the token's signature."""
         owner, header = self.server.owner, self.headers.get
-        self.close_connection = True  # until the request has proved good
+        is_last, self.close_connection = self.close_connection, True  # until the request has proved good
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
         signed = (self.command, self.path, header("Range", ""), moment, nonce, hashed)
         if not is_signed(owner.token, header("X-Signature", ""), *(part.encode() for part in signed)):
@@ -225,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         if digest(body) != hashed:
             raise Refused("its body is not the one that was signed")
-        self.close_connection = False
+        self.close_connection = is_last
         return body
 
     def _manifest(self, body: bytes) -> bytes:
@@ -281,7 +281,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library calls for what is not HTTP."""
         self.close_connection = True
-        self.server.owner.complain(f"{self.client_address[0]}: refused, it does not speak HTTP ({code}).")
+        self.server.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
 
     def version_string(self) -> str:
         return "gregale"

@@ -1,0 +1,36 @@
+"""Real servers on loopback; time limits are far above what anything here takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from gregale.islands.engine.server import Server
+
+TOKEN = b"a token of the fleet"
+
+
+@pytest.fixture(autouse=True)
+def the_extra() -> None:
+    """Skips where torchft has no wheel; everywhere else `make test` has installed it."""
+    if find_spec("torchft") is None:
+        pytest.skip("needs the extra `islands` (torchft has wheels for Linux on x86-64 alone)")
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    """`make_server(on_message=..., ...)`: a server that ends with the test; its complaints are in `complaints`."""
+    servers = []
+
+    def make(token: bytes = TOKEN, **options) -> Server:
+        lines: list[str] = []
+        server = Server("127.0.0.1", token, complain=lines.append, **{"on_message": dict, **options})
+        server.complaints = lines  # type: ignore[attr-defined]
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.close()

@@ -1,0 +1,202 @@
+"""Groups of Gloo: messages, and what everybody sees when one goes. Members are threads of this process here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gregale.islands.engine.group import Group, GroupFailed
+
+Build = Callable[..., list[Group]]
+
+
+@pytest.fixture
+def build(make_server) -> Iterator[Build]:
+    """`build(size, absent=())`: the members of a new group that are not absent, in the order of their ranks."""
+    groups: list[Group] = []
+    count = iter(range(100))
+
+    def make(size: int, absent: tuple[int, ...] = (), timeout_seconds: float = 10.0) -> list[Group]:
+        servers = [make_server() for _ in range(size)]
+        hosts = [server.address for server in servers]
+        for rank in absent:
+            servers[rank].close()
+        key = f"group {next(count)}"
+        with ThreadPoolExecutor(size) as threads:
+            built = [
+                threads.submit(Group.build, key, rank, hosts, servers[rank], timeout_seconds)
+                for rank in range(size)
+                if rank not in absent
+            ]
+        groups.extend(each.result() for each in built if each.exception() is None)
+        assert all(server.mailbox._values == {} for rank, server in enumerate(servers) if rank not in absent)
+        return [each.result() for each in built]
+
+    yield make
+    for group in groups:
+        group.drop()
+
+
+def failures_of(groups: list[Group], then: Callable[[], None]) -> list[tuple[float, str]]:
+    """For each wait of each member for each other: seconds after `then`, and why it failed."""
+    failures: list[tuple[float, str]] = []
+    begun = threading.Barrier(sum(group.size - 1 for group in groups) + 1)
+    moment = [0.0]
+
+    def wait(group: Group, peer: int) -> None:
+        work = group.receive(peer, np.zeros(5, np.uint8), tag=9)
+        begun.wait()
+        with pytest.raises(GroupFailed) as failed:
+            work.wait(20.0)
+        failures.append((time.monotonic() - moment[0], str(failed.value)))
+
+    pairs = [(group, peer) for group in groups for peer in range(group.size) if peer != group.rank]
+    threads = [threading.Thread(target=wait, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    time.sleep(0.1)
+    moment[0] = time.monotonic()
+    then()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == len(pairs)
+    return failures
+
+
+def test_messages_arrive_by_tag_and_in_order(build):
+    groups = build(3)
+    random = np.random.default_rng(0)
+    sent = {(a, b, tag): random.integers(0, 256, 999, np.uint8) for a in range(3) for b in range(3) for tag in range(4)}
+    sent = {key: message for key, message in sent.items() if key[0] != key[1]}
+    for message in sent.values():
+        message.flags.writeable = False  # as a view of an array of JAX is
+    works = [groups[a].send(b, message, tag) for (a, b, tag), message in sent.items()]
+    arrived = {key: np.zeros(999, np.uint8) for key in sent}
+    works += [groups[b].receive(a, arrived[a, b, tag], tag) for a, b, tag in reversed(list(sent))]
+    for work in works:
+        work.wait(10.0)
+        work.wait(10.0)
+    for key, message in sent.items():
+        np.testing.assert_array_equal(arrived[key], message)
+    for size in (1, 2, 0):
+        groups[0].send(1, np.full(size, size, np.uint8))
+    for size in (1, 2, 0):
+        buffer = np.zeros(size, np.uint8)
+        groups[1].receive(0, buffer).wait(10.0)
+        assert (buffer == size).all()
+
+
+def test_many_large_messages_in_flight(build):
+    groups = build(2)
+    message, arrived = np.arange(2**24, dtype=np.uint32).view(np.uint8), np.zeros(2**26, np.uint8)
+    spans = [slice(start, start + 2**20) for start in range(0, 2**26, 2**20)]
+    works = [groups[0].send(1, message[span], tag) for tag, span in enumerate(spans)]
+    works += [groups[1].receive(0, arrived[span], tag) for tag, span in enumerate(spans)]
+    for work in works:
+        work.wait(20.0)
+    assert np.array_equal(message, arrived)
+
+
+def test_all_know_when_one_drops_the_group(build):
+    groups = build(4)
+    failures = failures_of(groups, groups[2].drop)
+    assert max(seconds for seconds, _ in failures) < 1.0
+    reasons = {reason for _, reason in failures}
+    assert "the group was dropped here" in reasons
+    assert all("\n" not in reason and len(reason) < 300 for reason in reasons)
+    for group in groups:
+        with pytest.raises(GroupFailed):
+            group.send(0, np.zeros(1, np.uint8))
+        assert group.failure
+        group.drop()
+
+
+def test_a_member_that_says_nothing_fails_the_group(build):
+    groups = build(3)
+    begin = time.monotonic()
+    with pytest.raises(GroupFailed, match=r"receiving from 127.0.0.1:\d+ took more than 0.3 s"):
+        groups[0].receive(1, np.zeros(1, np.uint8)).wait(0.3)
+    for group in groups[1:]:
+        with pytest.raises(GroupFailed):
+            group.receive((group.rank + 1) % 3, np.zeros(1, np.uint8)).wait(20.0)
+    assert time.monotonic() - begin < 2.0
+
+
+def test_a_dropped_group_leaves_nothing(build):
+    for group in build(2):
+        group.drop()
+
+    def left() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), sum(
+            thread.name.startswith("gregale-g") for thread in threading.enumerate()
+        )
+
+    groups = build(3)
+    for group in groups:
+        group.drop()
+    assert left()[1] == 0
+    again = build(3)
+    before = left()[0]
+    for group in again:
+        group.drop()
+    assert left()[0] < before
+
+
+def test_one_that_does_not_come(build):
+    begin = time.monotonic()
+    with pytest.raises(GroupFailed, match=r"The group of 3 has not come together: .*cannot be reached: .*refused"):
+        build(3, absent=(1,), timeout_seconds=0.5)
+    assert time.monotonic() - begin < 5.0
+
+
+def test_one_that_lives_but_does_not_come(make_server):
+    servers = [make_server() for _ in range(2)]
+    hosts = [server.address for server in servers]
+    with pytest.raises(GroupFailed, match=r"has not come together: member 1 did not come within 0.3 s"):
+        Group.build("k", 0, hosts, servers[0], 0.3)
+
+
+def test_a_group_of_one(build):
+    [group] = build(1)
+    group.drop()
+    assert group.failure == "the group was dropped here"
+
+
+def test_strangers_at_gloos_door_do_no_harm(build):
+    before = listening()
+    groups = build(2)
+    doors = listening() - before
+    assert {host for host, _ in doors} == {"127.0.0.1"}
+    for host, port in doors:
+        with socket.create_connection((host, port), 5.0) as stranger:
+            stranger.sendall(os.urandom(4096))
+    buffer = np.zeros(3, np.uint8)
+    work = groups[1].receive(0, buffer)
+    groups[0].send(1, np.arange(3, dtype=np.uint8)).wait(10.0)
+    work.wait(10.0)
+    assert list(buffer) == [0, 1, 2]
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses that this process listens at."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    found = set()
+    with open("/proc/self/net/tcp") as table:
+        for fields in (line.split() for line in list(table)[1:]):
+            address, port = fields[1].split(":")
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found

@@ -1,0 +1,221 @@
+"""A host's server: what it answers to its fleet, and how it refuses everybody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from gregale.errors import UserError
+from gregale.islands.engine import server as module
+from gregale.islands.engine import state
+from gregale.islands.engine.client import Peer, post
+from gregale.islands.engine.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
+from gregale.islands.engine.signing import digest, read_token, sign
+from tests.islands.engine.conftest import TOKEN
+
+
+def test_messages_and_status(make_server):
+    server = make_server(on_message=lambda message: {"heard": message}, status=lambda: {"step": 12})
+    assert call(server.address, TOKEN, {"kind": "due", "round": 5}, 5.0) == {"heard": {"kind": "due", "round": 5}}
+    assert ask_status(server.address, TOKEN, 5.0) == {"step": 12}
+
+
+def test_one_that_refuses_says_why(make_server):
+    def refuse(message):
+        raise Refused("round 3 is over")
+
+    server = make_server(on_message=refuse)
+    with pytest.raises(Refused, match=r"refuses: round 3 is over"):
+        call(server.address, TOKEN, {}, 5.0)
+    with pytest.raises(Refused, match=r"there is no state here yet"):
+        Peer(server.address, TOKEN, 5.0).request("GET", "/manifest")
+    with pytest.raises(Refused, match=r"nothing at this path"):
+        Peer(server.address, TOKEN, 5.0).request("GET", "/../etc/passwd")
+
+
+def test_another_token_gets_nothing(make_server):
+    server = make_server(on_message=lambda message: pytest.fail("it was taken"))
+    with pytest.raises(PeerUnreachable, match=r"does it have another token"):
+        call(server.address, b"another token here", {"kind": "due"}, 5.0)
+    assert server.complaints == [
+        "127.0.0.1 was refused: its signature is missing or wrong: does it have another token?"
+    ]
+
+
+def test_a_server_without_the_token_is_not_believed(make_server):
+    other = make_server(token=b"another token here", on_message=lambda message: {"round": 99})
+    with pytest.raises(PeerUnreachable, match=r"does it have another token"):
+        call(other.address, TOKEN, {}, 5.0)
+
+
+def test_nobody_listens(make_server):
+    server = make_server()
+    server.close()
+    with pytest.raises(PeerUnreachable, match=rf"{server.address} cannot be reached: .*refused"):
+        call(server.address, TOKEN, {}, 5.0)
+
+
+def raw(server: Server, method: str, path: str, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
+    """The status line and the rest of what a server answers to a request of our own making."""
+    hashed = digest(body)
+    parts = method, path, "", f"{moment:.3f}", nonce, hashed
+    headers = {
+        "X-Nonce": nonce,
+        "X-Time": f"{moment:.3f}",
+        "X-Body": hashed,
+        "X-Signature": sign(TOKEN, *(part.encode() for part in parts)),
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        **more,
+    }
+    text = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), 5.0) as connection:
+        connection.sendall(text.encode() + b"\r\n" + body)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_what_was_heard_on_the_way_cannot_be_used_again(make_server):
+    taken = []
+    server = make_server(on_message=lambda message: taken.append(message) or {})
+    now = time.time()
+    assert b" 200 " in raw(server, "POST", "/message", b"{}", now, "n1")
+    assert b"was here before" in raw(server, "POST", "/message", b"{}", now, "n1")
+    assert b"clock is 1000 s away" in raw(server, "POST", "/message", b"{}", now - 1000, "n2")
+    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n3", **{"X-Nonce": "n4"})
+    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n5", **{"X-Body": digest(b"[]")})
+    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n6", Range="bytes=0-1")
+    assert len(taken) == 1
+
+
+def test_a_body_that_is_too_large_or_another_is_refused(make_server):
+    server = make_server(on_message=lambda message: pytest.fail("it was taken"))
+    now = time.time()
+    lengths = {"n1": "1000000000000", "n2": "-1", "n3": "1e3"}
+    for nonce, length in lengths.items():
+        assert b"at most 1048576" in raw(server, "POST", "/message", b"{}", now, nonce, **{"Content-Length": length})
+    assert b"not the one that was signed" in raw(
+        server, "POST", "/message", b"{}x", now, "n4", **{"X-Body": digest(b"{}"), "X-Signature": forged(now)}
+    )
+    assert b"a message is a JSON object" in raw(server, "POST", "/message", b"[1]", now, "n5")
+
+
+def forged(now: float) -> str:
+    parts = "POST", "/message", "", f"{now:.3f}", "n4", digest(b"{}")
+    return sign(TOKEN, *(part.encode() for part in parts))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x00\xff" * 500 + b"\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200],
+)
+def test_garbage_is_refused_in_one_line(make_server, garbage):
+    server = make_server()
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), 5.0) as connection:
+        connection.sendall(garbage)
+        with suppress(ConnectionResetError):  # it may close before it has read everything
+            assert connection.recv(100) == b""
+    assert len(server.complaints) == 1
+    assert "does not speak HTTP" in server.complaints[0]
+    assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.4)
+    server = make_server()
+    host, port = server.address.split(":")
+    with (
+        socket.create_connection((host, int(port)), 5.0) as silent,
+        socket.create_connection((host, int(port))) as slow,
+    ):
+        begin = time.monotonic()
+        for _ in range(20):
+            try:
+                slow.sendall(b"G")
+            except OSError:
+                break
+            time.sleep(0.1)
+        assert time.monotonic() - begin < 1.9
+        assert silent.recv(10) == b""
+    assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+def test_connections_are_bounded(make_server, monkeypatch):
+    monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
+    server = make_server()
+    host, port = server.address.split(":")
+    held = [socket.create_connection((host, int(port)), 5.0) for _ in range(3)]
+    time.sleep(0.1)
+    with pytest.raises(PeerUnreachable):
+        call(server.address, TOKEN, {}, 5.0)
+    assert "there are 3 connections" in server.complaints[0]
+    for connection in held:
+        connection.close()
+    time.sleep(0.2)
+    assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monkeypatch):
+    server = make_server()
+    first, second = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
+    server.publish(Snapshot(0, 1, {"a": Leaf(first, 1)}))
+    peer = Peer(server.address, TOKEN, 5.0)
+    manifest = peer.request("GET", "/manifest")
+    server.publish(Snapshot(0, 2, {"a": Leaf(second, 2)}))
+    assert peer.request("GET", "/manifest")["round"] == 2
+    got = bytearray(first.nbytes)
+    path = f"/leaf/{manifest['leaves']['a']['hash']}"
+    assert peer.read_into(path, 0, memoryview(got))
+    assert bytes(got) == first.tobytes()
+    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    server.publish(Snapshot(0, 3, {"a": Leaf(second, 2)}))
+    assert not peer.read_into(path, 0, memoryview(got))
+    peer.close()
+
+
+def test_values_for_a_group_are_bounded(make_server):
+    server = make_server()
+    message = {"group": "g", "key": "0", "value": "00" * 70_000}
+    with pytest.raises(Refused, match=r"no room for this value"):
+        post(server.address, TOKEN, "/store", message, 5.0)
+    post(server.address, TOKEN, "/store", message | {"value": "0102"}, 5.0)
+    assert server.mailbox.get("g", "0", 1.0) == b"\x01\x02"
+    server.mailbox.forget("g")
+    assert server.mailbox.get("g", "0", 0.0) is None
+
+
+def test_an_address_that_is_taken(make_server):
+    server = make_server()
+    with pytest.raises(UserError, match=r"islands.bind: .* cannot be listened at \(Address already in use\)"):
+        Server(server.address, TOKEN, dict)
+
+
+def test_token_files(tmp_path):
+    path = tmp_path / "token"
+    with pytest.raises(UserError, match=r"cannot be read \(No such file"):
+        read_token(path)
+    path.write_text(" 0123456789abcdef\n")
+    with pytest.raises(UserError, match=r"can be read by others \(mode 644\)"):
+        read_token(path)
+    os.chmod(path, 0o600)
+    assert read_token(path) == b"0123456789abcdef"
+    path.write_text("short")
+    with pytest.raises(UserError, match=r"has 5 bytes; at least 16"):
+        read_token(path)
+
+
+def test_manifests_are_plain_json(make_server):
+    server = make_server()
+    server.publish(Snapshot(2, 7, {"a": Leaf(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
+    manifest = Peer(server.address, TOKEN, 5.0).request("GET", "/manifest")
+    assert json.loads(json.dumps(manifest)) == manifest
+    leaf = manifest["leaves"]["a"]
+    assert (manifest["generation"], manifest["round"], manifest["facts"]) == (2, 7, {"tokens": 5})
+    assert (leaf["dtype"], leaf["shape"], leaf["bytes"], leaf["version"]) == ("int8", [2, 3], 6, 4)

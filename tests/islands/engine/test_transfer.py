@@ -1,0 +1,315 @@
+"""Healing: fetching a state from peers that die, stall, lie or go on training meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gregale.islands.engine import client, manifest, state, transfer
+from gregale.islands.engine.manifest import largest_manifest_bytes, read_manifest
+from gregale.islands.engine.server import Leaf, Refused, Server, Snapshot
+from gregale.islands.engine.signing import canonical
+from gregale.islands.engine.transfer import Fetched, TransferFailed, fetch
+from tests.islands.engine.conftest import TOKEN
+
+PIECE_BYTES = 1 << 16
+SIZE = 10 * PIECE_BYTES // 4 + 77
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces of 64 kB, and short patience."""
+    for module in (state, transfer, manifest):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(transfer, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
+
+
+def leaves(seed: int = 0, version: int = 4) -> dict[str, Leaf]:
+    random = np.random.default_rng(seed)
+    return {
+        "large|0": Leaf(random.standard_normal(SIZE).astype(np.float32), version),
+        "matrix|0": Leaf(random.integers(0, 9, (3, 5)).astype(np.int32), version),
+        "half|0": Leaf(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
+        "count|0": Leaf(np.asarray(seed, np.int64), version),
+        "empty|0": Leaf(np.zeros((0, 3), np.float32), version),
+    }
+
+
+STATE = leaves()
+EXPECTED = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in STATE.items()}
+
+
+def assert_is(fetched: Fetched, expected: dict[str, Leaf]) -> None:
+    assert set(fetched.arrays) == set(expected)
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(fetched.arrays[name], leaf.array)
+        assert fetched.arrays[name].dtype == leaf.array.dtype
+    assert fetched.versions == {name: leaf.version for name, leaf in expected.items()}
+
+
+@pytest.fixture
+def sources(make_server) -> list[Server]:
+    servers = [make_server() for _ in range(3)]
+    for server in servers:
+        server.publish(Snapshot(1, 4, STATE, {"position": 17}))
+    return servers
+
+
+class Way:
+    """What lies between a source and who fetches: hands bytes on until it meddles with what comes back."""
+
+    def __init__(self, source: str, meddle: Callable[[bytes, int], bytes | None]):
+        """`meddle(content, offset)`: what arrives of the bytes from `offset` on; None: the connection ends."""
+        self._source, self._meddle = source, meddle
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            host, port = self._source.split(":")
+            far = socket.create_connection((host, int(port)))
+            threading.Thread(target=self._copy, args=(near, far, lambda content, offset: content), daemon=True).start()
+            threading.Thread(target=self._copy, args=(far, near, self._meddle), daemon=True).start()
+
+    def _copy(self, origin: socket.socket, target: socket.socket, meddle) -> None:
+        offset = 0
+        try:
+            while content := origin.recv(1 << 14):
+                arrives = meddle(content, offset)
+                if arrives is None:
+                    break
+                target.sendall(arrives)
+                offset += len(content)
+        except OSError:
+            pass
+        for connection in (origin, target):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def way() -> Iterator[Callable[..., str]]:
+    """`way(server, meddle)`: the address of a way to a server."""
+    ways = []
+
+    def make(server: Server, meddle) -> str:
+        ways.append(Way(server.address, meddle))
+        return ways[-1].address
+
+    yield make
+    for each in ways:
+        each.close()
+
+
+AFTER = 20_000  # the manifest and a part of the first pieces
+
+
+def corrupt(content: bytes, offset: int) -> bytes:
+    return content if offset < AFTER else bytes(byte ^ 1 for byte in content[:100]) + content[100:]
+
+
+def cut_short(content: bytes, offset: int) -> bytes | None:
+    return content if offset < AFTER else None
+
+
+def stall(content: bytes, offset: int) -> bytes:
+    if offset >= AFTER:
+        time.sleep(3)
+    return content
+
+
+def dribble(content: bytes, offset: int) -> bytes:
+    if offset >= AFTER:
+        time.sleep(0.3)
+    return content
+
+
+def test_from_one_and_from_several(sources):
+    progress = []
+    for count in (1, 3):
+        chosen = [server.address for server in sources[:count]]
+        fetched = fetch(chosen, TOKEN, EXPECTED, 10.0, progress=lambda *done: progress.append(done))
+        assert_is(fetched, STATE)
+        total = sum(leaf.array.nbytes for leaf in STATE.values())
+        assert progress[-1] == (total, total)
+        assert fetched.received_bytes == total
+        assert (fetched.generation, fetched.round, fetched.facts) == (1, 4, {"position": 17})
+        assert fetched.complaints == []
+
+
+@pytest.mark.parametrize("meddle", [corrupt, cut_short, stall])
+def test_a_bad_source_is_replaced(sources, way, meddle):
+    bad = way(sources[0], meddle)
+    fetched = fetch([bad, sources[1].address], TOKEN, EXPECTED, 10.0)
+    assert_is(fetched, STATE)
+    for line in fetched.complaints:
+        assert bad in line
+
+
+@pytest.mark.parametrize(
+    ("meddle", "reason"),
+    [
+        (corrupt, "do not have the hash that it gave"),
+        (cut_short, r"cannot be reached: .*(ended in the middle|without response|IncompleteRead|reset|idle)"),
+        (stall, "cannot be reached: timed out"),
+    ],
+)
+def test_without_a_good_source_it_says_why_and_can_go_on(sources, way, meddle, reason):
+    bad = way(sources[0], meddle)
+    with pytest.raises(TransferFailed, match=reason) as failed:
+        fetch([bad], TOKEN, EXPECTED, 10.0)
+    assert "\n" not in str(failed.value)
+    # What has come has the right bytes, and is not fetched again.
+    fetched = fetch([sources[1].address], TOKEN, EXPECTED, 10.0, held=failed.value.arrays)
+    assert_is(fetched, STATE)
+
+
+def test_what_came_before_a_failure_is_kept(sources, way):
+    def late_cut(content: bytes, offset: int) -> bytes | None:
+        return content if offset < 3 * PIECE_BYTES else None
+
+    with pytest.raises(TransferFailed) as failed:
+        fetch([way(sources[0], late_cut)], TOKEN, EXPECTED, 10.0)
+    fetched = fetch([sources[1].address], TOKEN, EXPECTED, 10.0, held=failed.value.arrays)
+    assert_is(fetched, STATE)
+    assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * PIECE_BYTES
+
+
+def test_a_slow_source_does_not_hold_up_the_end(sources, way):
+    slow = way(sources[0], dribble)
+    begin = time.monotonic()
+    assert_is(fetch([slow, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
+    # Its first piece alone would take it 4 x 0.3 s a connection, and it would have half of eleven.
+    assert time.monotonic() - begin < 3.0
+
+
+def test_a_source_that_dies_in_the_middle(sources):
+    def kill_the_first(here: int, total: int) -> None:
+        if here > total // 3:
+            sources[0].close()
+
+    fetched = fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0, progress=kill_the_first)
+    assert_is(fetched, STATE)
+
+
+def test_nobody_and_nothing(make_server):
+    with pytest.raises(TransferFailed, match=r"there is no source"):
+        fetch([], TOKEN, EXPECTED, 1.0)
+    with pytest.raises(TransferFailed, match=r"refuses: there is no state here yet"):
+        fetch([make_server().address], TOKEN, EXPECTED, 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(TransferFailed, match=rf"{address} cannot be reached: timed out"):
+            fetch([address], TOKEN, EXPECTED, 5.0)
+
+
+def test_the_time_is_kept(sources, way):
+    with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
+        fetch([way(sources[0], dribble)], TOKEN, EXPECTED, 0.5)
+
+
+def test_only_what_is_not_here_is_fetched(sources):
+    held = {name: leaf.array for name, leaf in STATE.items()}
+    fetched = fetch([sources[0].address], TOKEN, EXPECTED, 10.0, held=held)
+    assert fetched.received_bytes == 0
+    assert all(fetched.arrays[name] is held[name] for name in held)
+    changed = held["large|0"].copy()
+    changed[-1] += 1
+    before = changed.copy()
+    fetched = fetch([sources[0].address], TOKEN, EXPECTED, 10.0, held={**held, "large|0": changed})
+    assert_is(fetched, STATE)
+    assert fetched.received_bytes == STATE["large|0"].array.nbytes % PIECE_BYTES
+    np.testing.assert_array_equal(changed, before)
+
+
+def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
+    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    server, after = sources[0], leaves(seed=1, version=5)
+    after["matrix|0"] = STATE["matrix|0"]
+
+    def commit(here: int, total: int) -> None:
+        if total // 3 < here and server.shelf._snapshot.round == 4:
+            server.publish(Snapshot(1, 5, after))
+
+    fetched = fetch([server.address], TOKEN, EXPECTED, 10.0, progress=commit)
+    assert fetched.round == 5
+    assert_is(fetched, after)
+
+
+def test_the_newest_and_then_the_many_are_right(sources):
+    sources[0].publish(Snapshot(1, 5, leaves(seed=1)))
+    assert fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0).round == 5
+    sources[1].publish(Snapshot(1, 5, leaves(seed=2)))
+    sources[2].publish(Snapshot(1, 5, leaves(seed=2)))
+    assert_is(fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0), leaves(seed=2))
+
+
+def no_allocation(shape, dtype):
+    pytest.fail("something was allocated")
+
+
+def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources):
+    offered = sources[0].shelf.manifest()
+    liar = sources[1]
+    liar.shelf.manifest = lambda: offered.replace(f"[{SIZE}]".encode(), b"[250000000000]")
+    with pytest.raises(TransferFailed, match=r"offers large\|0 as float32\[250000000000\].*; here it is float32"):
+        fetch([liar.address], TOKEN, EXPECTED, 10.0, allocate=no_allocation)
+    fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
+    assert_is(fetched, STATE)
+    assert len(fetched.complaints) == 1
+
+
+def test_a_reply_that_never_ends_is_not_read(make_server, way):
+    endless = make_server()
+    endless.shelf.manifest = lambda: b"[" * (largest_manifest_bytes(EXPECTED) + 1)
+    with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
+        fetch([endless.address], TOKEN, EXPECTED, 10.0, allocate=no_allocation)
+
+
+def test_what_a_server_says_fits_into_what_is_expected(sources):
+    assert len(sources[0].shelf.manifest()) < largest_manifest_bytes(EXPECTED) - 2**20
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m["leaves"].pop("count|0"), r"does not have: count\|0"),
+        (lambda m: m["leaves"].update(more=m["leaves"]["count|0"]), r"offers an array that is not expected here: more"),
+        (lambda m: m["leaves"]["half|0"].update(dtype="object"), r"half\|0 as object"),
+        (lambda m: m["leaves"]["half|0"].update(shape=[7, 2]), r"half\|0 as bfloat16\[7, 2\]"),
+        (lambda m: m["leaves"]["large|0"]["pieces"].pop(), r"large\|0 with hashes that do not belong together"),
+        (lambda m: m["leaves"]["large|0"].update(hash="00"), r"large\|0 with hashes that do not belong together"),
+        (lambda m: m.update(piece_bytes=1), r"another version of Gregale"),
+        (lambda m: m.update(round=1.5), r"is no integer"),
+        (lambda m: m.update(leaves=None), r"a manifest that is none"),
+        (lambda m: m.pop("facts"), r"a manifest that is none"),
+    ],
+)
+def test_manifests_that_are_not_as_expected(sources, change, reason):
+    offered = client.Peer(sources[0].address, TOKEN, 5.0).request("GET", "/manifest")
+    assert read_manifest("it", offered, EXPECTED).round == 4
+    change(offered)
+    with pytest.raises(Refused, match=reason):
+        read_manifest("it", offered, EXPECTED)
+
+
+def test_another_token(sources):
+    with pytest.raises(TransferFailed, match=r"does it have another token"):
+        fetch([sources[0].address], b"another token here", EXPECTED, 5.0, allocate=no_allocation)
+    assert canonical({"b": 1, "a": [None]}) == b'{"a":[null],"b":1}'
