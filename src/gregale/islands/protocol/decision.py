@@ -28,7 +28,7 @@ others heal from it. "No two members commit different states" holds for every ge
 Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
 someone saw the one before": a member that comes back alone, or two after a restart of the coordinator (ids begin at 1
 again and may catch up with the ids seen), drops what a missing one had committed; one that healed counts as a
-witness of what it never took part in; the answer to an ask that was given up is a view that this member was in and never saw.
+witness of what it never took part in; an ask that was given up may have been in a view that its member never saw.
 """
 
 from collections import Counter

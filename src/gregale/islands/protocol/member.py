@@ -5,6 +5,7 @@ grace is over -> Ask -> `Seen` a view -> Reduce -> `Reduced` -> Ask, with what i
 behind asks, is told by the view whom to heal from, and goes on asking while it heals, so that nobody waits for it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,21 @@ class Member:
         """Whether it has left or was refused."""
         return self._done
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to leave: the next snapshot may be the final one."""
+        return self._leave_by is not None
+
+    def next_tick(self) -> float:
+        """When the next `Tick` is needed, if nothing else happens before."""
+        times = [self._leave_by, self._reducing[1] if self._reducing else None]
+        if not self._reducing:
+            times += [self._ping_at if self._own and self._due else None]
+            if not self._waiting_for:
+                wanted = self._due or self._held or self._behind
+                times += [max(self._retry_at, 0.0 if self._snapshot else self._grace_end) if wanted else None]
+        return min((max(time, self._now) for time in times if time is not None), default=math.inf)
+
     # Events.
 
     def handle(self, event: m.Event) -> list[m.Action]:
@@ -203,9 +219,12 @@ class Member:
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
             return
+        if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
+            return
         self._drop_round()
         self.outer, self._voter, self._seen = outer, False, 0
         self.holder = self.identity.session
+        self._do(m.Install(outer))
         self._behind, self._moved = True, self._waiting_for
 
     def _on_healfailed(self, event: m.HealFailed) -> None:
@@ -354,7 +373,8 @@ class Member:
             self._voter, self._seen = False, 0
             self._do(m.Publish(self.outer))
         elif not self._healing:
-            if self._me in decision.differ:
+            self._differs = self._me in decision.differ
+            if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted = True, top
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))

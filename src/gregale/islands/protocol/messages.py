@@ -75,7 +75,10 @@ class ReduceFailed:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A peer's outer state is here, hashed and complete; `outer` is what the state in hand is."""
+    """A peer's outer state is here, hashed and complete, beside the own one; `outer` is its record.
+
+    It becomes the own one by `Install` in the answer; without that it is of no use.
+    """
 
     outer: Outer
 
@@ -176,6 +179,13 @@ class Heal:
     generation: Generation
     round: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The state that was fetched is the outer state now. Publish both together."""
+
+    outer: Outer
 
 
 @dataclass(frozen=True, slots=True)
