@@ -66,7 +66,7 @@ class Member:
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._moved = False  # the state changed since the ask: its view means nothing
-        self._behind = outer.round == NO_ROUND  # has to see a view before anything else
+        self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
         self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
         self._leave_by: float | None = None
@@ -131,7 +131,7 @@ class Member:
         if not self._reducing:
             times += [self._ping_at if self._own and self._due else None]
             if not self._waiting_for:
-                wanted = self._due or self._held or self._behind
+                wanted = self._due or self._held or self._attentive
                 times += [max(self._retry_at, 0.0 if self._snapshot else self._grace_end) if wanted else None]
         return min((max(time, self._now) for time in times if time is not None), default=math.inf)
 
@@ -165,7 +165,7 @@ class Member:
 
     def _on_due(self, event: m.Due) -> None:
         if event.round is not None and event.round > self.outer.round:
-            self._behind = True
+            self._attentive = True
         elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
             self._begin_round(own=event.round is None)
 
@@ -225,7 +225,7 @@ class Member:
         self.outer, self._voter, self._seen = outer, False, 0
         self.holder = self.identity.session
         self._do(m.Install(outer))
-        self._behind, self._moved = True, self._waiting_for
+        self._attentive, self._moved = True, self._waiting_for
 
     def _on_healfailed(self, event: m.HealFailed) -> None:
         self._healing = False
@@ -238,7 +238,7 @@ class Member:
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
-            if self._behind or self._healing or self.outer.round == NO_ROUND:
+            if self._healing or self.outer.round == NO_ROUND:
                 self._leave(clean=False)
             else:
                 self._begin_round(own=True)
@@ -263,7 +263,7 @@ class Member:
         self._peers = tuple(h.hosts[0] for h in event.view.headers if h.hosts and h.identity != self._me)
         self._slowest = max(header.step_seconds for header in event.view.headers)
         if self._me in decision.current:
-            self._behind = False
+            self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -302,7 +302,7 @@ class Member:
 
     def _enter(self, view: View, action: m.Action) -> None:
         """A new state of record, agreed in `view`."""
-        self._voter, self._seen = True, view.id
+        self._voter, self._seen, self._attentive = True, view.id, False
         self._do(action)
 
     def _form(self, view: View, plan: Form) -> None:
@@ -327,7 +327,7 @@ class Member:
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter = not prepared.last
+        self._voter, self._attentive = not prepared.last, False
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         if prepared.last:
@@ -353,10 +353,10 @@ class Member:
 
     def _heal_later(self, decision: Decision) -> None:
         """Others commit in this view what this member does not hold: the next view says from whom to heal."""
-        self._behind, self._seen = True, 0
+        self._seen = 0
 
     def _catch_up(self, decision: Decision) -> None:
-        self._behind, top = True, decision.top
+        self._attentive, top = True, decision.top
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
@@ -396,7 +396,7 @@ class Member:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
         ready = self._due and (self._snapshot is not None or self._now >= self._grace_end)
-        if ready or self._held or self._behind:
+        if ready or self._held or self._attentive:
             self._asked += 1
             self._waiting_for = True
             self._do(m.Ask(self.header))

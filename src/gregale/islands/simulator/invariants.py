@@ -35,6 +35,13 @@ class Invariants:
         if self.committed.setdefault((outer.generation, outer.round), state) != state:
             raise BrokenError(f"two states are committed for round {outer.round} of {outer.generation}")
 
+    def begin(self, new: Generation, elsewhere: bool) -> None:
+        """A fleet begins; `elsewhere`: there is one already, which it does not see."""
+        self.lines[new] = (None, elsewhere)
+        self.forked |= elsewhere
+        if not elsewhere:
+            self.consumed.clear()
+
     def turn(self, new: Generation, old: Generation, unsure: bool) -> None:
         """A generation begins; `unsure`: members of the old one may live on elsewhere."""
         self.lines[new] = (old, unsure)

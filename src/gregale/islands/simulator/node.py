@@ -1,6 +1,7 @@
 """An island in the simulated world: a real member, with a model of its engine and of its trainer."""
 
 import hashlib
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,13 @@ class Node:
         identity = Identity(name, session, "config", "1", (name,))
         self.member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules, decide=world.decide)
         self.identity = f"{name}/{session}"
-        self.alive, self.paused = True, False
+        self.alive, self.paused, self.final = True, False, False  # final: its trainer makes no more steps
         self.kept: list[m.Event] = []  # what happened while it was paused
         self.asking, self.asked_weight = 0, 0.0
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
         self.used, self.position = 0, 0
-        self.contribution, self.due_number, self.woken = "", 0, 0.0
+        self.contribution, self.due_number, self.wake_at = "", 0, math.inf
         self.cut_off_at: float | None = None
 
     def tell(self, event: m.Event) -> None:
@@ -55,13 +56,13 @@ class Node:
 
     def _wake(self) -> None:
         at = max(self.member.next_tick(), self.world.now + 0.01)
-        if self.alive and at < 1e9 and not self.world.now < self.woken <= at:
-            self.woken = at
-            self.world.later(at - self.world.now, self._woken)
+        if self.alive and at < self.wake_at:
+            self.wake_at = at
+            self.world.later(at - self.world.now, lambda: self._woken(at))
 
-    def _woken(self) -> None:
-        if self.alive and not self.paused:
-            self.woken = 0.0
+    def _woken(self, at: float) -> None:
+        if at == self.wake_at:
+            self.wake_at = math.inf
             self.tell(m.Tick(self.world.now))
 
     def _do_ask(self, action: m.Ask) -> None:
@@ -92,17 +93,21 @@ class Node:
         self.world.later(self.world.rng.random() * self.step_seconds, lambda: self._snapshot(action.round))
 
     def _snapshot(self, round: int) -> None:
-        final = self.member.leaving
         if not self.alive or self.paused:
             return
+        if not self.final:
+            self._train()
+        self.final = self.member.leaving
+        self.contribution = hashed(self.identity, round, self.used)
+        self.tell(m.Snapshot(round, 1.0 + self.world.examples, self.used, self.step_seconds, self.final))
+
+    def _train(self) -> None:
         lease = self.member.outer.ledger.lease(self.name, self.member.holder)
         left = lease.after(self.used).spans if lease else ()
         examples = [example for start, stop in left for example in range(start, stop)][: self.world.examples]
         for example in examples:
             self.world.invariants.consume(example, self.identity)
         self.used += len(examples)
-        self.contribution = hashed(self.identity, round, self.used)
-        self.tell(m.Snapshot(round, 1.0 + len(examples), self.used, self.step_seconds, final))
 
     def _do_reduce(self, action: m.Reduce) -> None:
         self.reducing = action.key

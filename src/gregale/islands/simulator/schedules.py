@@ -112,7 +112,7 @@ def _calm(world: World, names: list[str]) -> None:
     _mend(world, set(world.cuts))
     for name in list(world.nodes):
         world.resume(name)
-    while sum(node.alive for node in world.nodes.values()) < max(world.rules.minimum, 1):
+    while sum(node.alive and not node.member.leaving for node in world.nodes.values()) < max(world.rules.minimum, 1):
         names.append(f"i{len(names)}")
         world.start(names[-1])
 

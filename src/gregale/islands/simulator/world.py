@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import Decision, Turn, Wait, decide
-from gregale.islands.protocol.headers import Header, Outer, View, seed
+from gregale.islands.protocol.decision import Begin, Decision, Turn, Wait, decide
+from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules, Timing
@@ -264,7 +264,10 @@ class World:
         if view is not self.decided[0]:
             decision = decide(view, rules)
             self.decided = (view, decision)
-            if isinstance(decision.plan, Turn) and decision.top:
-                unsure = decision.plan.waited or self.restarts > 0
-                self.invariants.turn(decision.plan.generation, decision.top.generation, unsure)
+            plan = decision.plan
+            if isinstance(plan, Turn) and decision.top:
+                self.invariants.turn(plan.generation, decision.top.generation, plan.waited or self.restarts > 0)
+            elif isinstance(plan, Begin):
+                living = any(n.alive and self.states[n.identity].round > NO_ROUND for n in self.nodes.values())
+                self.invariants.begin(plan.generation, living)
         return self.decided[1]
