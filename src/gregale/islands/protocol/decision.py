@@ -13,10 +13,11 @@ the next round they are the acceptors:
   repeated, and no coordinator without memory makes two members commit different results for a round of a generation.
   A result that may have been committed by absent members is never dropped.
 
-So much for differing commits. That no committed round is lost needs more, as the members of a view may go on without the
-others: a view goes on only if nobody can have gone on elsewhere. Either all voters are in it, or a *witness* is: a voter
-all of whose asks were answered and who saw the view with this id or the one before (ids count changes of membership: it
-was in every view since). Where neither is so, the view waits for `turnover_seconds` for the others (`Header.waited`).
+So much for differing commits. That no committed round is lost needs more, as the members of a view may go on without
+the others: a view goes on only if nobody can have gone on elsewhere. Either all voters are in it, or a *witness* is: a
+voter all of whose asks were answered and who saw the view with this id or the one before (ids count changes of
+membership: it was in every view since). Where neither is so, the members wait for `turnover_seconds` for the others
+(`Header.waited`).
 
 With half of the voters or fewer, or a result that absent members may have committed and too few hold, or after a wait,
 the members in the view begin a new *generation*: its name is made of this view, so no other view begins the same, and
@@ -228,8 +229,8 @@ def _verdict(current: list[Header], best: Held | None) -> str:
     here = {header.identity for header in current}
     absent = sum(elector not in here for elector in best.electors)
     holders = sum(_holds(header, best) for header in present)
-    # A voter that is here and does not hold it must be able to vouch that nothing was committed: so the result is
-    # redone with it, unless absent ones may have committed it. One that keeps failing vouches for nothing (`_witnessed`).
+    # A voter that is here and does not hold it must be able to witness that nothing was committed: so the result is
+    # redone with it, unless absent ones may have committed it. One that keeps failing is no witness (`_witnessed`).
     others = any(not _holds(header, best) and header.failures < STUBBORN for header in present)
     overtaken = any(header.ballot > best.ballot for header in current)
     if 2 * holders > voters and not overtaken and (absent or not others):

@@ -65,7 +65,6 @@ class Member:
         self._numbers: dict[str, int] = {}  # the asks in the last view
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
-        self._moved = False  # the state changed since the ask: its view means nothing
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
         self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
@@ -188,7 +187,7 @@ class Member:
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
-        self._waiting_for, self._moved, self._seen = False, False, 0
+        self._waiting_for, self._seen = False, 0
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -225,7 +224,7 @@ class Member:
         self.outer, self._voter, self._seen = outer, False, 0
         self.holder = self.identity.session
         self._do(m.Install(outer))
-        self._attentive, self._moved = True, self._waiting_for
+        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
     def _on_healfailed(self, event: m.HealFailed) -> None:
         self._healing = False
@@ -250,10 +249,12 @@ class Member:
         return f"{self.identity.name}/{self.identity.session}"
 
     def _on_seen(self, event: m.Seen) -> None:
-        moved, self._waiting_for, self._moved = self._moved, False, False
+        if not self._waiting_for:
+            return
+        self._waiting_for = False
         mine = next((h for h in event.view.headers if h.identity == self._me), None)
-        repeated = self._repeats(event.view)
-        if mine is None or mine.asked != self._asked or moved or repeated:
+        if self._repeats(event.view) or mine is None or mine.asked != self._asked:
+            self._seen = 0
             return
         decision = self._decide(event.view, self.rules)
         if self._me in decision.refused:
@@ -290,7 +291,7 @@ class Member:
         elif isinstance(plan, Turn):
             self._turn(view, plan, decision)
         else:
-            self.outer = replace(self.outer, generation=plan.generation, round=0, voters=plan.voters)
+            self._rename(plan.generation, 0, plan.voters)
             self._enter(view, m.Publish(self.outer))
             self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
 
@@ -344,11 +345,7 @@ class Member:
         if plan.settle:
             self._commit(view, plan.generation, plan.voters)
         else:
-            self.outer = replace(self.outer, generation=plan.generation, voters=plan.voters)
-            self._ballot = self._failures = 0
-            if self._held:
-                self._do(m.Discard(self._held.held.key))
-                self._held = None
+            self._rename(plan.generation, self.outer.round, plan.voters)
             self._enter(view, m.Publish(self.outer))
 
     def _heal_later(self, decision: Decision) -> None:
@@ -368,8 +365,7 @@ class Member:
             self._commit(None, top.generation, top.voters)
             self._voter = same and not self._done
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
-            self._drop_round()
-            self.outer = replace(self.outer, generation=top.generation, round=top.round, voters=top.voters)
+            self._rename(top.generation, top.round, top.voters)
             self._voter, self._seen = False, 0
             self._do(m.Publish(self.outer))
         elif not self._healing:
@@ -379,13 +375,23 @@ class Member:
             self._healing, self._wanted = True, top
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
+    def _rename(self, generation: Generation, round: int, voters: int) -> None:
+        """The same state in another generation; the round that is due stays so."""
+        self._drop_results()
+        self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
+
     def _drop_round(self) -> None:
         """Nothing of the round that was under way is of use any more."""
+        self._drop_results()
+        self._forget_round()
+
+    def _drop_results(self) -> None:
         if self._reducing:
             self._do(m.DropGroup())
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        self._forget_round()
+        self._reducing = self._held = None
+        self._ballot = self._failures = 0
 
     def _leave(self, clean: bool) -> None:
         self._drop_round()

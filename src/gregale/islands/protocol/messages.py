@@ -23,7 +23,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The round after `round` is due: this island made its steps (`round` None), or a peer says so."""
+    """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
+
+    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins.
+    """
 
     round: int | None = None
 
@@ -107,9 +110,11 @@ Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`: one ask at a time.
+    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`.
 
-    Send it once: a repeated ask would put an old promise into a later view.
+    There is one ask at a time, but after `Healed` a new one takes the place of one that is not answered yet: the
+    older one's answer must not be told any more. Send an ask once: a repeated one would put an old promise into a
+    later view.
     """
 
     header: Header
@@ -190,7 +195,10 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The outer state stays, but its record is another: the fleet began, or went over to a new generation."""
+    """The outer state stays, but its record is another: the fleet began, or went over to a new generation.
+
+    A round that was due stays due.
+    """
 
     outer: Outer
 

@@ -93,7 +93,9 @@ class Node:
         self.world.later(self.world.rng.random() * self.step_seconds, lambda: self._snapshot(action.round))
 
     def _snapshot(self, round: int) -> None:
-        if not self.alive or self.paused:
+        if self.paused:
+            self.world.later(0.1, lambda: self._snapshot(round))
+        if self.paused or not self.alive:
             return
         if not self.final:
             self._train()

@@ -1,7 +1,7 @@
 """The simulated world: a clock, a network that loses, delays and repeats, a coordinator, and nodes that come and go.
 
-`schedules.run` makes a random schedule of faults in it. Nothing depends on anything but the seed; `trace` gets a line for
-everything that happens.
+`schedules.run` makes a random schedule of faults in it. Nothing depends on anything but the seed; `trace` gets a line
+for everything that happens.
 """
 
 import heapq
