@@ -14,6 +14,7 @@ LAYERS = [
     {"methods"},
     {"training"},
     {"services"},
+    {"islands"},
     {"programs"},
     {"cli", "__main__"},
 ]

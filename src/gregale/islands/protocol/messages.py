@@ -225,4 +225,7 @@ class Left:
     clean: bool
 
 
-Action = Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Heal | Publish | Note | Refused | Left
+Action = (
+    Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Heal | Install | Publish
+    | Note | Refused | Left
+)  # fmt: skip

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import seed
-from gregale.islands.protocol.member import Identity, Member
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.standing import Identity
 
 if TYPE_CHECKING:
     from gregale.islands.simulator.world import World
@@ -31,6 +32,7 @@ class Node:
         self.identity = f"{name}/{session}"
         self.alive, self.paused, self.final = True, False, False  # final: its trainer makes no more steps
         self.kept: list[m.Event] = []  # what happened while it was paused
+        self.previous = self.member.outer  # the record before the newest one
         self.asking, self.asked_weight = 0, 0.0
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
@@ -142,8 +144,7 @@ class Node:
             self.begin_interval()
 
     def _do_install(self, action: m.Install) -> None:
-        self.world.invariants.install(self.world.states[self.identity], action.outer)
-        self.world.states[self.identity] = action.outer
+        self.world.installed(self, action.outer)
         self.begin_interval()
 
     def begin_interval(self) -> None:

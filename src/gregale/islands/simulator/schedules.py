@@ -107,7 +107,7 @@ FAULTS: list[Callable[[World, random.Random, str, list[str]], None]] = [
 def _calm(world: World, names: list[str]) -> None:
     """All faults end; there are at least two islands."""
     world.log("all faults end")
-    world.weather = Weather(0.0, 0.0, 0.0, 0.0)
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
     world.start_coordinator()
     _mend(world, set(world.cuts))
     for name in list(world.nodes):

@@ -40,6 +40,7 @@ class Weather:
     late: float
     repeated: float
     failing: float  # share of reduces that fail at a member for no reason
+    stale: float  # share of sources that give the state before their newest one
     delay: float = 0.01
 
 
@@ -59,6 +60,7 @@ class World:
             late=rng.choice((0.0, 0.1)) if rough else 0.0,
             repeated=rng.choice((0.0, 0.1)) if rough else 0.0,
             failing=rng.choice((0.0, 0.05, 0.3)),
+            stale=rng.choice((0.0, 0.2)),
         )
         self.now, self.count = 0.0, 0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -235,8 +237,9 @@ class World:
         for peer in sources:
             source = self.nodes.get(peer.name)
             if source and source.alive and not source.paused and self.connected(peer.name, node.name):
-                outer = source.member.outer
-                node.tell(m.Healed(outer))  # also where it is older than asked for: members must not take it
+                stale = self.rng.random() < self.weather.stale
+                # What comes may be older than what was asked for: members must not take it.
+                node.tell(m.Healed(source.previous if stale else source.member.outer))
                 return
         node.tell(m.HealFailed("no source answers"))
 
@@ -252,7 +255,14 @@ class World:
         if self.states[node.identity].digest != parent or outer.round != self.states[node.identity].round + 1:
             raise BrokenError(f"{node.name} commits {action.key} on a state that it does not belong to")
         self.invariants.commit(outer, parent)
+        node.previous = self.states[node.identity]
         self.states[node.identity] = outer
+
+    def installed(self, node: Node, outer: Outer) -> None:
+        """A member took over a peer's state."""
+        self.invariants.publish(outer)
+        self.invariants.install(self.states[node.identity], outer)
+        node.previous = self.states[node.identity] = outer
 
     def published(self, node: Node, outer: Outer) -> None:
         """A member's record of its state is `outer` now; the state is the same."""
