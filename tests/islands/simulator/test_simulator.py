@@ -11,7 +11,7 @@ from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError
 from gregale.islands.simulator.schedules import run
 
-SCHEDULES = 2500  # benchmarks/protocol.py runs 20,000 and more
+SCHEDULES = 2000  # benchmarks/protocol.py runs 20,000 and more
 PLANTED_SCHEDULES = 1000
 
 

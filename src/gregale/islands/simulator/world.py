@@ -168,12 +168,13 @@ class World:
     def _form_view(self) -> None:
         view = self.coordinator.view(self._healthy(), self.now)
         if view is not None:
-            self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
+            if self.trace is not None:
+                self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
             for header in view.headers:
                 self._answer(header, view)
         if self.coordinator.asking and not self.polling:
             self.polling = True
-            self.later(0.1, self._poll)
+            self.later(0.15, self._poll)
 
     def _poll(self) -> None:
         self.polling = False
