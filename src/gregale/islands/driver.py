@@ -1,109 +1,35 @@
 """The driver of an island: turns what happens into events of the protocol, and carries out what the protocol wants.
 
-The trainer asks it for orders between two steps (`order`), and never waits for the network but where the method says so.
+The trainer asks it for orders between two steps (`order`), and waits for the network only where the method says so.
 Everything slow runs in threads: one asks the coordinator, one exchanges, one heals, one tells peers.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Condition, RLock, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer
+from gregale.islands.asking import Asking
+from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.leases import Leases
+from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Take, Underway
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, Outer, Peer, View
+from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.worker import NotFinite, Worker
-from gregale.methods.schedule import Schedule
 
 TICK_SECONDS = 0.1
 ASK_SECONDS = 60.0
 TELL_SECONDS = 2.0
-
-
-class Take(NamedTuple):
-    """Order: hand over the message of a round (`Driver.departed`)."""
-
-    round: int
-
-
-class Arrive(NamedTuple):
-    """Order: mix a round's fragment in, as it is in host memory now.
-
-    `weight`: what this island contributed; with 0 it keeps its own.
-    """
-
-    round: int
-    weight: float
-
-
-class Restart(NamedTuple):
-    """Order: the whole outer state is a peer's; take all of it for the island's parameters."""
-
-    round: int
-
-
-class Finish(NamedTuple):
-    """Order: the last round has arrived, or the island has left the fleet; `complete`: the former."""
-
-    complete: bool
-
-
-Order = Take | Arrive | Restart | Finish
-
-
-@dataclass
-class Pace:
-    """When an island's rounds are due and what it waits for.
-
-    - `schedule`: H, P, tau
-    - `rounds`: of the whole run
-    - `lockstep`: every island makes exactly the same steps between rounds
-    """
-
-    schedule: Schedule
-    rounds: int
-    lockstep: bool
-
-    @property
-    def waits(self) -> bool:
-        """Whether the trainer waits for a round tau steps after its message."""
-        return self.lockstep or self.schedule.delay == 0
-
-    def interval(self, number: int) -> int:
-        """Steps from the message of the round before to that of round `number`."""
-        return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
-
-
-@dataclass
-class Seconds:
-    """Where the time went."""
-
-    waiting: float = 0.0
-    healing: float = 0.0
-
-
-@dataclass
-class Underway:
-    """A round as this island goes through it."""
-
-    round: int
-    began: float
-    members: tuple[str, ...] = ()
-    sent: int = 0
-    received: int = 0
-    waiting: float = 0.0
 
 
 @dataclass
@@ -132,11 +58,17 @@ class Driver:
         self._flying: int | None = None  # the round whose message was handed over and is not decided
         self._since = 0  # steps since the last message
         self._told_due: int | None = None  # the round that was said to be due
+        self._decided = time.monotonic()  # when the newest round was committed
         self._refused: str | None = None
         self._left = self._leaving = False
         self._steps, self._stepped_at = 0, time.monotonic()
-        self._header: Header | None = None
-        self._asking = Condition()
+        self._asking = Asking(
+            self.coordinator,
+            ASK_SECONDS,
+            lambda view: self.post(protocol.Seen(view)),
+            lambda reason: self.post(protocol.NoView(reason)),
+            lambda complaint: self.report(complaint, True),
+        )
         self._underway: Underway | None = None
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
@@ -146,8 +78,8 @@ class Driver:
 
     def start(self) -> None:
         """Begins: from here on the coordinator knows this island."""
-        for target in (self._tick, self._ask):
-            Thread(target=target, daemon=True, name=target.__name__.strip("_")).start()
+        self._asking.start()
+        Thread(target=self._tick, daemon=True, name="tick").start()
 
     # What the trainer calls, from its own thread.
 
@@ -223,9 +155,7 @@ class Driver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        with self._asking:
-            self._asking.notify_all()
-        self.coordinator.close()
+        self._asking.close()
         for threads in (self._exchange, self._healing, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -269,9 +199,14 @@ class Driver:
     def _must_wait(self) -> bool:
         if self.round == NO_ROUND or self._leaving:
             return True
-        if self._flying is not None or self._told_due == self.round or self._arrivals:
-            return self.pace.waits and (self._flying is None or self._since >= self.pace.schedule.delay)
-        return False
+        if self._flying is None and self._told_due != self.round:
+            return bool(self._arrivals) and self.pace.waits
+        if self.pace.waits:
+            return self._flying is None or self._since >= self.pace.schedule.delay
+        # The next message is due, and this one has not been decided: the network is slower than H steps. Where there
+        # are no decisions at all (no coordinator, too few islands) the island trains on, as far as its lease goes.
+        late = self._since >= self.pace.interval(self.round + 1)
+        return late and time.monotonic() - self._decided < self.pace.patience_seconds
 
     # Events and actions.
 
@@ -287,9 +222,7 @@ class Driver:
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
             case protocol.Ask(header):
-                with self._asking:
-                    self._header = header
-                    self._asking.notify_all()
+                self._asking.ask(header)
             case protocol.TellPeers(addresses, number):
                 for address in addresses:
                     self._telling.submit(self._tell, address, number)
@@ -320,6 +253,7 @@ class Driver:
         number = outer.round - 1
         self._take_over(outer)
         self._wanted = self._flying = self._told_due = None
+        self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
         self._write_down(outer, healed=False)
 
@@ -392,36 +326,6 @@ class Driver:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
             time.sleep(TICK_SECONDS)
-
-    def _ask(self) -> None:
-        """Asks the coordinator with the newest header, one ask after the other."""
-        asked = None
-        while True:
-            with self._asking:
-                while self._header is asked and not self._closed:
-                    self._asking.wait()
-                if self._closed:
-                    return
-                asked = header = self._header
-            assert header is not None
-            try:
-                view = self.coordinator.ask(json.loads(header.to_json()), ASK_SECONDS)
-            except (CoordinatorUnreachable, NoAnswer) as error:
-                self.post(protocol.NoView(str(error)))
-                continue
-            self.post(protocol.Seen(View(view.id, self._headers(view.headers, view.complaints))))
-
-    def _headers(self, found: list[dict], complaints: list[str]) -> tuple[Header, ...]:
-        """The headers that this version can read; a line for each of the others."""
-        headers = []
-        for value in found:
-            try:
-                headers.append(Header.from_json(json.dumps(value)))
-            except GarbageError as error:
-                complaints = [*complaints, f"{value.get('name', 'a member')}: {error}"]
-        for complaint in complaints:
-            self.report(complaint, True)
-        return tuple(headers)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""

@@ -1,7 +1,7 @@
 """The outer side of an island on disk: one folder a round, beside the checkpoints of the inner side.
 
-`round-00000012` has `arrays.bin`, the arrays one after the other, and `manifest.json`, which says what they are and their
-hashes. It is written as `round-00000012.partial` and gets its name last.
+`round-00000012` has `arrays.bin`, the arrays one after the other, and `manifest.json`, which says what they are, and
+their hashes. It is written as `round-00000012.partial` and gets its name last.
 """
 
 from __future__ import annotations

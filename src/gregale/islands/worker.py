@@ -1,6 +1,6 @@
 """One host's hands in a round: its shards of the outer side, the group with its counterparts, and what it serves.
 
-A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but for `drop_group`.
+A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but `drop_group`'s.
 """
 
 from __future__ import annotations
@@ -126,11 +126,6 @@ class Worker:
             raise NotFinite(f"the outer step of round {number} is not finite")
         self._results[key] = prepared
         return prepared.digest
-
-    def rehearse(self, fragment: int, messages: Messages) -> None:
-        """Computes a round of this island alone and forgets it: all that a round needs is compiled then."""
-        reduced = self.outer.reducer(fragment).reduce(messages, [1.0], Alone(), None, self.timeouts.reduce)
-        self.outer.prepare(fragment, reduced, "")
 
     def commit(self, key: str, outer: Outer) -> None:
         """Takes over a result, and serves it."""

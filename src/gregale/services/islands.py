@@ -80,7 +80,7 @@ class IslandsConfig(Settings):
             raise KeyedError(
                 "name",
                 f"is {shown(self.name)}",
-                f"; it has letters, digits, '.', '-' and '_' only, at most {MOST_NAME}, and begins with one of the first two.",
+                f"; it has letters, digits, '.', '-' and '_' only, at most {MOST_NAME}, and begins with a letter or digit.",
             )
         if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
             raise KeyedError(
@@ -107,6 +107,7 @@ def read_token(path: str) -> bytes:
         raise UserError(f"islands.token_file: others than its owner can read {path}; `chmod 600 {path}` mends that.")
     if len(token) < LEAST_TOKEN_BYTES:
         raise UserError(
-            f"islands.token_file: {path} has {len(token)} bytes, and a secret has at least {LEAST_TOKEN_BYTES}. {_MAKE_TOKEN}"
+            f"islands.token_file: {path} has {len(token)} bytes, and a secret has at least {LEAST_TOKEN_BYTES}. "
+            f"{_MAKE_TOKEN}"
         )
     return token

@@ -9,26 +9,28 @@ the next round they are the acceptors:
 - a result is *held* from `Reduced` until a newer one is held. A reduce ends well only if all of its group take part,
   so all their headers in its view were their newest;
 - held results are committed in a view in which more than half of the round's voters hold it. Such a view and any other
-  with more than half of the voters have a member in common, which shows what it holds. So as long as more than half of
-  the voters are in the view, nothing depends on the coordinator's memory, and no answer, late, lost or repeated,
-  makes two members commit different results. A result that may have been committed by absent members is never dropped.
+  with more than half of the voters have a member in common, which shows what it holds. So no answer, late, lost or
+  repeated, and no coordinator without memory makes two members commit different results for a round of a generation.
+  A result that may have been committed by absent members is never dropped.
 
-With half of the voters or fewer (or one result that absent members may have committed and too few hold), the members in
-the view begin a new *generation*: its name is made of this view, so no other view begins the same, and whatever was
-committed elsewhere has another name. They begin it with the newest result that one of them holds. They do it
+So much for differing commits. That no committed round is lost needs more, as the members of a view may go on without
+the others: a view goes on only if nobody can have gone on elsewhere. Either all voters are in it, or a *witness* is: a
+voter all of whose asks were answered and who saw the view with this id or the one before (ids count changes of
+membership: it was in every view since). Where neither is so, the members wait for `turnover_seconds` for the others
+(`Header.waited`).
 
-- at once, if a *witness* shows that the absent ones did not go on: a voter all of whose asks were answered and who saw
-  the view with this id or the one before (ids count changes of membership: it was in every view since), or
-- after they have waited `turnover_seconds` for the others (`Header.waited`).
+With half of the voters or fewer, or a result that absent members may have committed and too few hold, or after a wait,
+the members in the view begin a new *generation*: its name is made of this view, so no other view begins the same, and
+what is committed elsewhere has another name. They begin it with the newest result that one of them holds.
 
-The documented limit: in the second case (and where the coordinator lost its memory at the moment at which half of the
-voters were lost) living members may have gone on elsewhere; when both meet, the line with more rounds wins, and the
-others heal from it. "No two members commit different states" holds for every generation.
+The documented limit: after a wait (and where a coordinator that lost its memory counts up to ids that were seen before)
+living members may have gone on elsewhere. When both meet, the line with more rounds wins, and the others heal from it.
+"No two members commit different states" holds for every generation; no round is lost but by such a wait.
 
 Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
 someone saw the one before": a member that comes back alone, or two after a restart of the coordinator (ids begin at 1
 again and may catch up with the ids seen), drops what a missing one had committed; one that healed counts as a
-witness of what it never took part in; the answer to an ask that was given up is a view that this member was in and never saw.
+witness of what it never took part in; an ask that was given up may have been in a view that its member never saw.
 """
 
 from collections import Counter
@@ -204,7 +206,9 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
     if len(headers) < rules.minimum:
         return _too_few(headers, rules.minimum)
     best = _newest_held(current)
-    verdict = _verdict(current, best)
+    voters, present = current[0].voters, sum(header.voter for header in current)
+    sure = 2 * present > voters and (present == voters or _witnessed(current, view))
+    verdict = _verdict(current, best) if sure else "turn"
     if verdict == "commit" and best:
         return Settle(best.key, best.digest)
     if verdict == "turn":
@@ -225,17 +229,15 @@ def _holds(header: Header, best: Held) -> bool:
 
 def _verdict(current: list[Header], best: Held | None) -> str:
     """commit, turn (a new generation is needed) or form (nothing is held that may have been committed)."""
-    voters = max(header.voters for header in current)
+    voters = current[0].voters
     present = [header for header in current if header.voter]
-    if 2 * len(present) <= voters:
-        return "turn"
     if best is None:
         return "form"
     here = {header.identity for header in current}
     absent = sum(elector not in here for elector in best.electors)
     holders = sum(_holds(header, best) for header in present)
-    # A voter that is here and does not hold it must be able to vouch that nothing was committed: so the result is
-    # redone with it, unless absent ones may have committed it. One that keeps failing vouches for nothing (`_vouches`).
+    # A voter that is here and does not hold it must be able to witness that nothing was committed: so the result is
+    # redone with it, unless absent ones may have committed it. One that keeps failing is no witness (`_witnessed`).
     others = any(not _holds(header, best) and header.failures < STUBBORN for header in present)
     overtaken = any(header.ballot > best.ballot for header in current)
     if 2 * holders > voters and not overtaken and (absent or not others):
@@ -245,12 +247,13 @@ def _verdict(current: list[Header], best: Held | None) -> str:
     return "form"
 
 
-def _vouches(header: Header, view: View) -> bool:
-    return header.voter and header.failures < STUBBORN and header.seen > 0 and view.id - header.seen in (0, 1)
+def _witnessed(current: list[Header], view: View) -> bool:
+    """Whether a voter was in all views since one that it saw, so that nobody went on without it."""
+    return any(h.voter and h.failures < STUBBORN and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
 
 
 def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
-    witness = any(_vouches(header, view) for header in current)
+    witness = _witnessed(current, view)
     if not witness and not any(header.waited for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
     there = [header for header in current if best is None or _holds(header, best)]
@@ -288,4 +291,4 @@ def _reaching(current: list[Header]) -> list[Header]:
         worst = min(blame, key=lambda name: (-blame[name], name))
         group = [header for header in group if header.name != worst]
     voters = sum(header.voter for header in group)
-    return group if 2 * voters > max(header.voters for header in current) else list(current)
+    return group if 2 * voters > current[0].voters else list(current)

@@ -7,6 +7,7 @@ member asks again, so a member acts on a view only if the view has the header of
 
 import json
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
@@ -45,7 +46,7 @@ class Outer:
 
     def fingerprint(self) -> str:
         """Digest of the state and of the ledger: what members compare."""
-        return digest_of(self.digest, self.ledger.digest())
+        return _fingerprint(self.digest, self.ledger.digest())
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for a manifest or a checkpoint."""
@@ -68,6 +69,11 @@ class Outer:
         except ValueError as error:
             raise GarbageError(str(error)) from None
         return cls(**fields)
+
+
+@lru_cache(256)
+def _fingerprint(*digests: str) -> str:
+    return digest_of(*digests)
 
 
 @dataclass(frozen=True, slots=True)

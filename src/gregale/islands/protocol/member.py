@@ -5,119 +5,22 @@ grace is over -> Ask -> `Seen` a view -> Reduce -> `Reduced` -> Ask, with what i
 behind asks, is told by the view whom to heal from, and goes on asking while it heals, so that nobody waits for it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 
-from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import Begin, Decision, Form, Settle, Turn, Wait
-from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Outer, View
-from gregale.islands.protocol.settings import Rules, Timing
+from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
+from gregale.islands.protocol.standing import Prepared, Standing
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses."""
-
-    name: str
-    session: str
-    agreement: str
-    version: str
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A result that is held: what others are told, the outer state that it makes, what this island put in."""
-
-    held: Held
-    outer: Outer
-    weight: float
-    last: bool  # this member leaves with it
-
-
-class Member:
+class Member(Standing):
     """The protocol of one island.
 
     `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
     from a checkpoint the record in it, with the `holder` whose lease it goes on with. `decide` may be shared by
     members of one process that see the same views (a simulator).
     """
-
-    def __init__(
-        self,
-        identity: Identity,
-        outer: Outer,
-        timing: Timing,
-        rules: Rules,
-        holder: str = "",
-        decide: Callable[[View, Rules], Decision] = decisions.decide,
-    ):
-        self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
-        self.holder = holder or identity.session
-        self._decide = decide
-        self._now = 0.0
-        self._actions: list[m.Action] = []
-        self._voter = False
-        self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
-        self._seen, self._waiting_since, self._retry_at = 0, None, 0.0
-        self._numbers: dict[str, int] = {}  # the asks in the last view
-        self._peers: tuple[str, ...] = ()
-        self._slowest = 0.0
-        self._moved = False  # the state changed since the ask: its view means nothing
-        self._behind = outer.round == NO_ROUND  # has to see a view before anything else
-        self._healing = False
-        self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
-        self._leave_by: float | None = None
-        self._done = False
-        self._forget_round()
-
-    def _forget_round(self) -> None:
-        self._due, self._own, self._ping_at, self._grace_end = False, False, 0.0, 0.0
-        self._snapshot: m.Snapshot | None = None
-        self._reducing: tuple[Form, float] | None = None
-        self._held: Prepared | None = None
-        self._ballot, self._failures = 0, 0
-        self._unreachable: tuple[str, ...] = ()
-
-    # What may be asked from outside.
-
-    @property
-    def header(self) -> Header:
-        """What this member would tell now."""
-        who, outer, shot = self.identity, self.outer, self._snapshot
-        return Header(
-            name=who.name,
-            session=who.session,
-            asked=self._asked,
-            agreement=who.agreement,
-            version=who.version,
-            hosts=who.hosts,
-            round=outer.round,
-            generation=outer.generation,
-            digest=outer.fingerprint(),
-            last=outer.last,
-            voter=self._voter,
-            voters=outer.voters,
-            ballot=self._ballot,
-            held=self._held.held if self._held else None,
-            failures=self._failures,
-            unreachable=self._unreachable,
-            ready=shot is not None,
-            weight=shot.weight if shot else 0.0,
-            seen=self._seen,
-            waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
-            leaving=shot is not None and shot.final,
-            saved=self._saved,
-            holder=self.holder,
-            used=self._used,
-            step_seconds=self._step_seconds,
-        )
-
-    @property
-    def done(self) -> bool:
-        """Whether it has left or was refused."""
-        return self._done
 
     # Events.
 
@@ -149,7 +52,7 @@ class Member:
 
     def _on_due(self, event: m.Due) -> None:
         if event.round is not None and event.round > self.outer.round:
-            self._behind = True
+            self._attentive = True
         elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
             self._begin_round(own=event.round is None)
 
@@ -161,7 +64,7 @@ class Member:
             self._due = True
             grace = self.timing.grace_seconds
             if grace is None:
-                grace = min(max(self._slowest, self._step_seconds), self.timing.most_grace_seconds)
+                grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
             self._grace_end = self._now + grace
             self._do(m.TakeSnapshot(self.outer.round))
 
@@ -172,7 +75,7 @@ class Member:
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
-        self._waiting_for, self._moved, self._seen = False, False, 0
+        self._waiting_for, self._seen = False, 0
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -203,10 +106,13 @@ class Member:
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
             return
+        if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
+            return
         self._drop_round()
         self.outer, self._voter, self._seen = outer, False, 0
         self.holder = self.identity.session
-        self._behind, self._moved = True, self._waiting_for
+        self._do(m.Install(outer))
+        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
     def _on_healfailed(self, event: m.HealFailed) -> None:
         self._healing = False
@@ -219,22 +125,20 @@ class Member:
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
             self._leave_by = self._now + self.timing.leave_seconds
-            if self._behind or self._healing or self.outer.round == NO_ROUND:
+            if self._healing or self.outer.round == NO_ROUND:
                 self._leave(clean=False)
             else:
                 self._begin_round(own=True)
 
     # Views.
 
-    @property
-    def _me(self) -> str:
-        return f"{self.identity.name}/{self.identity.session}"
-
     def _on_seen(self, event: m.Seen) -> None:
-        moved, self._waiting_for, self._moved = self._moved, False, False
+        if not self._waiting_for:
+            return
+        self._waiting_for = False
         mine = next((h for h in event.view.headers if h.identity == self._me), None)
-        repeated = self._repeats(event.view)
-        if mine is None or mine.asked != self._asked or moved or repeated:
+        if self._repeats(event.view) or mine is None or mine.asked != self._asked:
+            self._seen = 0
             return
         decision = self._decide(event.view, self.rules)
         if self._me in decision.refused:
@@ -244,7 +148,7 @@ class Member:
         self._peers = tuple(h.hosts[0] for h in event.view.headers if h.hosts and h.identity != self._me)
         self._slowest = max(header.step_seconds for header in event.view.headers)
         if self._me in decision.current:
-            self._behind = False
+            self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -271,8 +175,8 @@ class Member:
         elif isinstance(plan, Turn):
             self._turn(view, plan, decision)
         else:
-            ledger = plan.ledger(self.rules)
-            self.outer = replace(self.outer, generation=plan.generation, round=0, voters=plan.voters, ledger=ledger)
+            self.outer = replace(self.outer, ledger=plan.ledger(self.rules))
+            self._rename(plan.generation, 0, plan.voters)
             self._enter(view, m.Publish(self.outer))
             self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
 
@@ -284,7 +188,7 @@ class Member:
 
     def _enter(self, view: View, action: m.Action) -> None:
         """A new state of record, agreed in `view`."""
-        self._voter, self._seen = True, view.id
+        self._voter, self._seen, self._attentive = True, view.id, False
         self._do(action)
 
     def _form(self, view: View, plan: Form) -> None:
@@ -309,7 +213,7 @@ class Member:
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter = not prepared.last
+        self._voter, self._attentive = not prepared.last, False
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         if prepared.last:
@@ -326,19 +230,15 @@ class Member:
         if plan.settle:
             self._commit(view, plan.generation, plan.voters)
         else:
-            self.outer = replace(self.outer, generation=plan.generation, voters=plan.voters)
-            self._ballot = self._failures = 0
-            if self._held:
-                self._do(m.Discard(self._held.held.key))
-                self._held = None
+            self._rename(plan.generation, self.outer.round, plan.voters)
             self._enter(view, m.Publish(self.outer))
 
     def _heal_later(self, decision: Decision) -> None:
         """Others commit in this view what this member does not hold: the next view says from whom to heal."""
-        self._behind, self._seen = True, 0
+        self._seen = 0
 
     def _catch_up(self, decision: Decision) -> None:
-        self._behind, top = True, decision.top
+        self._attentive, top = True, decision.top
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
@@ -350,23 +250,33 @@ class Member:
             self._commit(None, top.generation, top.voters)
             self._voter = same and not self._done
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
-            self._drop_round()
-            self.outer = replace(self.outer, generation=top.generation, round=top.round, voters=top.voters)
+            self._rename(top.generation, top.round, top.voters)
             self._voter, self._seen = False, 0
             self._do(m.Publish(self.outer))
         elif not self._healing:
-            if self._me in decision.differ:
+            self._differs = self._me in decision.differ
+            if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted = True, top
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
+    def _rename(self, generation: Generation, round: int, voters: int) -> None:
+        """The same state in another generation; the round that is due stays so."""
+        self._drop_results()
+        self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
+
     def _drop_round(self) -> None:
         """Nothing of the round that was under way is of use any more."""
+        self._drop_results()
+        self._forget_round()
+
+    def _drop_results(self) -> None:
         if self._reducing:
             self._do(m.DropGroup())
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        self._forget_round()
+        self._reducing = self._held = None
+        self._ballot = self._failures = 0
 
     def _leave(self, clean: bool) -> None:
         self._drop_round()
@@ -377,7 +287,7 @@ class Member:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
         ready = self._due and (self._snapshot is not None or self._now >= self._grace_end)
-        if ready or self._held or self._behind:
+        if ready or self._held or self._attentive:
             self._asked += 1
             self._waiting_for = True
             self._do(m.Ask(self.header))

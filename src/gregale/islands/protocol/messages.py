@@ -23,7 +23,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The round after `round` is due: this island made its steps (`round` None), or a peer says so."""
+    """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
+
+    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins.
+    """
 
     round: int | None = None
 
@@ -75,7 +78,10 @@ class ReduceFailed:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A peer's outer state is here, hashed and complete; `outer` is what the state in hand is."""
+    """A peer's outer state is here, hashed and complete, beside the own one; `outer` is its record.
+
+    It becomes the own one by `Install` in the answer; without that it is of no use.
+    """
 
     outer: Outer
 
@@ -104,9 +110,11 @@ Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`: one ask at a time.
+    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`.
 
-    Send it once: a repeated ask would put an old promise into a later view.
+    There is one ask at a time, but after `Healed` a new one takes the place of one that is not answered yet: the
+    older one's answer must not be told any more. Send an ask once: a repeated one would put an old promise into a
+    later view.
     """
 
     header: Header
@@ -179,8 +187,18 @@ class Heal:
 
 
 @dataclass(frozen=True, slots=True)
+class Install:
+    """The state that was fetched is the outer state now. Publish both together."""
+
+    outer: Outer
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
-    """The outer state stays, but its record is another: the fleet began, or went over to a new generation."""
+    """The outer state stays, but its record is another: the fleet began, or went over to a new generation.
+
+    A round that was due stays due.
+    """
 
     outer: Outer
 
@@ -207,4 +225,7 @@ class Left:
     clean: bool
 
 
-Action = Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Heal | Publish | Note | Refused | Left
+Action = (
+    Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Heal | Install | Publish
+    | Note | Refused | Left
+)  # fmt: skip

@@ -14,7 +14,7 @@ class Timing:
     ask_seconds         an ask that took so long is given up; above heartbeat_seconds + join_seconds
     reduce_seconds      a reduce that took so long has failed
     grace_seconds       how long a round waits for a member's step to end; None: the longest step that members report
-    most_grace_seconds  the learned grace is never longer
+    most_grace_seconds  the learned grace is never longer, and this before any is learned
     ping_seconds        peers are told so often that a round is due
     retry_seconds       pause before an ask is repeated that led to nothing
     turnover_seconds    how long half of the fleet or less waits for the others, when these may have gone on alone

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import gregale
 from gregale.axes.mesh import make_mesh
-from gregale.communication.shards import on_host
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -26,8 +27,9 @@ from gregale.islands.engine.server import Server
 from gregale.islands.leases import Leases
 from gregale.islands.protocol.headers import NO_GENERATION, NO_ROUND, Outer
 from gregale.islands.protocol.ledger import Ledger, Lot, digest_of
-from gregale.islands.protocol.member import Identity, Member
+from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules
+from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
@@ -53,6 +55,7 @@ from gregale.training.state import TrainState
 
 ADDRESS, ROUNDS, OUTER = "island.address", "rounds.jsonl", "outer"
 LEASE_PERIODS = 4
+PATIENCE = 4  # in units of the time that one reduce may take
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,7 @@ def joined(
     """The outer side of this island and its driver, which begins to look for the fleet."""
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
-    islands, schedule = config.islands, island.schedule
+    islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     folder = run.path / OUTER
     outer = HostOuter(island)
     outer.begin(start.state.method.psdp.parameters)
@@ -177,39 +180,39 @@ def joined(
     holder = saved["holder"] if saved else session
     leases = Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0)
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
-    worker = Worker(outer, schedule, server, token, Timeouts(timing_of(islands).reduce_seconds, heal_seconds(islands)))
+    worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)))
     (run.path / ADDRESS).write_text(server.address, encoding="utf-8")
     identity = Identity(
         islands.own_name, session, agreement(setup, corpus, outer), gregale.__version__, (server.address,)
     )
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
-    member = Member(identity, record, timing_of(islands), Rules(islands.minimum, lot, islands.start), holder)
+    member = Member(identity, record, timing, Rules(islands.minimum, lot, islands.start), holder)
     driver = Driver(
         member=member,
-        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing_of(islands).heartbeat_seconds),
+        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
         worker=worker,
         leases=leases,
-        pace=Pace(schedule, schedule.rounds(config.steps), islands.lockstep),
+        pace=Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds),
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=Recorder(run.path / ROUNDS, record.round),
     )
     status.follow(driver)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
-    rehearse(setup, start.state, worker)
+    rehearse(setup, start.state, outer)
     driver.start()
     return Sides(outer, driver, folder, saved["seen"] if saved else [0.0] * schedule.fragments)
 
 
-def rehearse(setup: Setup, state: TrainState, worker: Worker) -> None:
+def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
     """Compiles what steps and rounds need, so that nobody waits for a compiler later; the state stays as it is."""
     island = setup.method
     assert isinstance(island, Island)
+    outer.compile()
     setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
     for index in range(island.schedule.fragments):
-        messages, _ = island.depart(state.method, worker.outer.theta(index), island.fragment(index))
-        worker.rehearse(index, on_host(messages))
+        jax.block_until_ready(island.depart(state.method, outer.theta(index), island.fragment(index)))
 
 
 def agreement(setup: Setup, corpus: Corpus, outer: HostOuter) -> str:

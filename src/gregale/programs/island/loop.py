@@ -108,7 +108,7 @@ class IslandLoop(Loop):
         log.restart()
 
     def _saves(self, arrived: int | None) -> bool:
-        """Whether the round that has just arrived is one after which all islands save: every `checkpoint.every` steps."""
+        """Whether all islands save after the round that has just arrived: every `checkpoint.every` steps."""
         every = self._setup.config.checkpoint.every
         if arrived is None or every is None or arrived <= self._saved_round:
             return False

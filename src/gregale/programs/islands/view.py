@@ -1,4 +1,4 @@
-"""What a fleet shows: a table of its islands on a terminal, plain lines elsewhere, and a line for whoever comes or goes."""
+"""What a fleet shows: a table of its islands on a terminal, else plain lines, and a line for whoever comes or goes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Status = Mapping[str, object]
 class FleetView:
     """Shows the newest status of every island.
 
-    A status is what an island's server tells: `state`, `step`, `steps`, `loss`, `tokens_per_second`, `round`, `members`,
-    `waiting_seconds`, `bytes_sent`; empty for one that does not answer.
+    A status is what an island's server tells: `state`, `step`, `steps`, `loss`, `tokens_per_second`, `round`,
+    `members`, `waiting_seconds`, `bytes_sent`; empty for one that does not answer.
     """
 
     def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):

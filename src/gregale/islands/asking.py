@@ -1,0 +1,76 @@
+"""Asking the coordinator, one ask after the other, always with the newest header."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from threading import Condition, Thread
+
+from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer
+from gregale.islands.protocol.headers import GarbageError, Header, View
+
+
+class Asking:
+    """A thread that asks; answers go to `seen`, failures to `failed`.
+
+    - `seconds`: after which an ask is given up
+    - `complain`: gets a line for each member of a view that cannot be read
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        seconds: float,
+        seen: Callable[[View], None],
+        failed: Callable[[str], None],
+        complain: Callable[[str], None],
+    ):
+        self._coordinator, self._seconds = coordinator, seconds
+        self._seen, self._failed, self._complain = seen, failed, complain
+        self._newest: Header | None = None
+        self._changed, self._closed = Condition(), False
+
+    def start(self) -> None:
+        """Begins to ask, as soon as there is a header."""
+        Thread(target=self._run, daemon=True, name="asking").start()
+
+    def ask(self, header: Header) -> None:
+        """Asks with this header next; one that waits to be asked with is forgotten."""
+        with self._changed:
+            self._newest = header
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Asks no more; the coordinator finds that this member is silent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._coordinator.close()
+
+    def _run(self) -> None:
+        while (header := self._next()) is not None:
+            try:
+                view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
+            except (CoordinatorUnreachable, NoAnswer) as error:
+                self._failed(str(error))
+                continue
+            for complaint in view.complaints:
+                self._complain(complaint)
+            self._seen(View(view.id, self._read(view.headers)))
+
+    def _next(self) -> Header | None:
+        with self._changed:
+            while self._newest is None and not self._closed:
+                self._changed.wait()
+            header, self._newest = self._newest, None
+            return None if self._closed else header
+
+    def _read(self, found: list[dict]) -> tuple[Header, ...]:
+        """The headers that this version can read."""
+        headers = []
+        for value in found:
+            try:
+                headers.append(Header.from_json(json.dumps(value)))
+            except GarbageError as error:
+                self._complain(f"{value.get('name', 'a member')}: {error}")
+        return tuple(headers)

@@ -1,0 +1,128 @@
+"""Where a member of the protocol stands: its state, and what it tells of it. `member.Member` has what happens to it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gregale.islands.protocol import decision as decisions
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import Decision, Form
+from gregale.islands.protocol.headers import Header, Held, Outer, View
+from gregale.islands.protocol.settings import Rules, Timing
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses."""
+
+    name: str
+    session: str
+    agreement: str
+    version: str
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A result that is held: what others are told, the outer state that it makes, what this island put in."""
+
+    held: Held
+    outer: Outer
+    weight: float
+    last: bool  # this member leaves with it
+
+
+class Standing:
+    """The state of a member; `member.Member` documents it."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        outer: Outer,
+        timing: Timing,
+        rules: Rules,
+        holder: str = "",
+        decide: Callable[[View, Rules], Decision] = decisions.decide,
+    ):
+        self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
+        self.holder = holder or identity.session
+        self._decide = decide
+        self._now = 0.0
+        self._actions: list[m.Action] = []
+        self._voter = False
+        self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
+        self._seen, self._retry_at = 0, 0.0
+        self._waiting_since: float | None = None
+        self._numbers: dict[str, int] = {}  # the asks in the last view
+        self._peers: tuple[str, ...] = ()
+        self._slowest = 0.0
+        self._attentive = True  # has to see a view, whether or not a round is due
+        self._healing = False
+        self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
+        self._leave_by: float | None = None
+        self._done = False
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        self._due, self._own, self._ping_at, self._grace_end = False, False, 0.0, 0.0
+        self._snapshot: m.Snapshot | None = None
+        self._reducing: tuple[Form, float] | None = None
+        self._held: Prepared | None = None
+        self._ballot, self._failures = 0, 0
+        self._unreachable: tuple[str, ...] = ()
+
+    @property
+    def _me(self) -> str:
+        return f"{self.identity.name}/{self.identity.session}"
+
+    @property
+    def header(self) -> Header:
+        """What this member would tell now."""
+        who, outer, shot = self.identity, self.outer, self._snapshot
+        return Header(
+            name=who.name,
+            session=who.session,
+            asked=self._asked,
+            agreement=who.agreement,
+            version=who.version,
+            hosts=who.hosts,
+            round=outer.round,
+            generation=outer.generation,
+            digest=outer.fingerprint(),
+            last=outer.last,
+            voter=self._voter,
+            voters=outer.voters,
+            ballot=self._ballot,
+            held=self._held.held if self._held else None,
+            failures=self._failures,
+            unreachable=self._unreachable,
+            ready=shot is not None,
+            weight=shot.weight if shot else 0.0,
+            seen=self._seen,
+            waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
+            leaving=shot is not None and shot.final,
+            saved=self._saved,
+            holder=self.holder,
+            used=self._used,
+            step_seconds=self._step_seconds,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether it has left or was refused."""
+        return self._done
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to leave: the next snapshot may be the final one."""
+        return self._leave_by is not None
+
+    def next_tick(self) -> float:
+        """When the next `Tick` is needed, if nothing else happens before."""
+        times = [self._leave_by, self._reducing[1] if self._reducing else None]
+        if not self._reducing:
+            times += [self._ping_at if self._own and self._due else None]
+            if not self._waiting_for:
+                wanted = self._due or self._held or self._attentive
+                times += [max(self._retry_at, 0.0 if self._snapshot else self._grace_end) if wanted else None]
+        return min((max(time, self._now) for time in times if time is not None), default=math.inf)

@@ -1,0 +1,1 @@
+"""A seeded world for the islands' protocol: real members, modelled coordinator, network, engine and trainers."""

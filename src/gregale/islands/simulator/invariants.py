@@ -1,0 +1,84 @@
+"""What must hold after every event, whatever happens."""
+
+from dataclasses import dataclass, field
+
+from gregale.islands.protocol.headers import Generation, Outer
+from gregale.islands.protocol.ledger import Ledger
+
+
+class BrokenError(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Invariants:
+    """The history of all that was ever committed by anyone."""
+
+    committed: dict[tuple[Generation, int], str] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)  # digest of the state -> that of the one before
+    lines: dict[Generation, tuple[Generation | None, bool]] = field(default_factory=dict)  # parent; may others live on
+    consumed: dict[int, str] = field(default_factory=dict)
+    forked: bool = False  # a generation began whose members could not know of all others
+    rounds: int = 0
+
+    def commit(self, outer: Outer, parent: str) -> None:
+        """A member's state is `outer` now, made from the one with digest `parent`."""
+        self.publish(outer)
+        if outer.digest not in self.parents:
+            self.parents[outer.digest] = parent
+            self.rounds += 1
+            self._check_ledger(outer.ledger)
+
+    def publish(self, outer: Outer) -> None:
+        """A member's state is `outer` now: nobody has another one of this generation and round."""
+        state = outer.fingerprint()
+        if self.committed.setdefault((outer.generation, outer.round), state) != state:
+            raise BrokenError(f"two states are committed for round {outer.round} of {outer.generation}")
+
+    def begin(self, new: Generation, elsewhere: bool) -> None:
+        """A fleet begins; `elsewhere`: there is one already, which it does not see."""
+        self.lines[new] = (None, elsewhere)
+        self.forked |= elsewhere
+        if not elsewhere:
+            self.consumed.clear()
+
+    def turn(self, new: Generation, old: Generation, unsure: bool) -> None:
+        """A generation begins; `unsure`: members of the old one may live on elsewhere."""
+        self.lines[new] = (old, unsure)
+        self.forked |= unsure
+
+    def install(self, old: Outer, new: Outer) -> None:
+        """A member gives up its state `old` for `new`: the new one's history has the old one in it."""
+        if old.round < 1 or self._descends(new.digest, old.digest):
+            return
+        if not any(self.lines.get(line, (None, False))[1] for line in self._apart(old.generation, new.generation)):
+            raise BrokenError(f"round {old.round} of {old.generation} is lost: {new.generation} does not have it")
+
+    def _descends(self, digest: str, ancestor: str) -> bool:
+        while digest != ancestor and digest in self.parents:
+            digest = self.parents[digest]
+        return digest == ancestor
+
+    def _line(self, generation: Generation) -> list[Generation]:
+        line: list[Generation] = []
+        at: Generation | None = generation
+        while at is not None:
+            line.append(at)
+            at = self.lines.get(at, (None, False))[0]
+        return line
+
+    def _apart(self, one: Generation, other: Generation) -> set[Generation]:
+        return set(self._line(one)) ^ set(self._line(other))
+
+    def consume(self, example: int, who: str) -> None:
+        """A trainer uses an example."""
+        if example in self.consumed and not self.forked:
+            raise BrokenError(f"example {example} is used by {self.consumed[example]} and by {who}")
+        self.consumed[example] = who
+
+    def _check_ledger(self, ledger: Ledger) -> None:
+        spans = sorted([*ledger.free, *(span for lease in ledger.leases for span in lease.spans)])
+        ends = [0] + [stop for _, stop in spans]
+        starts = [start for start, _ in spans] + [ledger.next]
+        if any(start < end for start, end in zip(starts, ends, strict=True)):
+            raise BrokenError("a ledger has leased an example twice")

@@ -1,0 +1,284 @@
+"""The simulated world: a clock, a network that loses, delays and repeats, a coordinator, and nodes that come and go.
+
+`schedules.run` makes a random schedule of faults in it. Nothing depends on anything but the seed; `trace` gets a line
+for everything that happens.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import Begin, Decision, Turn, Wait, decide
+from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View, seed
+from gregale.islands.protocol.ledger import Lot
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.settings import Rules, Timing
+from gregale.islands.simulator.coordinator import Coordinator
+from gregale.islands.simulator.invariants import BrokenError, Invariants
+from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
+
+TIMING = Timing(
+    heartbeat_seconds=1.0,
+    join_seconds=0.4,
+    ask_seconds=2.5,
+    reduce_seconds=1.0,
+    ping_seconds=0.5,
+    retry_seconds=0.4,
+    turnover_seconds=4.0,
+    leave_seconds=8.0,
+)
+COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How the network behaves: shares of the messages, seconds."""
+
+    lost: float
+    late: float
+    repeated: float
+    failing: float  # share of reduces that fail at a member for no reason
+    stale: float  # share of sources that give the state before their newest one
+    delay: float = 0.01
+
+
+class World:
+    """One schedule. `member_class` lets tests plant mistakes."""
+
+    examples = 6
+
+    def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
+        self.rng = random.Random(number)
+        self.member_class, self.trace, self.timing = member_class, trace, TIMING
+        rng = self.rng
+        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=Lot(size=40, low=24))
+        rough = rng.random() < 0.5
+        self.weather = Weather(
+            lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,
+            late=rng.choice((0.0, 0.1)) if rough else 0.0,
+            repeated=rng.choice((0.0, 0.1)) if rough else 0.0,
+            failing=rng.choice((0.0, 0.05, 0.3)),
+            stale=rng.choice((0.0, 0.2)),
+        )
+        self.now, self.count = 0.0, 0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.invariants = Invariants()
+        self.coordinator = Coordinator(TIMING.join_seconds)
+        self.up, self.polling = True, False
+        self.nodes: dict[str, Node] = {}
+        self.states: dict[str, Outer] = {}
+        self.cuts: set[frozenset[str]] = set()
+        self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
+        self.restarts = self.starts = 0
+        self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
+
+    def log(self, line: str) -> None:
+        """For whoever replays the schedule."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:7.3f} {line}")
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Something happens after a while."""
+        self.count += 1
+        heapq.heappush(self.queue, (self.now + seconds, self.count, what))
+
+    def run_until(self, end: float) -> None:
+        """Everything that happens before `end`."""
+        while self.queue and self.queue[0][0] <= end:
+            self.now, _, what = heapq.heappop(self.queue)
+            what()
+        self.now = end
+
+    # Processes.
+
+    def start(self, name: str) -> None:
+        """A process starts, without any memory."""
+        self.starts += 1
+        rng = self.rng
+        node = Node(self, name, f"s{self.starts}", rng.uniform(1.0, 2.0), rng.choice((0.05, 0.2, 0.6)))
+        self.nodes[name] = node
+        self.states[node.identity] = seed(SEED)
+        self.log(f"{name} starts as {node.identity}")
+        node.tell(m.Tick(self.now))
+
+    def kill(self, name: str) -> None:
+        """A process dies."""
+        self.log(f"{name} dies")
+        self.nodes[name].alive = False
+        self.nodes[name].cut_off_at = self.now
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP."""
+        self.log(f"{name} is stopped")
+        self.nodes[name].paused = True
+        self.nodes[name].cut_off_at = self.now
+
+    def resume(self, name: str) -> None:
+        """SIGCONT: what came in the meantime is there at once."""
+        node = self.nodes[name]
+        if node.paused:
+            self.log(f"{name} goes on")
+            node.paused, node.cut_off_at = False, None
+            kept, node.kept = node.kept, []
+            if node.asking:
+                number = node.asking
+                self.later(0.1, lambda: node._give_up(number))
+            for event in kept:
+                node.tell(event)
+            node.tell(m.Tick(self.now))
+            node.begin_interval()
+
+    # Network.
+
+    def connected(self, one: str, other: str) -> bool:
+        """Whether there is a way between two (nodes' names or the coordinator)."""
+        return not self.cuts or frozenset((one, other)) not in self.cuts
+
+    def send(self, source: str, target: str, what: Callable[[], None]) -> None:
+        """A message: may be lost, late, repeated."""
+        weather, rng = self.weather, self.rng
+        for _ in range(1 + (rng.random() < weather.repeated)):
+            if self.connected(source, target) and rng.random() >= weather.lost:
+                late = rng.random() < weather.late
+                self.later(rng.random() * (2.0 if late else weather.delay), what)
+
+    # The coordinator.
+
+    def ask(self, node: Node, header: Header) -> None:
+        """A member asks for a view."""
+        self.send(node.name, COORDINATOR, lambda: self._asked(header))
+
+    def _asked(self, header: Header) -> None:
+        if self.up:
+            self.coordinator.ask(header, self.now)
+            self._form_view()
+
+    def _healthy(self) -> set[str]:
+        beat = self.timing.heartbeat_seconds
+        healthy = set()
+        for node in self.nodes.values():
+            here = node.alive and not node.paused and self.connected(node.name, COORDINATOR)
+            gone = node.cut_off_at if node.cut_off_at is not None else -beat
+            if here or (gone >= self.coordinator.started and self.now - gone < beat):
+                healthy.add(node.identity)
+        return healthy
+
+    def _form_view(self) -> None:
+        view = self.coordinator.view(self._healthy(), self.now)
+        if view is not None:
+            if self.trace is not None:
+                self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
+            for header in view.headers:
+                self._answer(header, view)
+        if self.coordinator.asking and not self.polling:
+            self.polling = True
+            self.later(0.15, self._poll)
+
+    def _poll(self) -> None:
+        self.polling = False
+        if self.up:
+            self._form_view()
+
+    def _answer(self, header: Header, view: View) -> None:
+        node = self.nodes.get(header.name)
+        if node is not None and node.identity == header.identity:
+            self.send(COORDINATOR, header.name, lambda: node.answer(header.asked, m.Seen(view)))
+
+    def stop_coordinator(self) -> None:
+        """It dies; its memory with it."""
+        self.log("the coordinator dies")
+        self.up = False
+        self.restarts += 1
+
+    def start_coordinator(self) -> None:
+        """It is back, without memory."""
+        if not self.up:
+            self.log("the coordinator starts")
+            self.up = True
+            self.coordinator.restart(self.now)
+
+    # The engine.
+
+    def reduce(self, node: Node, action: m.Reduce) -> None:
+        """A member enters a reduce; it goes on when all are there."""
+        state = self.states[node.identity].digest
+        spec, there, parent = self.reduces.setdefault(action.key, (action, {}, state))
+        if spec != action or parent != state:
+            raise BrokenError(f"{node.name} reduces {action.key} with other members, weights or state than the others")
+        own = [weight for peer, weight in zip(action.members, action.weights, strict=True) if peer.name == node.name]
+        if own != [node.asked_weight]:
+            raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {node.asked_weight}")
+        there[node.name] = node.contribution if node.asked_weight else ""
+        if len(there) == len(action.members):
+            for name in sorted(there):
+                self.later(self.rng.uniform(0.01, 0.3), lambda name=name: self._reduced(name, action.key))
+
+    def _reduced(self, name: str, key: str) -> None:
+        action, there, parent = self.reduces[key]
+        node = self.nodes[name]
+        missing = tuple(each for each in sorted(there) if each != name and not self._takes_part(each, name, key))
+        if missing or self.rng.random() < self.weather.failing:
+            node.reduced(key, None, missing)
+        else:
+            node.reduced(key, hashed(parent, action.members, action.weights, sorted(there.items())), ())
+
+    def _takes_part(self, name: str, with_name: str, key: str) -> bool:
+        node = self.nodes[name]
+        here = node.alive and not node.paused and self.connected(name, with_name)
+        return here and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+
+    def heal(self, node: Node, action: m.Heal) -> None:
+        """A member fetches the state of a peer."""
+        sources = shuffled(self.rng, list(action.sources))
+        self.later(self.rng.uniform(0.05, 0.6), lambda: self._healed(node, action, sources))
+
+    def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
+        for peer in sources:
+            source = self.nodes.get(peer.name)
+            if source and source.alive and not source.paused and self.connected(peer.name, node.name):
+                stale = self.rng.random() < self.weather.stale
+                # What comes may be older than what was asked for: members must not take it.
+                node.tell(m.Healed(source.previous if stale else source.member.outer))
+                return
+        node.tell(m.HealFailed("no source answers"))
+
+    # What is agreed.
+
+    def committed(self, node: Node, action: m.Commit, digest: str) -> None:
+        """A member commits a result."""
+        outer = action.outer
+        spec, there, parent = self.reduces[action.key]
+        true = hashed(parent, spec.members, spec.weights, sorted(there.items()))
+        if (digest, outer.digest) != (true, true):
+            raise BrokenError(f"{node.name} commits what is not the result of {action.key}")
+        if self.states[node.identity].digest != parent or outer.round != self.states[node.identity].round + 1:
+            raise BrokenError(f"{node.name} commits {action.key} on a state that it does not belong to")
+        self.invariants.commit(outer, parent)
+        node.previous = self.states[node.identity]
+        self.states[node.identity] = outer
+
+    def installed(self, node: Node, outer: Outer) -> None:
+        """A member took over a peer's state."""
+        self.invariants.publish(outer)
+        self.invariants.install(self.states[node.identity], outer)
+        node.previous = self.states[node.identity] = outer
+
+    def published(self, node: Node, outer: Outer) -> None:
+        """A member's record of its state is `outer` now; the state is the same."""
+        self.invariants.publish(outer)
+        self.states[node.identity] = outer
+
+    def decide(self, view: View, rules: Rules) -> Decision:
+        """The members' decision, once for a view."""
+        if view is not self.decided[0]:
+            decision = decide(view, rules)
+            self.decided = (view, decision)
+            plan = decision.plan
+            if isinstance(plan, Turn) and decision.top:
+                self.invariants.turn(plan.generation, decision.top.generation, plan.waited or self.restarts > 0)
+            elif isinstance(plan, Begin):
+                living = any(n.alive and self.states[n.identity].round > NO_ROUND for n in self.nodes.values())
+                self.invariants.begin(plan.generation, living)
+        return self.decided[1]

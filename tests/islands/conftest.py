@@ -1,0 +1,19 @@
+"""Headers for tests of the protocol."""
+
+import pytest
+
+from gregale.islands.protocol.headers import Generation, Header
+
+LINE = Generation(1, "line")
+
+
+@pytest.fixture
+def header():
+    """Makes the header of a member that is at round 5 of a fleet of three, with what is given in place of that."""
+
+    def make(name: str, **changes) -> Header:
+        fields = {"round": 5, "generation": LINE, "digest": "d5", "last": "k5", "voter": True, "voters": 3}
+        fields |= {"ready": True, "weight": 10.0, "seen": 7, "holder": "s", "asked": 1, "hosts": (f"{name}:1",)}
+        return Header(name=name, session="s", **fields | {"agreement": "x", "version": "1"} | changes)
+
+    return make

@@ -1,0 +1,169 @@
+"""What views mean, rule by rule."""
+
+import pytest
+
+from gregale.islands.protocol.decision import Begin, Form, Settle, Turn, Wait, decide
+from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, View
+from gregale.islands.protocol.settings import Rules
+
+ABC = ("a/s", "b/s", "c/s")
+HELD = Held("k6", 1, "d6", ABC)
+
+
+def meaning(*headers, id=7, minimum=1):
+    return decide(View(id, headers), Rules(minimum=minimum))
+
+
+def fresh(header, name, **changes):
+    return header(name, **{"round": -1, "generation": NO_GENERATION, "digest": "seed", "voter": False} | changes)
+
+
+def test_the_fleet_begins_once_the_minimum_is_there(header):
+    a, b = fresh(header, "a"), fresh(header, "b")
+    assert isinstance(meaning(a, minimum=2).plan, Wait)
+    plan = meaning(a, b, minimum=2).plan
+    assert isinstance(plan, Begin)
+    assert (plan.generation.number, plan.voters) == (1, 2)
+    later = meaning(fresh(header, "a", asked=2), b, minimum=2).plan
+    assert isinstance(later, Begin)
+    assert later.generation.name != plan.generation.name
+
+
+def test_one_with_another_seed_heals(header):
+    decision = meaning(fresh(header, "a"), fresh(header, "b"), fresh(header, "c", digest="other"))
+    assert decision.differ == {"c/s"}
+    assert decision.current == {"a/s", "b/s"}
+
+
+def test_those_that_are_there_form_a_group_with_the_weights_of_the_view(header):
+    decision = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0))
+    plan = decision.plan
+    assert isinstance(plan, Form)
+    assert [peer.name for peer in plan.members] == ["a", "b", "c"]
+    assert plan.weights == (3.0, 0.0, 10.0)
+    assert (plan.ballot, plan.voters, plan.electors) == (1, 3, ABC)
+    again = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0)).plan
+    assert again == plan
+    other = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0, asked=2)).plan
+    assert isinstance(other, Form)
+    assert other.key != plan.key
+
+
+def test_nothing_is_reduced_where_nobody_brings_anything_or_too_few_are_there(header):
+    idle = meaning(*(header(name, ready=False) for name in "abc")).plan
+    assert isinstance(idle, Wait)
+    assert idle.idle
+    few = meaning(*(header(name) for name in "abc"), minimum=4).plan
+    assert isinstance(few, Wait)
+    assert not few.idle
+    assert "3 of at least 4" in few.reason
+
+
+def test_one_that_is_behind_heals_from_all_that_are_not(header):
+    decision = meaning(header("a"), header("b"), header("c", round=4, digest="d4"))
+    assert decision.current == {"a/s", "b/s"}
+    assert [peer.name for peer in decision.sources] == ["a", "b"]
+
+
+def test_of_two_states_for_a_round_most_are_right(header):
+    decision = meaning(header("a"), header("b", digest="a wrong one"), header("c"))
+    assert decision.differ == {"b/s"}
+    assert decision.top
+    assert decision.top.digest == "d5"
+
+
+def test_what_all_hold_is_committed(header):
+    held = [header(name, held=HELD, ballot=1) for name in "abc"]
+    assert meaning(*held).plan == Settle("k6", "d6")
+
+
+def test_what_most_hold_is_committed_where_an_absent_one_may_have(header):
+    assert meaning(header("a", held=HELD, ballot=1), header("b", held=HELD, ballot=1)).plan == Settle("k6", "d6")
+
+
+@pytest.mark.parametrize("holders", ["a", "ab"])
+def test_what_one_that_is_here_does_not_hold_is_done_again(header, holders):
+    headers = [header(n, ballot=1, held=HELD if n in holders else None, failures=int(n not in holders)) for n in "abc"]
+    plan = meaning(*headers).plan
+    assert isinstance(plan, Form)
+    assert plan.ballot == 2
+
+
+def test_what_an_absent_one_may_have_committed_is_never_dropped(header):
+    plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
+    assert isinstance(plan, Turn)
+    assert plan.settle == Settle("k6", "d6")
+    assert plan.voters == 1
+
+
+def test_the_newest_of_two_results_counts(header):
+    newer = Held("k6b", 2, "d6b", ABC)
+    headers = [header("a", held=HELD, ballot=2), *(header(name, held=newer, ballot=2) for name in "bc")]
+    plan = meaning(*headers[1:]).plan
+    assert plan == Settle("k6b", "d6b")
+    assert isinstance(meaning(*headers).plan, Form)  # all that may have committed it are here and did not
+
+
+def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(header):
+    plan = meaning(header("a"), id=8).plan
+    assert isinstance(plan, Turn)
+    assert (plan.generation.number, plan.voters, plan.settle, plan.waited) == (2, 1, None, False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seen": 0}, {"seen": 6}, {"seen": 9}, {"failures": 2}, {"voter": False}],
+    ids=lambda changes: str(changes),
+)
+def test_without_a_witness_they_wait_first(header, changes):
+    waiting = meaning(header("a", **changes), id=8).plan
+    assert isinstance(waiting, Wait)
+    assert waiting.missing
+    waited = meaning(header("a", **changes, waited=True), id=8).plan
+    assert isinstance(waited, Turn)
+    assert waited.waited
+
+
+def test_more_than_half_wait_too_where_nobody_saw_the_views_before(header):
+    assert isinstance(meaning(header("a", seen=0), header("b", seen=0), id=1).plan, Wait)
+    everyone = meaning(*(header(name, seen=0) for name in "abc"), id=1).plan
+    assert isinstance(everyone, Form)
+
+
+def test_the_line_with_more_rounds_wins(header):
+    ahead = header("c", round=6, digest="d6")
+    behind = header("a", generation=Generation(2, "other"))
+    assert meaning(ahead, behind).current == {"c/s"}
+    assert meaning(header("c"), behind).current == {"a/s"}
+
+
+def test_another_configuration_or_version_is_refused(header):
+    headers = [header("a"), header("b"), header("c", agreement="y", round=99), header("d", version="2")]
+    refused = meaning(*headers).refused
+    assert refused.keys() == {"c/s", "d/s"}
+    assert "another configuration" in refused["c/s"]
+    assert "runs Gregale 1 and this island 2" in refused["d/s"]
+    assert meaning(*headers).current == {"a/s", "b/s"}
+
+
+def test_a_name_is_taken_once(header):
+    second = fresh(header, "a", voters=0)
+    twin = type(second)(name="a", session="t", asked=1, agreement="x", version="1", hosts=())
+    assert list(meaning(header("a"), twin).refused) == ["a/t"]
+
+
+def test_members_that_do_not_reach_each_other_are_left_out_after_two_failures(header):
+    first = [header("a", failures=1, unreachable=("c",)), header("b"), header("c", failures=1, unreachable=("a", "b"))]
+    assert isinstance(plan := meaning(*first).plan, Form)
+    assert len(plan.members) == 3
+    second = [header("a", failures=2, unreachable=("c",)), header("b"), header("c", failures=2, unreachable=("a", "b"))]
+    assert isinstance(plan := meaning(*second).plan, Form)
+    assert [peer.name for peer in plan.members] == ["a", "b"]
+
+
+def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
+    plan = meaning(header("a"), header("b"), header("c", leaving=True, used=33)).plan
+    assert isinstance(plan, Form)
+    assert plan.voters == 2
+    assert plan.leaving == {"c/s"}
+    assert ("c", "s", 33, True) in plan.reports

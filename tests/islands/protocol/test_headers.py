@@ -1,0 +1,44 @@
+"""Headers and records survive the wire; garbage is refused with one clear error."""
+
+import json
+
+import pytest
+
+from gregale.islands.protocol.headers import GarbageError, Header, Held, Outer, seed
+from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
+
+
+def test_a_header_comes_back_as_it_was(header):
+    for each in (header("a"), header("b", held=Held("k", 2, "d", ("a/s",)), unreachable=("a",))):
+        assert Header.from_json(each.to_json()) == each
+
+
+def test_a_record_comes_back_as_it_was():
+    outer = Outer(seed("d").generation, 3, "d", "k", 2, advance(Ledger(), [Report("a", "s", 0)], Lot()))
+    assert Outer.from_json(json.loads(json.dumps(outer.to_json()))) == outer
+    assert outer.fingerprint() != Outer(outer.generation, 3, "d", "k", 2, Ledger()).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": "5"}, {"round": -2}, {"voter": 1}, {"weight": float("nan")}, {"weight": -1.0}, {"name": None},
+        {"hosts": [1]}, {"generation": [1]}, {"generation": ["x", 1]}, {"held": {"key": "k"}}, {"seen": True},
+        {"used": 1.5}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_header_with_a_wrong_field_is_garbage(header, change):
+    with pytest.raises(GarbageError):
+        Header.from_json(json.dumps(json.loads(header("a").to_json()) | change))
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", "null", "{}", "[" * 100_000])
+def test_what_is_no_header_is_garbage(text):
+    with pytest.raises(GarbageError):
+        Header.from_json(text)
+
+
+def test_a_record_with_a_wrong_ledger_is_garbage():
+    value = seed("d").to_json() | {"ledger": {"next": 0}}
+    with pytest.raises(GarbageError, match="ledger"):
+        Outer.from_json(value)

@@ -1,0 +1,79 @@
+"""No example is leased twice, whatever the fleet's history."""
+
+import json
+import random
+
+import pytest
+
+from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
+
+LOT = Lot(size=10, low=5)
+
+
+def test_leases_are_topped_up_from_what_was_handed_back():
+    ledger = advance(Ledger(), [Report("a", "s", 0), Report("b", "t", 0)], LOT)
+    assert [lease.spans for lease in ledger.leases] == [((0, 10),), ((10, 20),)]
+    ledger = advance(ledger, [Report("a", "s", 4, leaving=True), Report("b", "t", 3)], LOT)
+    assert ledger.free == ((4, 10),)
+    assert [lease.spans for lease in ledger.leases] == [((13, 20),)]
+    ledger = advance(ledger, [Report("b", "t", 6)], LOT)
+    assert ledger.leases[0].spans == ((16, 20), (4, 10), (20, 24))
+
+
+def test_a_dead_islands_rest_is_skipped_once_it_is_back():
+    ledger = advance(Ledger(), [Report("a", "s", 0)], LOT)
+    assert advance(ledger, [], LOT) == ledger
+    ledger = advance(ledger, [Report("a", "new", 0)], LOT)
+    assert ledger.skipped == 10
+    assert ledger.leases[0].spans == ((10, 20),)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_example_is_used_twice_in_a_random_history(seed):
+    rng = random.Random(seed)
+    ledger, used, holders, counts = Ledger(), {}, {}, {}
+    known = {}  # the ledger that each island has: an absent one's is old
+    for number in range(60):
+        for name in rng.sample("abcdef", rng.randint(0, 2)):
+            holders[name], counts[name] = f"{name}{number}", 0  # dies and comes back
+            known[name] = ledger
+        present = [name for name in holders if rng.random() < 0.7]
+        for name in holders:
+            lease = known[name].lease(name, holders[name])
+            spans = lease.after(counts[name]).spans if lease else ()
+            examples = [example for start, stop in spans for example in range(start, stop)]
+            for example in examples[: rng.randint(0, 6)]:
+                assert used.setdefault(example, (name, number)) == (name, number)
+                counts[name] += 1
+        leaver = rng.choice(present) if present and rng.random() < 0.2 else None
+        reports = [
+            Report(name, holders[name], counts[name], name == leaver) for name in rng.sample(present, len(present))
+        ]
+        ledger = advance(ledger, reports, LOT)
+        if leaver:
+            del holders[leaver]
+        known |= dict.fromkeys(present, ledger)
+        assert Ledger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
+    assert ledger.next > 60
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        None,
+        [],
+        {},
+        {"next": -1, "free": [], "leases": [], "skipped": 0},
+        {"next": 1, "free": 3, "leases": [], "skipped": 0},
+    ],
+)
+def test_garbage_is_no_ledger(garbage):
+    with pytest.raises(ValueError, match="not one that Gregale writes"):
+        Ledger.from_json(garbage)
+
+
+def test_a_lease_that_ends_before_it_begins_is_refused():
+    value = advance(Ledger(), [Report("a", "s", 0)], LOT).to_json()
+    value["leases"][0][3] = [[9, 2]]
+    with pytest.raises(ValueError, match="not one that Gregale writes"):
+        Ledger.from_json(value)

@@ -1,0 +1,145 @@
+"""One member, event by event."""
+
+from dataclasses import replace
+
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.headers import View, seed
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.settings import LAN, Rules
+from gregale.islands.protocol.standing import Identity
+
+
+def member(name="a", **timing):
+    identity = Identity(name, "s", "x", "1", (f"{name}:1",))
+    return Member(identity, seed("seed"), replace(LAN, **timing), Rules())
+
+
+def kinds(actions):
+    return [type(action).__name__ for action in actions]
+
+
+def only(actions, kind):
+    (found,) = [action for action in actions if isinstance(action, kind)]
+    return found
+
+
+def view(*members, id=1):
+    return m.Seen(View(id, tuple(each.header for each in members)))
+
+
+def begun(*members):
+    for each in members:
+        each.handle(m.Tick(0.0))
+    seen = view(*members)
+    for each in members:
+        assert "Publish" in kinds(each.handle(seen))
+    return members
+
+
+def test_a_round_of_two():
+    a, b = begun(member("a"), member("b"))
+    assert kinds(a.handle(m.Due())) == ["TellPeers", "TakeSnapshot"]
+    assert kinds(b.handle(m.Due(0))) == ["TakeSnapshot"]
+    assert kinds(b.handle(m.Snapshot(0, 0.0, 0))) == ["Ask"]
+    assert kinds(a.handle(m.Snapshot(0, 8.0, 2))) == ["Ask"]
+    seen = view(a, b)
+    reduce = only(a.handle(seen), m.Reduce)
+    assert only(b.handle(seen), m.Reduce) == reduce
+    assert reduce.weights == (8.0, 0.0)
+    for each in (a, b):
+        assert kinds(each.handle(m.Reduced(reduce.key, "d1"))) == ["Ask"]
+    seen = view(a, b)
+    commit = only(a.handle(seen), m.Commit)
+    assert (commit.key, commit.weight, commit.outer.round, commit.outer.digest) == (reduce.key, 8.0, 1, "d1")
+    assert only(b.handle(seen), m.Commit).outer == commit.outer
+    assert commit.outer.ledger.lease("a", "s")
+
+
+def test_a_late_ping_is_of_no_interest_and_one_from_ahead_leads_to_an_ask():
+    a, _ = begun(member("a"), member("b"))
+    assert a.handle(m.Due(-1)) == []
+    assert kinds(a.handle(m.Due(3))) == ["Ask"]
+
+
+def test_the_grace_is_the_longest_step_that_is_reported():
+    a, b = member("a"), member("b")
+    b._step_seconds = 3.0
+    begun(a, b)
+    a.handle(m.Due())
+    assert a.next_tick() <= 3.0
+    assert "Ask" not in kinds(a.handle(m.Tick(2.9)))
+    assert "Ask" in kinds(a.handle(m.Tick(3.0)))
+    assert not a.header.ready
+
+
+def test_a_reduce_that_takes_too_long_has_failed():
+    (a,) = begun(member("a", reduce_seconds=4.0))
+    a.handle(m.Due())
+    a.handle(m.Snapshot(0, 1.0, 1))
+    reduce = only(a.handle(view(a)), m.Reduce)
+    assert a.next_tick() == 4.0
+    assert kinds(a.handle(m.Tick(4.0)))[0] == "DropGroup"
+    assert a.header.failures == 1
+    assert a.handle(m.Reduced(reduce.key, "late")) == []
+    assert a.header.held is None
+
+
+def test_a_view_with_an_ask_that_was_seen_before_means_nothing():
+    a, b = begun(member("a"), member("b"))
+    old = b.header
+    a.handle(m.Due())
+    a.handle(m.Snapshot(0, 1.0, 1))
+    assert kinds(a.handle(m.Seen(View(1, (a.header, old))))) == ["Ask"]
+
+
+def test_what_a_source_gives_is_taken_only_if_it_is_not_older_than_asked_for():
+    a, b = begun(member("a"), member("b"))
+    ahead = replace(a.outer, round=9, digest="d9", ledger=a.outer.ledger)
+    a.handle(m.Due(9))
+    header = replace(b.header, round=9, digest=ahead.fingerprint(), asked=5)
+    heal = only(a.handle(m.Seen(View(1, (a.header, header)))), m.Heal)
+    assert heal.round == 9
+    actions = a.handle(m.Healed(replace(ahead, round=8)))
+    assert "Install" not in kinds(actions)
+    assert only(actions, m.Note).loud
+    a.handle(m.Seen(View(1, (a.header, replace(header, asked=6)))))
+    actions = a.handle(m.Healed(ahead))
+    assert only(actions, m.Install).outer == ahead
+    assert only(actions, m.Ask).header.round == 9
+
+
+def test_a_leaver_hands_back_what_it_has_not_used():
+    a, b = begun(member("a"), member("b"))
+    for number in range(2):
+        final = number == 1
+        if final:
+            assert "TakeSnapshot" in kinds(b.handle(m.Leave()))
+        a.handle(m.Due())
+        b.handle(m.Due(number))
+        a.handle(m.Snapshot(number, 1.0, 5))
+        b.handle(m.Snapshot(number, 1.0, 7 * number, final=final))
+        for each in (a, b):
+            each.handle(m.Tick(float(number + 1)))
+        seen = view(a, b)
+        key = only(a.handle(seen), m.Reduce).key
+        b.handle(seen)
+        a.handle(m.Reduced(key, f"d{number}"))
+        b.handle(m.Reduced(key, f"d{number}"))
+        seen = view(a, b)
+        ledger = only(a.handle(seen), m.Commit).outer.ledger
+        last = b.handle(seen)
+    assert only(last, m.Left).clean
+    assert b.done
+    assert [lease.name for lease in ledger.leases] == ["a"]
+    assert ledger.free == ((4096 + 7, 8192),)
+
+
+def test_one_with_another_configuration_ends_with_one_line():
+    a, b, other = (*begun(member("a"), member("b")), member("c"))
+    other.identity = replace(other.identity, agreement="y")
+    other.handle(m.Tick(0.0))
+    a.handle(m.Due(1))
+    b.handle(m.Due(1))
+    refused = only(other.handle(view(a, b, other)), m.Refused)
+    assert "another configuration" in refused.text
+    assert other.done

@@ -1,0 +1,90 @@
+"""Random schedules of faults break no invariant, and planted mistakes do."""
+
+from dataclasses import replace
+
+import pytest
+
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.member import Member
+from gregale.islands.simulator.__main__ import main
+from gregale.islands.simulator.coordinator import Coordinator
+from gregale.islands.simulator.invariants import BrokenError
+from gregale.islands.simulator.schedules import run
+
+SCHEDULES = 2000  # benchmarks/protocol.py runs 20,000 and more
+PLANTED_SCHEDULES = 1000
+
+
+class CommitsAlone(Member):
+    """Commits what it holds without asking whether the others do."""
+
+    def _on_reduced(self, event):
+        super()._on_reduced(event)
+        if self._held:
+            self._commit(None)
+
+
+class DividesByOldWeights(Member):
+    """Uses the weights of the quorum before, as long as their number fits."""
+
+    old = ()
+
+    def _form(self, view, plan):
+        now, self.old = self.old, plan.weights
+        super()._form(view, replace(plan, weights=now) if len(now) == len(plan.weights) else plan)
+
+
+class HealsFromStaleSource(Member):
+    """Takes whatever a source gives for the state that it asked for."""
+
+    def _on_healed(self, event):
+        wanted = self._wanted
+        super()._on_healed(m.Healed(replace(event.outer, round=wanted.round, generation=wanted.generation)))
+
+
+def run_all(planted):
+    for number in range(PLANTED_SCHEDULES):
+        run(number, planted)
+
+
+def test_random_schedules_break_no_invariant():
+    outcomes = [run(number) for number in range(SCHEDULES)]
+    assert sum(outcome.rounds for outcome in outcomes) > 3 * SCHEDULES
+    assert max(outcome.recovery_seconds for outcome in outcomes) < 30
+    quiet = [outcome for outcome in outcomes if not outcome.forked]
+    assert len(quiet) > SCHEDULES / 2
+
+
+@pytest.mark.parametrize("planted", [CommitsAlone, DividesByOldWeights, HealsFromStaleSource])
+def test_a_planted_mistake_is_found(planted):
+    with pytest.raises(BrokenError):
+        run_all(planted)
+
+
+def test_a_schedule_depends_on_its_number_alone(capsys):
+    one, other = [], []
+    run(17, trace=one)
+    run(17, trace=other)
+    assert one == other
+    assert main(17) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == one
+
+
+def test_the_coordinator_answers_when_the_last_quorum_is_there(header):
+    coordinator = Coordinator(join_seconds=1.0)
+    a, b, c = header("a"), header("b"), header("c")
+    everyone = {each.identity for each in (a, b, c)}
+    coordinator.ask(a, 0.0)
+    coordinator.ask(b, 0.1)
+    assert coordinator.view(everyone, 0.9) is None  # waits for c
+    first = coordinator.view(everyone, 1.0)
+    assert first
+    assert (first.id, first.headers) == (1, (a, b))
+    coordinator.ask(b, 2.0)
+    coordinator.ask(a, 2.0)
+    again = coordinator.view(everyone, 2.0)  # both of the last view: at once, with the same id
+    assert again
+    assert again.id == 1
+    coordinator.ask(c, 9.0)
+    assert coordinator.view(everyone, 99.0) is None  # one of three
+    assert coordinator.view({c.identity}, 99.0) == m.View(2, (c,))
