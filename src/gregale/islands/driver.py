@@ -20,11 +20,13 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.inner import Expected, Inner
 from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Take, Underway
+from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show, Take, Underway
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
+from gregale.islands.showing import Showing, fetch_inner
 from gregale.islands.worker import NotFinite, Worker
 
 TICK_SECONDS = 0.1
@@ -38,6 +40,7 @@ class Driver:
 
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
+    - `wanted_inner`: the inner optimizer that this island wants of a peer when it heals; empty: it has its own
     """
 
     member: Member
@@ -48,6 +51,7 @@ class Driver:
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
+    wanted_inner: Expected = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
 
     def __post_init__(self):
@@ -70,6 +74,7 @@ class Driver:
             lambda complaint: self.report(complaint, True),
         )
         self._underway: Underway | None = None
+        self._showing = Showing(self.token, self.worker.server.host)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
@@ -150,12 +155,24 @@ class Driver:
         """A peer says that the round after `number` is due."""
         self.post(protocol.Due(number))
 
+    def show(self) -> dict[str, Any]:
+        """A joiner asks for the inner optimizer: says where it is, once the trainer has handed it over."""
+        with self._changed:
+            self._showing.want()
+            self._changed.notify_all()
+        return self._showing.wait()
+
+    def shown(self, inner: Inner) -> None:
+        """Takes a copy of the inner optimizer for who joins."""
+        self._showing.put(inner)
+
     def close(self) -> None:
         """Ends the threads; the others see this island go."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
+        self._showing.close()
         for threads in (self._exchange, self._healing, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -166,6 +183,8 @@ class Driver:
         early = self._leaving or (bool(self._arrivals) and isinstance(self._arrivals[0], Restart))
         if self._arrivals and (early or self._since >= self.pace.schedule.delay):
             return self._arrivals.popleft()
+        if self._showing.is_wanted():
+            return Show()
         if self._left:
             return Finish(complete=self.round >= self.pace.rounds)
         if self.round >= self.pace.rounds and not self._arrivals:
@@ -307,12 +326,18 @@ class Driver:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
             return
+        inner = (
+            fetch_inner(sources, self.token, self.wanted_inner, self.worker.timeouts.heal)
+            if self.wanted_inner
+            else None
+        )
         self.seconds.healing += time.monotonic() - began
         with self._changed:
+            self.wanted_inner = {}
             self._take_over(outer)
             self._wanted = self._flying = self._told_due = None
             self._arrivals.clear()
-            self._arrivals.append(Restart(outer.round))
+            self._arrivals.append(Restart(outer.round, inner))
             self._write_down(outer, healed=True)
             self.post(protocol.Healed(outer))
 

@@ -24,6 +24,7 @@ from gregale.islands import files
 from gregale.islands.driver import Driver, Pace
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
+from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
 from gregale.islands.protocol.headers import NO_GENERATION, NO_ROUND, Outer
 from gregale.islands.protocol.ledger import Ledger, Lot, digest_of
@@ -197,6 +198,7 @@ def joined(
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=Recorder(run.path / ROUNDS, record.round),
+        wanted_inner={} if saved else expected(start.state.method.psdp),
     )
     status.follow(driver)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
