@@ -20,6 +20,7 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.hands import Hands
 from gregale.islands.inner import Expected, Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show, Take, Underway
@@ -27,7 +28,7 @@ from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.showing import Showing, fetch_inner
-from gregale.islands.worker import NotFinite, Worker
+from gregale.islands.worker import NotFinite, OuterSide
 
 TICK_SECONDS = 0.1
 ASK_SECONDS = 60.0
@@ -45,7 +46,7 @@ class Driver:
 
     member: Member
     coordinator: Coordinator
-    worker: Worker
+    worker: Hands
     leases: Leases
     pace: Pace
     token: bytes
@@ -74,6 +75,7 @@ class Driver:
             lambda complaint: self.report(complaint, True),
         )
         self._underway: Underway | None = None
+        self._inner: Inner | None = None  # a peer's, fetched beside its outer state
         self._showing = Showing(self.token, self.worker.server.host)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
@@ -114,12 +116,36 @@ class Driver:
             self.seconds.waiting += waited
             if self._underway is not None:
                 self._underway.waiting += waited
+            self.worker.ordered(order)
             return order
+
+    @property
+    def side(self) -> OuterSide:
+        """The outer side as it was when the last order was given: what to follow it with, and what to save."""
+        return self.worker.side
+
+    def take(self) -> int | None:
+        """The first example of the next batch, which is taken with it; None if none is leased at the moment."""
+        with self._lock:
+            first = self.leases.take()
+            self.worker.granted(first)
+            return first
+
+    def used(self, batches: int) -> int:
+        """Examples of its lease's holder that so many batches of this process have passed."""
+        return self.leases.used_after(batches)
+
+    @property
+    def holder(self) -> str:
+        """Whose leases they are."""
+        return self.leases.holder
 
     def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
         with self._lock:
-            self._wanted, self._flying, self._since = None, number, 0
+            self._since = 0
+            if number == self.round:  # else it was decided without this message
+                self._wanted, self._flying = None, number
             self._underway = Underway(number, time.time(), (), self.worker.count.sent, self.worker.count.received)
 
         def down() -> None:
@@ -258,6 +284,9 @@ class Driver:
                 self.worker.drop_group()
             case protocol.Heal(sources):
                 self._healing.submit(self._guarded, lambda: self._heal(sources))
+            case protocol.Install(outer):
+                self.worker.install(outer)
+                self._installed(outer)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
@@ -275,6 +304,15 @@ class Driver:
         self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
         self._write_down(outer, healed=False)
+
+    def _installed(self, outer: Outer) -> None:
+        self._take_over(outer)
+        self._wanted = self._flying = self._told_due = None
+        self._arrivals.clear()
+        self._arrivals.append(Restart(outer.round, self._inner))
+        if self._inner is not None:
+            self._inner, self.wanted_inner = None, {}
+        self._write_down(outer, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
@@ -321,7 +359,7 @@ class Driver:
         with self._lock:
             self._underway = Underway(self.round, time.time(), (), self.worker.count.sent, self.worker.count.received)
         try:
-            outer = self.worker.heal(sources, lambda received, total: None)
+            outer = self.worker.heal(sources)
         except (TransferFailed, ValueError) as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
@@ -333,12 +371,7 @@ class Driver:
         )
         self.seconds.healing += time.monotonic() - began
         with self._changed:
-            self.wanted_inner = {}
-            self._take_over(outer)
-            self._wanted = self._flying = self._told_due = None
-            self._arrivals.clear()
-            self._arrivals.append(Restart(outer.round, inner))
-            self._write_down(outer, healed=True)
+            self._inner = inner
             self.post(protocol.Healed(outer))
 
     def _tell(self, address: str, number: int) -> None:
