@@ -29,6 +29,10 @@ def test_the_fleet_begins_once_the_minimum_is_there(header):
     assert later.generation.name != plan.generation.name
 
 
+def test_no_fleet_begins_while_one_fetches_the_state_of_another(header):
+    assert isinstance(meaning(fresh(header, "a", healing=True), fresh(header, "b")).plan, Wait)
+
+
 def test_one_with_another_seed_heals(header):
     decision = meaning(fresh(header, "a"), fresh(header, "b"), fresh(header, "c", digest="other"))
     assert decision.differ == {"c/s"}

@@ -210,6 +210,8 @@ def fingerprint(view: View) -> str:
 def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
     if len(headers) < rules.minimum:
         return Decision(_too_few(headers, rules), None, frozenset(), (), refused)
+    if any(header.healing for header in headers):
+        return Decision(Wait("a state is being fetched"), None, frozenset(), (), refused)
     digest = _most(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(

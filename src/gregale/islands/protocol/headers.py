@@ -106,6 +106,7 @@ class Header:
     failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
     ready, weight       its snapshot is taken; tokens that it brings
     seen                id of the newest view in which it was current; 0: none
+    healing             it is fetching a state, so there is a fleet that has one
     waited              it has waited `turnover_seconds` for members that are missing
     leaving             it goes after this round
     saved               newest round in a checkpoint of its own
@@ -132,6 +133,7 @@ class Header:
     ready: bool = False
     weight: float = 0.0
     seen: int = 0
+    healing: bool = False
     waited: bool = False
     leaving: bool = False
     saved: int = NO_ROUND
@@ -183,7 +185,7 @@ _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "waited", "leaving"), bool),
+    **dict.fromkeys(("voter", "ready", "healing", "waited", "leaving"), bool),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
     "step_seconds": (int, float),
