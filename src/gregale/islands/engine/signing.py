@@ -22,8 +22,8 @@ def read_token(path: Path) -> bytes:
         raise UserError(f"islands.token_file: {path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
     if len(token) < SHORTEST_TOKEN_BYTES:
         raise UserError(
-            f"islands.token_file: {path} has {len(token)} bytes; at least {SHORTEST_TOKEN_BYTES} are needed, for example "
-            f"from: openssl rand -hex 32 > {path}"
+            f"islands.token_file: {path} has {len(token)} bytes; at least {SHORTEST_TOKEN_BYTES} are needed, for "
+            f"example from: openssl rand -hex 32 > {path}"
         )
     return token
 
