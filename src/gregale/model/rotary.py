@@ -29,9 +29,7 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
     return frequency.astype(np.float32)
 
 
-def rotate(
-    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN
-) -> NamedArray:
+def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
