@@ -255,13 +255,13 @@ class Driver:
         self._wanted = self._flying = self._told_due = None
         self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
-        self._write_down(outer, healed=False)
+        self._write_down(outer, weight)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
         self.leases.update(outer.ledger, self.member.holder)
 
-    def _write_down(self, outer: Outer, healed: bool) -> None:
+    def _write_down(self, outer: Outer, weight: float, healed: bool = False) -> None:
         now, count = time.time(), self.worker.count
         at = self._underway or Underway(outer.round - 1, now, self._members, count.sent, count.received)
         self._underway = None
@@ -271,6 +271,7 @@ class Driver:
                 "generation": outer.generation.number,
                 "digest": outer.fingerprint(),
                 "members": list(self._members),
+                "weight": weight,
                 "began": at.began,
                 "ended": now,
                 "seconds": now - at.began,
@@ -313,7 +314,7 @@ class Driver:
             self._wanted = self._flying = self._told_due = None
             self._arrivals.clear()
             self._arrivals.append(Restart(outer.round))
-            self._write_down(outer, healed=True)
+            self._write_down(outer, 0.0, healed=True)
             self.post(protocol.Healed(outer))
 
     def _tell(self, address: str, number: int) -> None:
