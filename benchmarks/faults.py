@@ -16,6 +16,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -140,6 +141,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for logs and runs, which stays")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process of the fleet is left
     what: Callable[[argparse.Namespace, Path], int] = faults
     if options.soak is not None:
         what = soak

@@ -52,4 +52,6 @@ class StatusTracker:
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
             self._driver.due(message["round"])
             return {}
+        if message.get("kind") == "inner" and self._driver is not None:
+            return self._driver.show()
         raise Refused("unknown message")
