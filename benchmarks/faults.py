@@ -32,7 +32,7 @@ from fleet import Fleet, Late, Seconds
 from gregale.islands.engine.namespaces import rate_limited
 
 NAMES = ("a", "b", "c", "d")
-WORDS = "a the wind sea north east gale island replica shard step loss mesh".split()
+WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]
 CONFIG = """
 steps: 1000000
 cpu_devices: 1
@@ -121,7 +121,9 @@ def faults(options: argparse.Namespace, folder: Path) -> int:
             print(f"{time.strftime('%H:%M:%S')} {table(rows[-1:]).splitlines()[-1]}", flush=True)
             if rows[-1].wrong:
                 print(rows[-1].wrong, flush=True)
-    print(f"\nHeartbeat {options.heartbeat:g} s, reduce {options.reduce:g} s, a step {options.pace:g} s.\n\n{table(rows)}")
+    print(
+        f"\nHeartbeat {options.heartbeat:g} s, reduce {options.reduce:g} s, a step {options.pace:g} s.\n\n{table(rows)}"
+    )
     return int(any(row.wrong for row in rows))
 
 
@@ -140,7 +142,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of --unequal")
     parser.add_argument("--keep", type=Path, help="folder for logs and runs, which stays")
     options = parser.parse_args()
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process of the fleet is left
     what: Callable[[argparse.Namespace, Path], int] = faults
     if options.soak is not None:

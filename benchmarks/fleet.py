@@ -161,7 +161,9 @@ class Fleet:
         output = self.folder / f"{name}.log"
         doom = output.with_suffix(".doom")
         doom.unlink(missing_ok=True)
-        process = self._process([*command, *self._options, *options], output, {"DOOM": str(doom), "PACE": str(pace or self._pace)})
+        process = self._process(
+            [*command, *self._options, *options], output, {"DOOM": str(doom), "PACE": str(pace or self._pace)}
+        )
         self.islands[name] = Island(name, self.folder / "runs" / name, output, process)
         return self.islands[name]
 
@@ -231,7 +233,9 @@ class Fleet:
 
     def tails(self) -> str:
         """The ends of all logs."""
-        return "\n".join(f"-- {name}: " + "\n   ".join(one.said().splitlines()[-6:]) for name, one in self.islands.items())
+        return "\n".join(
+            f"-- {name}: " + "\n   ".join(one.said().splitlines()[-6:]) for name, one in self.islands.items()
+        )
 
     def close(self) -> None:
         """Ends all processes, at once."""
