@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,6 +121,7 @@ class Fleet:
         doomed: bool = False,
         network: Network | None = None,
         pace: float = 0.0,
+        environment: Mapping[str, str] | None = None,
     ):
         self.folder, self.seconds = folder, seconds
         self.islands: dict[str, Island] = {}
@@ -128,7 +129,7 @@ class Fleet:
         self._history: dict[tuple[str, int, str], Seen] = {}
         self.token = folder / "token"
         make_token(self.token)
-        self.network, self._pace = network, pace
+        self.network, self._pace, self._environment = network, pace, dict(environment or {})
         self.sites: dict[str, Site] = {}
         bind = network.coordinator if network else "127.0.0.1"
         self.address = f"{bind}:{free_port(bind)}"
@@ -176,7 +177,7 @@ class Fleet:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu", **more},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu", **self._environment, **more},
             )
 
     @property

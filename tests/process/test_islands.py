@@ -1,4 +1,4 @@
-"""Real islands over the real lighthouse and Gloo: what they compute, and what the death of some means for the others."""
+"""Real islands over the real lighthouse and Gloo: what they compute, and what becomes of a fleet when some go or die."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
 PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
 QUICK = Seconds(heartbeat=4.0, reduce=20.0)
 PATIENCE_SECONDS = 120.0
+QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
 ROWS = 4  # of an island's batch
 ISLAND = {"mesh": {"data": 1}, "batch__size": ROWS, "batch__microbatches": 1}
 METHODS = {
@@ -36,14 +37,11 @@ METHODS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The text, and a configuration for each method; islands share what they compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", FAST_TO_COMPILE)
-        folder = write_inputs(tmp_path_factory.mktemp("islands"))
-        for name, sync in METHODS.items():
-            path = write_config(folder, f"{name}.yaml", **ISLAND)
-            text = f"{path.read_text()}\ncpu_devices: 1\nsync: {json.dumps(sync)}\n"
-            path.write_text(text)
-        yield folder
+    folder = write_inputs(tmp_path_factory.mktemp("islands"))
+    for name, sync in METHODS.items():
+        path = write_config(folder, f"{name}.yaml", **ISLAND)
+        path.write_text(f"{path.read_text()}\ncpu_devices: 1\nsync: {json.dumps(sync)}\n")
+    return folder
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -52,7 +50,7 @@ def test_islands_in_lock_step_do_what_diloco_does_in_one_mesh(folder, method, mo
     steps = 2 * METHODS[method]["period"]
     options = ["--islands.lockstep", "true", "--islands.start", "2", "--steps", str(steps)]
     options += ["--islands.lease_steps", "50"]
-    with Fleet(folder, f"{method}.yaml", PATIENT, options) as fleet:
+    with Fleet(folder, f"{method}.yaml", PATIENT, options, environment=QUICK_TO_COMPILE) as fleet:
         names = [f"{method}-a", f"{method}-b"]
         for name in names:
             fleet.start(name)
@@ -98,3 +96,87 @@ def firsts(outer: Outer, names: list[str]) -> list[int]:
     leases = [lease for lease in outer.ledger.leases if lease.name in names]
     assert all(lease.used > 0 and len(lease.spans) == 1 for lease in leases)
     return [lease.spans[0][0] - lease.used for lease in leases]
+
+
+TRIO = ("x", "y", "z")
+
+
+@pytest.fixture(scope="module")
+def trio(folder):
+    """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
+    options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
+    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.03, environment=QUICK_TO_COMPILE) as fleet:
+        for name in TRIO:
+            fleet.start(name)
+        fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
+        yield fleet
+        assert fleet.check() > 0
+
+
+def takes_part(fleet: Fleet, name: str) -> None:
+    """The island has contributed to a round since now, and all others too."""
+    since = time.time()
+    fleet.wait(
+        lambda: any(s.island == name and s.ended > since and s.weight > 0 for s in fleet.observe()),
+        PATIENCE_SECONDS,
+        f"{name} contributes to a round",
+    )
+    fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest())
+    fleet.check()
+
+
+def test_survivors_of_a_kill_in_the_middle_of_a_reduce_go_on_and_the_dead_one_heals(trio):
+    victim = trio.islands["z"]
+    victim.doom.write_text("reduce")
+    trio.wait(lambda: not victim.lives, PATIENCE_SECONDS, "z dies")
+    assert victim.process.returncode == -signal.SIGKILL
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
+    trio.check()
+    trio.start("z")
+    takes_part(trio, "z")
+    assert any(each.island == "z" and each.healed for each in trio.observe())
+
+
+def test_one_that_is_told_to_leave_says_so_and_its_command_joins_again(trio):
+    assert trio.islands["z"].leave() == 128 + signal.SIGTERM
+    assert "Left the fleet by SIGTERM" in trio.islands["z"].said()
+    assert "Traceback" not in trio.islands["z"].said()
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest("z"))
+    trio.start("z")
+    takes_part(trio, "z")
+
+
+def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_go_on(trio, folder):
+    other = folder / "other_token"
+    other.write_text(secrets.token_hex(32))
+    other.chmod(0o600)
+    stranger = trio.start("stranger", "--islands.token_file", str(other))
+    seeded = trio.start("seeded", "--seed", "5")
+    host, port = trio.islands["x"].address.split(":")
+    with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
+        garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
+        assert [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded)] == [2, 2], trio.tails()
+        trio.wait_for_members(TRIO, PATIENCE_SECONDS, trio.newest())
+    for island, reason in ((stranger, "token"), (seeded, "another configuration")):
+        assert "Traceback" not in island.said()
+        errors = [line for line in island.said().splitlines() if "error" in line]
+        assert len(errors) == 1, island.said()
+        assert reason in errors[0]
+    assert "does not speak HTTP" in trio.islands["x"].said()
+    del trio.islands["stranger"], trio.islands["seeded"]
+    assert all(island.lives for island in trio.islands.values())
+
+
+def test_a_whole_fleet_goes_on_from_its_newest_round(trio):
+    trio.islands["z"].kill()
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
+    for name in ("x", "y"):
+        trio.islands[name].process.terminate()
+    assert [trio.islands[name].process.wait(PATIENCE_SECONDS) for name in ("x", "y")] == [143, 143], trio.tails()
+    newest = trio.newest()
+    for name in TRIO:
+        trio.start(name)
+    trio.wait_for_members(TRIO, PATIENCE_SECONDS, newest)
+    after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
+    assert min(after) == newest + 1
+    trio.check()
