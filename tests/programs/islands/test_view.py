@@ -17,7 +17,7 @@ TRAINING = {
     "round": 3,
     "members": ["a", "b"],
     "waiting_seconds": 0.25,
-    "bytes_sent": 2_000_000,
+    "network_bytes_sent": 2_000_000,
 }
 
 

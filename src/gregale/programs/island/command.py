@@ -139,9 +139,9 @@ def train(
         console.begin(config.steps, start.step)
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
         stop = stack.enter_context(StopRequest())
-        trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
+        status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
         status.state = "joining"
-        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status, trackers]), console.message)
+        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status]), console.message)
         step = loop.run(start, stop)
         status.state = "complete" if loop.complete else "left"
     checkpoints.wait()
