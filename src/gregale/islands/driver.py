@@ -279,7 +279,7 @@ class Driver:
         self._wanted = self._flying = self._told_due = None
         self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
-        self._book.end(outer, healed=False)
+        self._book.end(outer, weight)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
@@ -290,7 +290,7 @@ class Driver:
         self._arrivals.append(Restart(outer.round, self._inner))
         self.wanted_inner, self._inner = {}, None
         self._decided = time.monotonic()
-        self._book.end(outer, healed=True)
+        self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
