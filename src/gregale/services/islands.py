@@ -80,7 +80,7 @@ class IslandsConfig(Settings):
             raise KeyedError(
                 "name",
                 f"is {shown(self.name)}",
-                f"; it has letters, digits, '.', '-' and '_' only, at most {MOST_NAME}, and begins with a letter or digit.",
+                f"; it has at most {MOST_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
         if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
             raise KeyedError(
