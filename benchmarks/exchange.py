@@ -1,8 +1,8 @@
 """What a group of islands' hosts carries over loopback: `python benchmarks/exchange.py [members] [megabytes]`.
 
 Each member is a process. All-to-all, as the reducer's first leg has it: each sends an equal share of its message to
-each other one, in pieces of 4 MB that are all under way at once. Prints the seconds to build a group, and for the exchange
-the megabytes per second that each member sends.
+each other one, in pieces of 4 MB that are all under way at once. Prints the seconds to build a group, and the megabytes
+per second that each member sends.
 """
 
 from __future__ import annotations

@@ -20,15 +20,18 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.inner import Expected, Inner
 from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Take, Underway
+from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show, Take
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
+from gregale.islands.round_book import RoundBook
+from gregale.islands.showing import Showing, fetch_inner
 from gregale.islands.worker import NotFinite, Worker
 
 TICK_SECONDS = 0.1
-ASK_SECONDS = 60.0
+LEAST_TICK_SECONDS = 0.005
 TELL_SECONDS = 2.0
 
 
@@ -38,6 +41,7 @@ class Driver:
 
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
+    - `wanted_inner`: the inner optimizer that this island wants of a peer when it heals; empty: it has its own
     """
 
     member: Member
@@ -48,6 +52,7 @@ class Driver:
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
+    wanted_inner: Expected = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
 
     def __post_init__(self):
@@ -60,16 +65,18 @@ class Driver:
         self._told_due: int | None = None  # the round that was said to be due
         self._decided = time.monotonic()  # when the newest round was committed
         self._refused: str | None = None
+        self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
         self._steps, self._stepped_at = 0, time.monotonic()
         self._asking = Asking(
             self.coordinator,
-            ASK_SECONDS,
+            self.member.timing.ask_seconds,
             lambda view: self.post(protocol.Seen(view)),
             lambda reason: self.post(protocol.NoView(reason)),
             lambda complaint: self.report(complaint, True),
         )
-        self._underway: Underway | None = None
+        self._book = RoundBook(self.worker.count, self.record)
+        self._showing = Showing(self.token, self.worker.server.host)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
@@ -107,15 +114,14 @@ class Driver:
                 self._changed.wait(0.5)
             waited = time.monotonic() - began
             self.seconds.waiting += waited
-            if self._underway is not None:
-                self._underway.waiting += waited
+            self._book.waited(waited)
             return order
 
     def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
         with self._lock:
             self._wanted, self._flying, self._since = None, number, 0
-            self._underway = Underway(number, time.time(), (), self.worker.count.sent, self.worker.count.received)
+            self._book.begin()
 
         def down() -> None:
             messages, weight = fetch_down()
@@ -142,13 +148,22 @@ class Driver:
     @property
     def members(self) -> tuple[str, ...]:
         """Who took part in the newest round."""
-        return self._members
-
-    _members: tuple[str, ...] = ()
+        return self._book.members
 
     def due(self, number: int) -> None:
         """A peer says that the round after `number` is due."""
         self.post(protocol.Due(number))
+
+    def show(self) -> dict[str, Any]:
+        """A joiner asks for the inner optimizer: says where it is, once the trainer has handed it over."""
+        with self._changed:
+            self._showing.want()
+            self._changed.notify_all()
+        return self._showing.wait()
+
+    def shown(self, inner: Inner) -> None:
+        """Takes a copy of the inner optimizer for who joins."""
+        self._showing.put(inner)
 
     def close(self) -> None:
         """Ends the threads; the others see this island go."""
@@ -156,6 +171,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
+        self._showing.close()
         for threads in (self._exchange, self._healing, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -166,6 +182,8 @@ class Driver:
         early = self._leaving or (bool(self._arrivals) and isinstance(self._arrivals[0], Restart))
         if self._arrivals and (early or self._since >= self.pace.schedule.delay):
             return self._arrivals.popleft()
+        if self._showing.is_wanted():
+            return Show()
         if self._left:
             return Finish(complete=self.round >= self.pace.rounds)
         if self.round >= self.pace.rounds and not self._arrivals:
@@ -215,8 +233,9 @@ class Driver:
         with self._changed:
             if self._closed:
                 return
-            for action in self.member.handle(event):
-                self._carry_out(action)
+            for each in (protocol.Tick(time.monotonic()), event):
+                for action in self.member.handle(each):
+                    self._carry_out(action)
             self._changed.notify_all()
 
     def _carry_out(self, action: protocol.Action) -> None:
@@ -239,6 +258,8 @@ class Driver:
                 self.worker.drop_group()
             case protocol.Heal(sources):
                 self._healing.submit(self._guarded, lambda: self._heal(sources))
+            case protocol.Install(outer):
+                self._install(outer)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
@@ -255,38 +276,29 @@ class Driver:
         self._wanted = self._flying = self._told_due = None
         self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
-        self._write_down(outer, healed=False)
+        self._book.end(outer, healed=False)
+
+    def _install(self, outer: Outer) -> None:
+        """The state that was fetched is this island's now."""
+        self.worker.install(outer)
+        self._take_over(outer)
+        self._wanted = self._flying = self._told_due = None
+        self._arrivals.clear()
+        self._arrivals.append(Restart(outer.round, self._inner))
+        self.wanted_inner, self._inner = {}, None
+        self._decided = time.monotonic()
+        self._book.end(outer, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
         self.leases.update(outer.ledger, self.member.holder)
-
-    def _write_down(self, outer: Outer, healed: bool) -> None:
-        now, count = time.time(), self.worker.count
-        at = self._underway or Underway(outer.round - 1, now, self._members, count.sent, count.received)
-        self._underway = None
-        self.record(
-            {
-                "round": outer.round,
-                "generation": outer.generation.number,
-                "digest": outer.fingerprint(),
-                "members": list(self._members),
-                "began": at.began,
-                "ended": now,
-                "seconds": now - at.began,
-                "waiting_seconds": at.waiting,
-                "bytes_sent": count.sent - at.sent,
-                "bytes_received": count.received - at.received,
-                "healed": healed,
-            }
-        )
 
     # What runs in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
         names = tuple(member.name for member in action.members)
         with self._lock:
-            self._members = names
+            self._book.members = names
         try:
             digest = self.worker.reduce(
                 action.key, action.round, action.members, action.weights, self.member.identity.name
@@ -300,20 +312,17 @@ class Driver:
     def _heal(self, sources: tuple[Peer, ...]) -> None:
         began = time.monotonic()
         with self._lock:
-            self._underway = Underway(self.round, time.time(), (), self.worker.count.sent, self.worker.count.received)
+            self._book.begin()
         try:
             outer = self.worker.heal(sources, lambda received, total: None)
         except (TransferFailed, ValueError) as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
             return
+        inner = fetch_inner(sources, self.token, self.wanted_inner, self.worker.timeouts.heal)
         self.seconds.healing += time.monotonic() - began
         with self._changed:
-            self._take_over(outer)
-            self._wanted = self._flying = self._told_due = None
-            self._arrivals.clear()
-            self._arrivals.append(Restart(outer.round))
-            self._write_down(outer, healed=True)
+            self._inner = inner
             self.post(protocol.Healed(outer))
 
     def _tell(self, address: str, number: int) -> None:
@@ -325,7 +334,7 @@ class Driver:
     def _tick(self) -> None:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
-            time.sleep(TICK_SECONDS)
+            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""

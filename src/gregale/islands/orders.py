@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gregale.islands.inner import Inner
 from gregale.methods.schedule import Schedule
 
 
@@ -25,9 +26,17 @@ class Arrive(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Order: the whole outer state is a peer's; take all of it for the island's parameters."""
+    """Order: the whole outer state is a peer's; take all of it for the island's parameters.
+
+    `inner`: a peer's inner optimizer, for an island that has begun with none
+    """
 
     round: int
+    inner: Inner | None = None
+
+
+class Show(NamedTuple):
+    """Order: hand over a copy of the inner optimizer, for an island that joins (`Driver.shown`)."""
 
 
 class Finish(NamedTuple):
@@ -36,7 +45,7 @@ class Finish(NamedTuple):
     complete: bool
 
 
-Order = Take | Arrive | Restart | Finish
+Order = Take | Arrive | Restart | Show | Finish
 
 
 @dataclass
@@ -70,15 +79,3 @@ class Seconds:
 
     waiting: float = 0.0
     healing: float = 0.0
-
-
-@dataclass
-class Underway:
-    """A round as this island goes through it."""
-
-    round: int
-    began: float
-    members: tuple[str, ...] = ()
-    sent: int = 0
-    received: int = 0
-    waiting: float = 0.0

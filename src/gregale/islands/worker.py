@@ -98,6 +98,7 @@ class Worker:
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
+    _staged: Fetched | None = None
     _lock: Lock = field(default_factory=Lock)
 
     def took(self, number: int, messages: Messages) -> None:
@@ -151,11 +152,23 @@ class Worker:
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
     def heal(self, sources: Sequence[Peer], progress: Callable[[int, int], None]) -> Outer:
-        """Fetches the state of peers; returns what is agreed about it. Raises TransferFailed, or ValueError."""
-        fetched = self._fetched([source.hosts[self.host] for source in sources], progress)
-        outer = Outer.from_json(fetched.facts.get("outer"))
-        self.outer.load(fetched.arrays, fetched.versions)
-        return outer
+        """Fetches the state of peers and keeps it aside; returns what is agreed about it.
+
+        Raises TransferFailed, or GarbageError.
+        """
+        self._staged = self._fetched([source.hosts[self.host] for source in sources], progress)
+        return Outer.from_json(self._staged.facts.get("outer"))
+
+    def install(self, outer: Outer) -> None:
+        """Takes over the state that was fetched, and serves it. Raises ValueError if it is not what was agreed."""
+        assert self._staged is not None
+        self.outer.load(self._staged.arrays, self._staged.versions)
+        self._staged = None
+        if self.outer.digest != outer.digest:
+            raise ValueError(f"the state of round {outer.round} that peers gave is not the one that they agreed on")
+        self._taken.clear()
+        self._results.clear()
+        self.publish(outer)
 
     def _fetched(self, addresses: Sequence[str], progress: Callable[[int, int], None]) -> Fetched:
         expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}

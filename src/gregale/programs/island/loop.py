@@ -55,7 +55,7 @@ class IslandLoop(Loop):
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
         log = StepLog(setup, self._trackers, traffic, consumed)
-        stepper = IslandStepper(setup, self._sides.outer, driver, self._sides.seen)
+        stepper = IslandStepper(setup, self._sides.outer, driver, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
@@ -71,10 +71,10 @@ class IslandLoop(Loop):
                     if (batch := next(batches, None)) is None:  # trained on all that was leased
                         state, finish = stepper.follow(state, starved=True)
                         continue
-                    state, report = stepper(state, batch, step + 1)
-                    step += 1
-                    log.took(step, report)
+                    state, report = stepper(state, batch)
+                    log.took(stepper.step, report)
                     state, finish = stepper.follow(state)
+                    step = stepper.step
                     self._between(stepper, state, step, log, traffic, consumed)
             log.catch_up()
         except TooManySkipped as error:

@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gregale.communication.shards import on_host
-from gregale.islands.driver import Arrive, Driver, Finish, Restart, Take
+from gregale.communication import shards
+from gregale.islands.driver import Driver
+from gregale.islands.inner import Inner, on_host, taken_over
+from gregale.islands.orders import Arrive, Finish, Restart, Show, Take
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
@@ -23,23 +26,28 @@ Tree = Any
 class IslandStepper:
     """Takes the steps of an island and follows the driver's orders between them.
 
+    - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
     - `arrived`: the newest round that is in the parameters; None before the first
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, driver: Driver, seen: list[float]):
-        """`seen`: tokens by fragment since this island last contributed to it."""
+    def __init__(self, setup: Setup, outer: HostOuter, driver: Driver, seen: list[float], step: int):
+        """
+        - `seen`: tokens by fragment since this island last contributed to it
+        - `step`: steps done before
+        """
         assert isinstance(setup.method, Island)
         self._island, self._outer, self._driver = setup.method, outer, driver
         self._step = Stepper(setup.method, setup.model)
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
-        self.batches = 0
+        self.step, self.batches = step, 0
         self.arrived: int | None = None
 
-    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
-        """Takes step number `step` (from 1); the state that comes in is donated."""
-        state, report = self._step(state, batch, step)
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Report]:
+        """Takes the next step; the state that comes in is donated."""
+        self.step += 1
+        state, report = self._step(state, batch, self.step)
         self._seen = _add(self._seen, report.metrics.weight)
         self.batches += 1
         self._driver.stepped()
@@ -56,10 +64,12 @@ class IslandStepper:
                     self._depart(state, number)
                 case Arrive(number, weight):
                     state = self._arrive(state, number, weight)
-                case Restart(number):
-                    state = self.all_of_theta(state)
+                case Restart(number, inner):
+                    state = self._taken_over(self.all_of_theta(state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
+                case Show():
+                    self._driver.shown(Inner(self.step, on_host(state.method.psdp)))
                 case Finish():
                     return state, order
         return state, None
@@ -73,6 +83,15 @@ class IslandStepper:
     def seen(self) -> list[float]:
         """Tokens by fragment since this island last contributed to it; waits for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
+
+    def _taken_over(self, state: TrainState, inner: Inner | None) -> TrainState:
+        """The state with a peer's inner optimizer, after as many steps as it has made."""
+        if inner is None:
+            return state
+        self.step = inner.step
+        psdp = taken_over(state.method.psdp, inner.arrays)
+        step = jax.device_put(np.int32(inner.step), state.step.sharding)
+        return state._replace(step=step, method=state.method._replace(psdp=psdp))
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
@@ -100,7 +119,7 @@ class IslandStepper:
 
 
 def _down(messages: dict[str, jax.Array], weight: jax.Array) -> tuple[Any, float]:
-    return on_host(messages), float(weight)
+    return shards.on_host(messages), float(weight)
 
 
 @jax.jit

@@ -24,7 +24,7 @@ class FleetView:
     """Shows the newest status of every island.
 
     A status is what an island's server tells: `state`, `step`, `steps`, `loss`, `tokens_per_second`, `round`,
-    `members`, `waiting_seconds`, `bytes_sent`; empty for one that does not answer.
+    `members`, `waiting_seconds`, `network_bytes_sent`; empty for one that does not answer.
     """
 
     def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):
@@ -84,7 +84,7 @@ def cells(status: Status) -> list[str]:
         str(status["round"]),
         str(len(cast(list, members))),
         f"{status.get('waiting_seconds') or 0:.1f} s",
-        decimal(cast(int, status.get("bytes_sent") or 0)),
+        decimal(cast(int, status.get("network_bytes_sent") or 0)),
     ]
 
 
