@@ -65,6 +65,7 @@ class Driver:
         self._told_due: int | None = None  # the round that was said to be due
         self._decided = time.monotonic()  # when the newest round was committed
         self._refused: str | None = None
+        self._failure: BaseException | None = None
         self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
         self._steps, self._stepped_at = 0, time.monotonic()
@@ -106,6 +107,8 @@ class Driver:
         began = time.monotonic()
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order()
@@ -276,7 +279,7 @@ class Driver:
         self._wanted = self._flying = self._told_due = None
         self._decided = time.monotonic()
         self._arrivals.append(Arrive(number, weight))
-        self._book.end(outer, healed=False)
+        self._book.end(outer, weight)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
@@ -287,7 +290,7 @@ class Driver:
         self._arrivals.append(Restart(outer.round, self._inner))
         self.wanted_inner, self._inner = {}, None
         self._decided = time.monotonic()
-        self._book.end(outer, healed=True)
+        self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
@@ -340,11 +343,11 @@ class Driver:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
         try:
             work()
+        except UserError as error:
+            with self._changed:
+                self._refused = str(error)
+                self._changed.notify_all()
         except BaseException as error:
-            if self._closed:
-                return
             with self._changed:
                 self._failure = error
-                self._refused = f"islands: {type(error).__name__}: {error}"
                 self._changed.notify_all()
-            raise

@@ -42,8 +42,8 @@ class RoundBook:
         if self._underway is not None:
             self._underway.waiting += seconds
 
-    def end(self, outer: Outer, healed: bool) -> None:
-        """A state is committed, or fetched from a peer."""
+    def end(self, outer: Outer, weight: float, healed: bool = False) -> None:
+        """A state is committed, to which this island contributed `weight` tokens, or fetched from a peer."""
         now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)
         self._underway = None
         self._record(
@@ -52,6 +52,7 @@ class RoundBook:
                 "generation": outer.generation.number,
                 "digest": outer.fingerprint(),
                 "members": list(self.members),
+                "weight": weight,
                 "began": at.began,
                 "ended": now,
                 "seconds": now - at.began,
