@@ -4,11 +4,14 @@
 
 Two sites, each a network namespace with one device: PSDP in every step (two processes, one mesh, gloo), and islands:
 DiLoCo, streaming with tau = 1, and streaming with 4 bits. A method is started once, and its link is changed while it
-runs, in turn: no limit, 50, 200 and 1000 Mbit/s, then again; so all links meet the same other work on the machine. The
-exchange of the model (17 MB in float32, 2.8 s at 50 Mbit/s) is far above what such a link carries in one of its steps.
+runs, in turn: no limit, 50 Mbit/s, no limit, 200, no limit, 1000, and again. What a link costs is the share of its rate
+in that of the windows without a limit before and after it, the median over the cycles: other work on the machine meets
+both alike. The exchange of the model (17 MB in float32, 2.8 s at 50 Mbit/s) is far above what such a link carries in
+one of its steps.
 
 The prediction is the timeline's: its step is the method's own measured one with no limit, so that it says what the link
-costs and nothing of what the processor does. Results so far are in FOLDER/rates.json; `--only METHOD` adds one.
+costs and nothing of what the processor does; its link is what TCP brings through such a one, each way while both are
+used. Results so far are in FOLDER/windows.json; `--only METHOD` measures one anew.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +42,7 @@ from gregale.timeline.table import run_method
 
 SITES, PERIOD, LAYERS, FRAGMENT_LAYERS = 2, 30, 4, 2
 ROWS, POSITIONS = 4, 64
-MBIT_PER_SECOND: tuple[int | None, ...] = (None, 50, 200, 1000)
+MBIT_PER_SECOND = (50, 200, 1000)
 PORT = 29_640
 START_SECONDS = 300.0
 WINDOW_SECONDS = 240.0
@@ -159,20 +163,60 @@ def kill(processes: Sequence[subprocess.Popen]) -> None:
         process.wait()
 
 
-def measure(folder: Path, name: str, cycles: int) -> dict[str, list[float]]:
-    """Seconds of a step by link, one for each cycle."""
-    setting, found = SETTINGS[name], {str(rate): [] for rate in MBIT_PER_SECOND}
-    slug = name.replace(" ", "-")
+EXCHANGE = """
+import socket, sys, threading, time
+role, address, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if role == "listen":
+    listener = socket.create_server((address, 5555))
+    print("listens", flush=True)
+    connection, _ = listener.accept()
+else:
+    connection = socket.create_connection((address, 5555), 5.0)
+began = time.monotonic()
+sender = threading.Thread(target=connection.sendall, args=(bytes(count),))
+sender.start()
+left = count
+while left:
+    left -= len(connection.recv(min(left, 1 << 20)))
+sender.join()
+print(count * 8 / (time.monotonic() - began) / 1e6)
+"""
+
+
+def carried(rate: int) -> float:
+    """Mbit/s of content that TCP brings through a link of this rate, each way while both ways are used."""
+    with rate_limited(SITES, f"{rate}mbit") as network:
+        one, other = network.sites
+        arguments = [one.address, str(rate * 10**6 // 4)]  # two seconds
+        listen = [*one.command, sys.executable, "-c", EXCHANGE, "listen", *arguments]
+        with subprocess.Popen(listen, stdout=subprocess.PIPE, text=True) as listener:
+            assert listener.stdout is not None
+            listener.stdout.readline()
+            call = [*other.command, sys.executable, "-c", EXCHANGE, "call", *arguments]
+            return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout)
+
+
+Window = tuple[int | None, float]  # Mbit/s or no limit, seconds of a step
+
+
+def measure(folder: Path, name: str, cycles: int) -> list[Window]:
+    """Windows in the order in which they were measured; the first and the last are without a limit."""
+    setting, slug = SETTINGS[name], name.replace(" ", "-")
+    found: list[Window] = []
     with rate_limited(SITES, None) as network:
         running = one_mesh(folder, network) if name == "psdp" else islands(folder, network, slug, setting.config)
         with running as steps:
-            steps.wait_for(setting.window // 2, START_SECONDS)
-            for _ in range(cycles):
-                for rate in MBIT_PER_SECOND:
-                    for site in range(SITES):
-                        network.limit(site, None if rate is None else f"{rate}mbit")
-                    found[str(rate)].append(steps.seconds_a_step(setting.window))
-                    print(f"{name} at {rate} Mbit/s: {found[str(rate)][-1]:.3f} s a step", flush=True)
+            steps.wait_for(setting.window + 5, START_SECONDS)  # every fragment's round was there once
+            for rate in (
+                None,
+                *(each for _ in range(cycles) for limited in MBIT_PER_SECOND for each in (limited, None)),
+            ):
+                for site in range(SITES):
+                    network.limit(site, None if rate is None else f"{rate}mbit")
+                found.append((rate, steps.seconds_a_step(setting.window)))
+                print(
+                    f"{name} at {rate} Mbit/s: {found[-1][1]:.3f} s a step, load {os.getloadavg()[0]:.0f}", flush=True
+                )
     return found
 
 
@@ -183,7 +227,7 @@ def parameters() -> int:
     return LAYERS * (4 * hidden**2 + 3 * hidden * mlp + 2 * hidden) + hidden + 2 * 320 * hidden
 
 
-def predicted(name: str, step_seconds: float, mbit_per_second: int) -> float:
+def predicted(name: str, step_seconds: float, mbit_per_second: float) -> float:
     """Seconds of a step by the timeline's model."""
     setting = SETTINGS[name]
     nominal = step_seconds * 3 * LAYERS / (3 * LAYERS - 1)  # the model's first layer has one node fewer
@@ -193,24 +237,28 @@ def predicted(name: str, step_seconds: float, mbit_per_second: int) -> float:
     return float(run.total_seconds[0]) / cadence.steps
 
 
-def rows(rates: Mapping[str, Mapping[str, Sequence[float]]]) -> list[dict]:
-    """For each method and link: tokens a second of both sites, measured and predicted, and shares of its unlimited."""
-    found, tokens = [], SITES * ROWS * POSITIONS
-    for name, by_link in rates.items():
-        free = statistics.median(by_link["None"])
-        for link, seconds in by_link.items():
-            measured = statistics.median(seconds)
-            expected = free if link == "None" else predicted(name, free, int(link))
+def rows(windows: Mapping[str, Sequence[Window]], links: Mapping[str, float]) -> list[dict]:
+    """For each method and link: seconds of a step without a limit, and shares of its rate, as seen and predicted.
+
+    `links`: Mbit/s that a link carries, by its rate
+    """
+    found = []
+    for name, measured in windows.items():
+        free = statistics.median(seconds for rate, seconds in measured if rate is None)
+        for link in MBIT_PER_SECOND:
+            shares = [
+                (measured[place - 1][1] + measured[place + 1][1]) / 2 / seconds
+                for place, (rate, seconds) in enumerate(measured)
+                if rate == link
+            ]
             found.append(
                 {
                     "method": name,
-                    "mbit_per_second": None if link == "None" else int(link),
-                    "measured": tokens / measured,
-                    "least": tokens / max(seconds),
-                    "most": tokens / min(seconds),
-                    "predicted": tokens / expected,
-                    "share": free / measured,
-                    "predicted_share": free / expected,
+                    "mbit_per_second": link,
+                    "free_seconds": free,
+                    "share": statistics.median(shares),
+                    "shares": sorted(shares),
+                    "predicted_share": free / predicted(name, free, links[str(link)]),
                 }
             )
     return found
@@ -218,16 +266,14 @@ def rows(rates: Mapping[str, Mapping[str, Sequence[float]]]) -> list[dict]:
 
 def table(found: Sequence[Mapping]) -> str:
     """The rows as Markdown: a method a line."""
-    lines = ["| method | no limit | 50 Mbit/s | 200 Mbit/s | 1000 Mbit/s |", "|---|---|---|---|---|"]
+    links = " | ".join(f"{rate} Mbit/s" for rate in MBIT_PER_SECOND)
+    lines = [f"| method | tokens/s, no limit | {links} |", "|---|---|" + "---|" * len(MBIT_PER_SECOND)]
     for name, setting in SETTINGS.items():
-        cells = []
-        for each in (each for each in found if each["method"] == name):
-            cell = f"{each['measured']:,.0f}"
-            if each["mbit_per_second"] is not None:
-                cell += f" ({each['share']:.0%}; {each['predicted_share']:.0%})"
-            cells.append(cell)
-        if cells:
-            lines.append(f"| {setting.label} | {' | '.join(cells)} |")
+        mine = [each for each in found if each["method"] == name]
+        if mine:
+            speed = SITES * ROWS * POSITIONS / mine[0]["free_seconds"]
+            cells = [f"{each['share']:.0%} ({each['predicted_share']:.0%})" for each in mine]
+            lines.append(f"| {setting.label} | {speed:,.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -239,10 +285,10 @@ def draw(path: Path, found: Sequence[Mapping]) -> None:
         mine = [each for each in found if each["method"] == name]
         if not mine:
             continue
-        free = next(SITES * ROWS * POSITIONS / each["measured"] for each in mine if each["mbit_per_second"] is None)
-        shares = [free / predicted(name, free, link) for link in grid]
+        free = mine[0]["free_seconds"]
+        shares = [free / predicted(name, free, link) for link in grid]  # as if TCP carried all of it
         axes.plot(grid, shares, color=colour, linewidth=1.5, label=setting.label)
-        points = [(each["mbit_per_second"], each["share"]) for each in mine if each["mbit_per_second"]]
+        points = [(each["mbit_per_second"], each["share"]) for each in mine]
         axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=6)
     axes.set_xscale("log")
     axes.set_xticks([50, 200, 1000], ["50", "200", "1000"])
@@ -266,18 +312,18 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "rates.json"
-    rates = json.loads(path.read_text()) if path.exists() else {}
-    for name in options.only or [name for name in SETTINGS if name not in rates]:
-        rates[name] = measure(folder, name, options.cycles)
-        path.write_text(json.dumps(rates))
-    found = rows(rates)
+    path = folder / "windows.json"
+    windows = json.loads(path.read_text()) if path.exists() else {}
+    links = windows.pop("links", None) or {str(rate): carried(rate) for rate in MBIT_PER_SECOND}
+    for name in options.only or [name for name in SETTINGS if name not in windows]:
+        windows[name] = measure(folder, name, options.cycles)
+        path.write_text(json.dumps({**windows, "links": links}))
+    found = rows(windows, links)
     print(table(found))
+    print("links carry, each way at once:", ", ".join(f"{rate}: {speed:.0f} Mbit/s" for rate, speed in links.items()))
     for each in found:
-        off = each["predicted"] / each["measured"] - 1
-        print(f"{each['method']:10} {each['mbit_per_second']!s:>5} Mbit/s: {each['measured']:8,.0f} tokens/s", end=" ")
-        print(f"({each['least']:,.0f} to {each['most']:,.0f}), predicted {each['predicted']:,.0f} ({off:+.0%})")
-    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        shares = " ".join(f"{share:.0%}" for share in each["shares"])
+        print(f"{each['method']:10} {each['mbit_per_second']:>5}: {shares}; predicted {each['predicted_share']:.0%}")
     if options.picture:
         draw(options.picture, found)
 
