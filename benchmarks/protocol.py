@@ -57,8 +57,9 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(
         f"\n{totals['schedules']:,} schedules and {totals['rounds']:,} rounds in {seconds:.0f} s "
-        f"({totals['rounds'] / seconds:,.0f} rounds/s): {totals['broken']} broken; in {totals['forked']:,} a generation "
-        f"began without knowing of all others; two rounds by all at most {slowest:.0f} simulated s after the last fault"
+        f"({totals['rounds'] / seconds:,.0f} rounds/s): {totals['broken']} broken; in {totals['forked']:,} a "
+        f"generation began without knowing of all others; two rounds by all at most {slowest:.0f} simulated s after "
+        "the last fault"
     )
     return int(totals["broken"] > 0)
 

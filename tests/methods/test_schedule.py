@@ -76,3 +76,14 @@ def test_patterns():
 def test_mistakes_are_told(changed, told):
     with pytest.raises(UserError, match=told):
         Schedule(**{"period": 4, "layers": 3, **changed})
+
+
+@given(schedules())
+def test_rounds_of_islands_are_the_sends_in_their_order(schedule):
+    sends = [
+        (step, schedule.sent(step)) for step in range(1, 3 * schedule.period + 1) if schedule.sent(step) is not None
+    ]
+    numbers = range(len(sends))
+    assert [(schedule.round_step(n), schedule.round_fragment(n)) for n in numbers] == sends
+    assert schedule.rounds(3 * schedule.period) == len(sends)
+    assert schedule.round_step(-1) == 0

@@ -10,6 +10,8 @@ import pytest
 from haliax import Axis
 
 from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.plain import PLAIN
 from gregale.model.rotary import frequencies, rotate
 from tests.model import oracle
 
@@ -35,7 +37,8 @@ def test_llama_3_stretches_only_long_waves():
     assert ((scaled < plain) & (scaled > plain / 8))[~short & ~long].all()
 
 
-def test_rotation_is_a_complex_product():
+@pytest.mark.parametrize("kernels", [PLAIN, cpu_kernels()], ids=["plain", "cpu"])
+def test_rotation_is_a_complex_product(kernels):
     Position, Heads, HeadSize = Axis("position", 5), Axis("heads", 3), Axis("head_size", 8)
     x = np.random.default_rng(0).standard_normal((5, 3, 8), dtype=np.float32)
     places = np.array([0, 3, 4, 100, 101])
@@ -44,6 +47,7 @@ def test_rotation_is_a_complex_product():
         hax.named(x, (Position, Heads, HeadSize)),
         hax.named(places, Position),
         replace(config, head_size=8),
+        kernels,
     )
     for head in range(3):
         np.testing.assert_allclose(turned.array[:, head], oracle.rotate(x[:, head], places, config), atol=1e-5)

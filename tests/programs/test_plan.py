@@ -26,6 +26,7 @@ from gregale.programs.plan.step import plan_step
 from gregale.programs.plan.text import print_report
 from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
+from gregale.services.devices import with_flags
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
@@ -43,6 +44,15 @@ def planned():
     config = load(TrainConfig, QUICKSTART, SMALL)
     target = simulated_target(config, None, None)
     return plan_step(config, 257, target)
+
+
+@pytest.mark.parametrize("cpu_devices", [8, None])
+def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, cpu_devices):
+    own = "--xla_cpu_enable_fast_math=false"
+    monkeypatch.setenv("XLA_FLAGS", own)
+    config = replace(load(TrainConfig, QUICKSTART, SMALL), cpu_devices=cpu_devices)
+    simulated_target(config, 8, None)
+    assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own))
 
 
 @pytest.fixture(scope="module")

@@ -52,11 +52,19 @@ class Asking:
             try:
                 view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
             except (CoordinatorUnreachable, NoAnswer) as error:
-                self._failed(str(error))
+                if not self._is_past():
+                    self._failed(str(error))
+                continue
+            if self._is_past():
                 continue
             for complaint in view.complaints:
                 self._complain(complaint)
             self._seen(View(view.id, self._read(view.headers)))
+
+    def _is_past(self) -> bool:
+        """Whether the header that was asked with is no longer true: a newer one waits."""
+        with self._changed:
+            return self._newest is not None
 
     def _next(self) -> Header | None:
         with self._changed:

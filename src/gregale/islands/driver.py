@@ -7,7 +7,6 @@ Everything slow runs in threads: one asks the coordinator, one exchanges, one he
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,15 +22,17 @@ from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.hands import Hands
 from gregale.islands.inner import Expected, Inner
 from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show, Take, Underway
+from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
+from gregale.islands.round_book import RoundBook
 from gregale.islands.showing import Showing, fetch_inner
+from gregale.islands.turn import Turn
 from gregale.islands.worker import NotFinite, OuterSide
 
 TICK_SECONDS = 0.1
-ASK_SECONDS = 60.0
+LEAST_TICK_SECONDS = 0.005
 TELL_SECONDS = 2.0
 
 
@@ -58,24 +59,20 @@ class Driver:
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._arrivals: deque[Arrive | Restart] = deque()
-        self._wanted: int | None = None  # the round whose message the protocol asks for
-        self._flying: int | None = None  # the round whose message was handed over and is not decided
-        self._since = 0  # steps since the last message
-        self._told_due: int | None = None  # the round that was said to be due
-        self._decided = time.monotonic()  # when the newest round was committed
+        self._turn = Turn(self.pace)
         self._refused: str | None = None
+        self._failure: BaseException | None = None
+        self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
         self._steps, self._stepped_at = 0, time.monotonic()
         self._asking = Asking(
             self.coordinator,
-            ASK_SECONDS,
+            self.member.timing.ask_seconds,
             lambda view: self.post(protocol.Seen(view)),
             lambda reason: self.post(protocol.NoView(reason)),
             lambda complaint: self.report(complaint, True),
         )
-        self._underway: Underway | None = None
-        self._inner: Inner | None = None  # a peer's, fetched beside its outer state
+        self._book = RoundBook(self.worker.count, self.record)
         self._showing = Showing(self.token, self.worker.server.host)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
@@ -93,7 +90,7 @@ class Driver:
     def stepped(self) -> None:
         """A step was handed to the device."""
         with self._lock:
-            self._since += 1
+            self._turn.stepped()
             self._steps += 1
 
     def order(self, starved: bool = False) -> Order | None:
@@ -106,16 +103,17 @@ class Driver:
         began = time.monotonic()
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order()
-                if order is not None or not (self._must_wait() or (starved and self.leases.is_empty())):
+                if order is not None or not self._must_wait(starved):
                     break
                 self._changed.wait(0.5)
             waited = time.monotonic() - began
             self.seconds.waiting += waited
-            if self._underway is not None:
-                self._underway.waiting += waited
+            self._book.waited(waited)
             self.worker.ordered(order)
             return order
 
@@ -143,10 +141,8 @@ class Driver:
     def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
         with self._lock:
-            self._since = 0
-            if number == self.round:  # else it was decided without this message
-                self._wanted, self._flying = None, number
-            self._underway = Underway(number, time.time(), (), self.worker.count.sent, self.worker.count.received)
+            self._turn.departed(number, self.round)
+            self._book.begin()
 
         def down() -> None:
             messages, weight = fetch_down()
@@ -173,9 +169,7 @@ class Driver:
     @property
     def members(self) -> tuple[str, ...]:
         """Who took part in the newest round."""
-        return self._members
-
-    _members: tuple[str, ...] = ()
+        return self._book.members
 
     def due(self, number: int) -> None:
         """A peer says that the round after `number` is due."""
@@ -206,32 +200,18 @@ class Driver:
     # Orders.
 
     def _order(self) -> Order | None:
-        early = self._leaving or (bool(self._arrivals) and isinstance(self._arrivals[0], Restart))
-        if self._arrivals and (early or self._since >= self.pace.schedule.delay):
-            return self._arrivals.popleft()
+        if (arrival := self._turn.arrival(self._leaving)) is not None:
+            return arrival
         if self._showing.is_wanted():
             return Show()
-        if self._left:
-            return Finish(complete=self.round >= self.pace.rounds)
-        if self.round >= self.pace.rounds and not self._arrivals:
-            return Finish(complete=True)
-        if self._wanted is not None and self._flying is None:
-            return Take(self._wanted)
-        if self._is_due():
-            self._told_due = self.round
+        complete = self.round >= self.pace.rounds and self._turn.all_arrived()
+        if self._left or complete:
+            return Finish(complete)
+        if (message := self._turn.message()) is not None:
+            return message
+        if self._turn.is_due(self.round):
             self.post(protocol.Due(None))
-            if self._wanted is not None and self._flying is None:
-                return Take(self._wanted)
-        return None
-
-    def _is_due(self) -> bool:
-        return (
-            self.round != NO_ROUND
-            and self._told_due != self.round
-            and self._flying is None
-            and not self._arrivals
-            and self._since >= self.pace.interval(self.round)
-        )
+        return self._turn.message()
 
     def _step_seconds(self) -> float:
         """What a step has taken of late, as far as the trainer handed them over."""
@@ -241,17 +221,9 @@ class Driver:
             self._steps, self._stepped_at = 0, now
         return took
 
-    def _must_wait(self) -> bool:
-        if self.round == NO_ROUND or self._leaving:
-            return True
-        if self._flying is None and self._told_due != self.round:
-            return bool(self._arrivals) and self.pace.waits
-        if self.pace.waits:
-            return self._flying is None or self._since >= self.pace.schedule.delay
-        # The next message is due, and this one has not been decided: the network is slower than H steps. Where there
-        # are no decisions at all (no coordinator, too few islands) the island trains on, as far as its lease goes.
-        late = self._since >= self.pace.interval(self.round + 1)
-        return late and time.monotonic() - self._decided < self.pace.patience_seconds
+    def _must_wait(self, starved: bool) -> bool:
+        waits = self._leaving or self._turn.must_wait(self.round)
+        return waits or (starved and self.leases.is_empty())
 
     # Events and actions.
 
@@ -260,8 +232,9 @@ class Driver:
         with self._changed:
             if self._closed:
                 return
-            for action in self.member.handle(event):
-                self._carry_out(action)
+            for each in (protocol.Tick(time.monotonic()), event):
+                for action in self.member.handle(each):
+                    self._carry_out(action)
             self._changed.notify_all()
 
     def _carry_out(self, action: protocol.Action) -> None:
@@ -272,7 +245,7 @@ class Driver:
                 for address in addresses:
                     self._telling.submit(self._tell, address, number)
             case protocol.TakeSnapshot(number):
-                self._wanted, self._flying = number, None
+                self._turn.wants(number)
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -285,8 +258,7 @@ class Driver:
             case protocol.Heal(sources):
                 self._healing.submit(self._guarded, lambda: self._heal(sources))
             case protocol.Install(outer):
-                self.worker.install(outer)
-                self._installed(outer)
+                self._install(outer)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
@@ -298,52 +270,29 @@ class Driver:
                 self._left = True
 
     def _committed(self, outer: Outer, weight: float) -> None:
-        number = outer.round - 1
         self._take_over(outer)
-        self._wanted = self._flying = self._told_due = None
-        self._decided = time.monotonic()
-        self._arrivals.append(Arrive(number, weight))
-        self._write_down(outer, healed=False)
+        self._turn.decided(Arrive(outer.round - 1, weight))
+        self._book.end(outer, weight)
 
-    def _installed(self, outer: Outer) -> None:
+    def _install(self, outer: Outer) -> None:
+        """The state that was fetched is this island's now."""
+        self.worker.install(outer)
         self._take_over(outer)
-        self._wanted = self._flying = self._told_due = None
-        self._arrivals.clear()
-        self._arrivals.append(Restart(outer.round, self._inner))
+        self._turn.decided(Restart(outer.round, self._inner))
         if self._inner is not None:
             self._inner, self.wanted_inner = None, {}
-        self._write_down(outer, healed=True)
+        self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
         self.leases.update(outer.ledger, self.member.holder)
-
-    def _write_down(self, outer: Outer, healed: bool) -> None:
-        now, count = time.time(), self.worker.count
-        at = self._underway or Underway(outer.round - 1, now, self._members, count.sent, count.received)
-        self._underway = None
-        self.record(
-            {
-                "round": outer.round,
-                "generation": outer.generation.number,
-                "digest": outer.fingerprint(),
-                "members": list(self._members),
-                "began": at.began,
-                "ended": now,
-                "seconds": now - at.began,
-                "waiting_seconds": at.waiting,
-                "bytes_sent": count.sent - at.sent,
-                "bytes_received": count.received - at.received,
-                "healed": healed,
-            }
-        )
 
     # What runs in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
         names = tuple(member.name for member in action.members)
         with self._lock:
-            self._members = names
+            self._book.members = names
         try:
             digest = self.worker.reduce(
                 action.key, action.round, action.members, action.weights, self.member.identity.name
@@ -357,18 +306,14 @@ class Driver:
     def _heal(self, sources: tuple[Peer, ...]) -> None:
         began = time.monotonic()
         with self._lock:
-            self._underway = Underway(self.round, time.time(), (), self.worker.count.sent, self.worker.count.received)
+            self._book.begin()
         try:
             outer = self.worker.heal(sources)
         except (TransferFailed, ValueError) as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
             return
-        inner = (
-            fetch_inner(sources, self.token, self.wanted_inner, self.worker.timeouts.heal)
-            if self.wanted_inner
-            else None
-        )
+        inner = fetch_inner(sources, self.token, self.wanted_inner, self.worker.timeouts.heal)
         self.seconds.healing += time.monotonic() - began
         with self._changed:
             self._inner = inner
@@ -383,17 +328,17 @@ class Driver:
     def _tick(self) -> None:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
-            time.sleep(TICK_SECONDS)
+            time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
         try:
             work()
+        except UserError as error:
+            with self._changed:
+                self._refused = str(error)
+                self._changed.notify_all()
         except BaseException as error:
-            if self._closed:
-                return
             with self._changed:
                 self._failure = error
-                self._refused = f"islands: {type(error).__name__}: {error}"
                 self._changed.notify_all()
-            raise

@@ -1,7 +1,7 @@
 """An island's inner optimizer in host memory, for an island that joins and has none of its own.
 
-Its moments and counters are those of the peer that shows them: the learning rate of a joiner is where the fleet's is, and
-its first steps are not those of an optimizer that knows nothing yet.
+Its moments and counters are those of the peer that shows them: the learning rate of a joiner is where the fleet's is,
+and its first steps are not those of an optimizer that knows nothing yet.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ def expected(state: PsdpState) -> Expected:
     """Shape and type of what `on_host` gives."""
     found = {}
     for path, array in _arrays(state).items():
-        shard = array.sharding.shard_shape(array.shape)
-        found |= {key: (shard, np.dtype(array.dtype)) for key in keys_here(path, array.shape, array.sharding)}
+        place = array.sharding
+        assert isinstance(place, NamedSharding)
+        shard = place.shard_shape(array.shape)
+        found |= {key: (shard, np.dtype(array.dtype)) for key in keys_here(path, array.shape, place)}
     return found
 
 
 def taken_over(state: PsdpState, arrays: Mapping[str, np.ndarray]) -> PsdpState:
     """The state with the optimizer that `arrays` are the shards of; its parameters stay."""
     own = _arrays(state)
-    new = [on_devices(arrays, path, array.shape, array.sharding) for path, array in own.items()]
+    places = {path: array.sharding for path, array in own.items()}
+    new = [on_devices(arrays, path, own[path].shape, place) for path, place in places.items()]  # pyright: ignore
     sharded, gathered = jax.tree.unflatten(jax.tree.structure((state.sharded, state.gathered)), new)
     return state._replace(sharded=sharded, gathered=gathered)
 
@@ -55,6 +58,4 @@ def taken_over(state: PsdpState, arrays: Mapping[str, np.ndarray]) -> PsdpState:
 def _arrays(state: PsdpState) -> dict[str, jax.Array]:
     """The optimizer's arrays by their path, in the order of its leaves."""
     leaves = jax.tree_util.tree_flatten_with_path((state.sharded, state.gathered))[0]
-    found = {f"inner/{jax.tree_util.keystr(path, simple=True, separator='.')}": array for path, array in leaves}
-    assert all(isinstance(array.sharding, NamedSharding) for array in found.values())
-    return found
+    return {f"inner/{jax.tree_util.keystr(path, simple=True, separator='.')}": array for path, array in leaves}

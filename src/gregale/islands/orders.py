@@ -101,15 +101,3 @@ class Seconds:
 
     waiting: float = 0.0
     healing: float = 0.0
-
-
-@dataclass
-class Underway:
-    """A round as this island goes through it."""
-
-    round: int
-    began: float
-    members: tuple[str, ...] = ()
-    sent: int = 0
-    received: int = 0
-    waiting: float = 0.0

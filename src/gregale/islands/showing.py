@@ -57,8 +57,11 @@ class Showing:
 
 
 def fetch_inner(sources: Sequence[Peer], token: bytes, expected: Expected, timeout_seconds: float) -> Inner | None:
-    """The inner optimizer of the first source that gives it; None if none does: the island begins with its own."""
-    for source in sources:
+    """The inner optimizer of the first source that gives it; None if none does, or if nothing is expected.
+
+    Without it an island begins with its own.
+    """
+    for source in sources if expected else ():
         try:
             told = call(source.hosts[0], token, {"kind": "inner"}, SHOW_SECONDS)
             fetched = fetch([told["address"]], token, expected, timeout_seconds)

@@ -56,7 +56,7 @@ class Attention(eqx.Module):
         q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
         q = self.query_norm(q, execution) if self.query_norm is not None else q
         k = self.key_norm(k, execution) if self.key_norm is not None else k
-        q, k = (rotate(a, positions, c) for a in (q, k))
+        q, k = (rotate(a, positions, c, execution.kernels) for a in (q, k))
         return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
 
     def __call__(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):

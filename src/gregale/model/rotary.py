@@ -10,6 +10,8 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.plain import PLAIN
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
@@ -27,7 +29,7 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
     return frequency.astype(np.float32)
 
 
-def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig) -> NamedArray:
+def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
@@ -41,7 +43,7 @@ def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig) -> NamedAr
     shared = [axis for axis in others if axis in positions.axes]
     sizes = [axis.size if axis in shared else 1 for axis in others]
     angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = kernels.cos_sin(angle)
     low, high = jnp.split(x.rearrange((..., HeadSize)).array.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
     return hax.named(turned.astype(x.dtype), (*others, HeadSize)).rearrange(x.axes)

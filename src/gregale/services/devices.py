@@ -47,7 +47,7 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"{cpu_devices / processes:.4g} is not a whole number. Use a multiple of {processes}."
             )
         os.environ.setdefault("PJRT_NPROC", str(THREADS_A_DEVICE * cpu_devices))
-        os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
+        set_flags()
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
     if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
@@ -62,6 +62,11 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
         _join(distributed, processes)
     elif distributed.coordinator == AUTO:
         _join(distributed, None)
+
+
+def set_flags() -> None:
+    """XLA's flags for CPU devices, for this process and those that it starts; before anything uses a device."""
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
 
 
 def with_flags(flags: str) -> str:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import stat
 from dataclasses import dataclass, field
 
-from gregale.errors import KeyedError, UserError
-from gregale.files import reason
+from gregale.errors import KeyedError
 from gregale.settings import Range, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
 MOST_NAME = 64
-LEAST_TOKEN_BYTES = 16
-_MAKE_TOKEN = "One is made by `umask 077; head -c 32 /dev/urandom | base64 > FILE`, once, and copied to every island."
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -80,7 +75,7 @@ class IslandsConfig(Settings):
             raise KeyedError(
                 "name",
                 f"is {shown(self.name)}",
-                f"; it has letters, digits, '.', '-' and '_' only, at most {MOST_NAME}, and begins with a letter or digit.",
+                f"; it has at most {MOST_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
         if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
             raise KeyedError(
@@ -93,21 +88,3 @@ class IslandsConfig(Settings):
     def own_name(self) -> str:
         """This island's name."""
         return self.name or socket.gethostname()[:MOST_NAME]
-
-
-def read_token(path: str) -> bytes:
-    """The fleet's secret; raises `UserError` if the file is not there, can be read by others, or is too short."""
-    try:
-        mode = os.stat(path).st_mode
-        with open(path, "rb") as file:
-            token = file.read().strip()
-    except OSError as error:
-        raise UserError(f"islands.token_file: {path} cannot be read ({reason(error)}). {_MAKE_TOKEN}") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UserError(f"islands.token_file: others than its owner can read {path}; `chmod 600 {path}` mends that.")
-    if len(token) < LEAST_TOKEN_BYTES:
-        raise UserError(
-            f"islands.token_file: {path} has {len(token)} bytes, and a secret has at least {LEAST_TOKEN_BYTES}. "
-            f"{_MAKE_TOKEN}"
-        )
-    return token

@@ -7,7 +7,7 @@ from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, Vi
 from gregale.islands.protocol.settings import Rules
 
 ABC = ("a/s", "b/s", "c/s")
-HELD = Held("k6", 1, "d6", ABC)
+HELD = Held("k6", 1, "d6", ABC, ABC)
 
 
 def meaning(*headers, id=7, minimum=1):
@@ -27,6 +27,10 @@ def test_the_fleet_begins_once_the_minimum_is_there(header):
     later = meaning(fresh(header, "a", asked=2), b, minimum=2).plan
     assert isinstance(later, Begin)
     assert later.generation.name != plan.generation.name
+
+
+def test_no_fleet_begins_while_one_fetches_the_state_of_another(header):
+    assert isinstance(meaning(fresh(header, "a", healing=True), fresh(header, "b")).plan, Wait)
 
 
 def test_one_with_another_seed_heals(header):
@@ -93,11 +97,29 @@ def test_what_an_absent_one_may_have_committed_is_never_dropped(header):
     plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
     assert isinstance(plan, Turn)
     assert plan.settle == Settle("k6", "d6")
-    assert plan.voters == 1
+    assert plan.there == {"a/s"}
+
+
+def test_one_that_is_no_voter_may_have_committed_too(header):
+    held = Held("k6", 1, "d6", (*ABC, "new/s"), ABC)
+    headers = [header("a", held=held, ballot=1), header("b", held=held, ballot=1), header("c", ballot=1, failures=1)]
+    assert meaning(*headers).plan == Settle("k6", "d6")
+    new = header("new", held=held, ballot=1, voter=False)
+    assert isinstance(meaning(*headers, new).plan, Form)
+
+
+def test_without_a_wait_only_voters_begin_a_generation(header):
+    new = header("new", voter=False)
+    plan = meaning(header("a"), new).plan
+    assert isinstance(plan, Turn)
+    assert plan.there == {"a/s"}
+    plan = meaning(header("a", seen=0, waited=True), new).plan
+    assert isinstance(plan, Turn)
+    assert plan.there == {"a/s", "new/s"}
 
 
 def test_the_newest_of_two_results_counts(header):
-    newer = Held("k6b", 2, "d6b", ABC)
+    newer = Held("k6b", 2, "d6b", ABC, ABC)
     headers = [header("a", held=HELD, ballot=2), *(header(name, held=newer, ballot=2) for name in "bc")]
     plan = meaning(*headers[1:]).plan
     assert plan == Settle("k6b", "d6b")
@@ -107,7 +129,7 @@ def test_the_newest_of_two_results_counts(header):
 def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(header):
     plan = meaning(header("a"), id=8).plan
     assert isinstance(plan, Turn)
-    assert (plan.generation.number, plan.voters, plan.settle, plan.waited) == (2, 1, None, False)
+    assert (plan.generation.number, plan.there, plan.settle, plan.waited) == (2, {"a/s"}, None, False)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 
 
 def test_a_header_comes_back_as_it_was(header):
-    for each in (header("a"), header("b", held=Held("k", 2, "d", ("a/s",)), unreachable=("a",))):
+    for each in (header("a"), header("b", held=Held("k", 2, "d", ("a/s", "b/s"), ("a/s",)), unreachable=("a",))):
         assert Header.from_json(each.to_json()) == each
 
 

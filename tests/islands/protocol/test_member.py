@@ -143,3 +143,25 @@ def test_one_with_another_configuration_ends_with_one_line():
     refused = only(other.handle(view(a, b, other)), m.Refused)
     assert "another configuration" in refused.text
     assert other.done
+
+
+def test_one_whose_state_is_another_heals_loudly():
+    a, b, c = begun(member("a"), member("b"), member("c"))
+    c.outer = replace(c.outer, digest="broken memory")
+    for each in (a, b, c):
+        each.handle(m.Due())
+        each.handle(m.Snapshot(0, 1.0, 1))
+    actions = c.handle(view(a, b, c))
+    assert only(actions, m.Note).loud
+    assert only(actions, m.Heal).digest == a.outer.fingerprint()
+    assert only(c.handle(m.Healed(a.outer)), m.Install).outer == a.outer
+
+
+def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
+    (a,) = begun(member("a"))
+    a.handle(m.Due())
+    assert only(a.handle(m.Snapshot(0, 1.0, 1)), m.Ask).header.seen == 1
+    assert a.handle(m.NoView("no answer")) == []
+    assert a.next_tick() == LAN.retry_seconds
+    asked = [action for action in a.handle(m.Tick(LAN.retry_seconds)) if isinstance(action, m.Ask)]
+    assert (asked[0].header.asked, asked[0].header.seen) == (3, 0)

@@ -17,13 +17,13 @@ def read_token(path: Path) -> bytes:
     try:
         mode, token = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
-        raise UserError(f"islands.token: {path} cannot be read ({error.strerror}).") from None
+        raise UserError(f"islands.token_file: {path} cannot be read ({error.strerror}).") from None
     if mode & 0o077:
-        raise UserError(f"islands.token: {path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
+        raise UserError(f"islands.token_file: {path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
     if len(token) < SHORTEST_TOKEN_BYTES:
         raise UserError(
-            f"islands.token: {path} has {len(token)} bytes; at least {SHORTEST_TOKEN_BYTES} are needed, for example "
-            f"from: openssl rand -hex 32 > {path}"
+            f"islands.token_file: {path} has {len(token)} bytes; at least {SHORTEST_TOKEN_BYTES} are needed, for "
+            f"example from: openssl rand -hex 32 > {path}"
         )
     return token
 

@@ -35,12 +35,14 @@ witness of what it never took part in; an ask that was given up may have been in
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Peer, View
 from gregale.islands.protocol.ledger import Ledger, Report, advance, digest_of
 from gregale.islands.protocol.settings import Rules
 
+Numbers = dict[str, int]
 STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
 
 
@@ -67,10 +69,10 @@ class Settle:
 
 @dataclass(frozen=True)
 class Turn:
-    """A new generation; with the held result `settle`, if there is one, else with the state as it is."""
+    """A new generation of those in `there`; with the held result `settle`, if there is one, else the same state."""
 
     generation: Generation
-    voters: int
+    there: frozenset[str]
     settle: Settle | None
     waited: bool
 
@@ -117,6 +119,7 @@ class Decision:
     sources   who has that state
     refused   name/session -> why
     differ    identities that have another state for the same round
+    headers   of the view, by identity
     """
 
     plan: Plan
@@ -125,10 +128,38 @@ class Decision:
     sources: tuple[Peer, ...]
     refused: dict[str, str]
     differ: frozenset[str] = frozenset()
+    headers: dict[str, Header] = field(default_factory=dict)
+    _after: dict[int, tuple[Numbers, Numbers, bool]] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def slowest(self) -> float:
+        """The longest step that a member reports, in seconds."""
+        return max(header.step_seconds for header in self.headers.values())
+
+    @cached_property
+    def addresses(self) -> tuple[str, ...]:
+        """The leaders'."""
+        return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
+
+    def after(self, numbers: Numbers) -> tuple[Numbers, bool]:
+        """The newest asks of all members seen, this view's and those before (`numbers`); whether one here is not new.
+
+        Members that saw the same views have the same `numbers`: computed once for them.
+        """
+        if id(numbers) not in self._after:
+            asked = {who: header.asked for who, header in self.headers.items()}
+            repeated = any(numbers.get(who, 0) >= number for who, number in asked.items())
+            newest = numbers | {who: max(number, numbers.get(who, 0)) for who, number in asked.items()}
+            self._after[id(numbers)] = (numbers, newest, repeated)
+        return self._after[id(numbers)][1:]
 
 
 def decide(view: View, rules: Rules) -> Decision:
     """The meaning of a view."""
+    return replace(_decide(view, rules), headers={header.identity: header for header in view.headers})
+
+
+def _decide(view: View, rules: Rules) -> Decision:
     headers, refused = _admitted(view.headers)
     states = [header for header in headers if header.round > NO_ROUND]
     if not states:
@@ -184,6 +215,8 @@ def fingerprint(view: View) -> str:
 def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
     if len(headers) < (needed := max(rules.minimum, rules.start)):
         return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
+    if any(header.healing for header in headers):
+        return Decision(Wait("a state is being fetched"), None, frozenset(), (), refused)
     digest = _most(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
@@ -234,7 +267,8 @@ def _verdict(current: list[Header], best: Held | None) -> str:
     if best is None:
         return "form"
     here = {header.identity for header in current}
-    absent = sum(elector not in here for elector in best.electors)
+    absent = any(member not in here for member in best.members)
+    absent_voters = sum(elector not in here for elector in best.electors)
     holders = sum(_holds(header, best) for header in present)
     # A voter that is here and does not hold it must be able to witness that nothing was committed: so the result is
     # redone with it, unless absent ones may have committed it. One that keeps failing is no witness (`_witnessed`).
@@ -242,7 +276,7 @@ def _verdict(current: list[Header], best: Held | None) -> str:
     overtaken = any(header.ballot > best.ballot for header in current)
     if 2 * holders > voters and not overtaken and (absent or not others):
         return "commit"
-    if absent and 2 * (holders + absent) > voters:
+    if absent and 2 * (holders + absent_voters) > voters:
         return "turn"
     return "form"
 
@@ -253,13 +287,18 @@ def _witnessed(current: list[Header], view: View) -> bool:
 
 
 def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
-    witness = _witnessed(current, view)
+    there = [header for header in current if best is None or _holds(header, best)]
+    voters = [header for header in there if header.voter]
+    witness = bool(voters) and _witnessed(current, view)
     if not witness and not any(header.waited for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
-    there = [header for header in current if best is None or _holds(header, best)]
-    number = max(header.generation.number for header in current) + 1
-    settle = Settle(best.key, best.digest) if best else None
-    return Turn(Generation(number, fingerprint(view)), len(there), settle, not witness)
+    return Turn(
+        generation=Generation(current[0].generation.number + 1, fingerprint(view)),
+        # Only voters without a wait: a view in which all voters still have the old state shows that nobody turned.
+        there=frozenset(header.identity for header in (voters if witness else there)),
+        settle=Settle(best.key, best.digest) if best else None,
+        waited=not witness,
+    )
 
 
 def _form(view: View, headers: list[Header], current: list[Header]) -> Form | Wait:

@@ -80,13 +80,14 @@ def _fingerprint(*digests: str) -> str:
 class Held:
     """The result of a reduce that a member has, prepared and not committed.
 
-    `digest` is that of the outer state (and ledger) that it would make. `electors` are the voters (`Header.identity`)
-    of the round before that took part: only they could have committed it.
+    `digest` is that of the outer state (and ledger) that it would make. `members` are all that took part
+    (`Header.identity`): only they can have committed it; `electors` are the voters of the round before among them.
     """
 
     key: str
     ballot: int
     digest: str
+    members: tuple[str, ...]
     electors: tuple[str, ...]
 
 
@@ -105,6 +106,7 @@ class Header:
     failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
     ready, weight       its snapshot is taken; tokens that it brings
     seen                id of the newest view in which it was current; 0: none
+    healing             it is fetching a state, so there is a fleet that has one
     waited              it has waited `turnover_seconds` for members that are missing
     leaving             it goes after this round
     saved               newest round in a checkpoint of its own
@@ -131,6 +133,7 @@ class Header:
     ready: bool = False
     weight: float = 0.0
     seen: int = 0
+    healing: bool = False
     waited: bool = False
     leaving: bool = False
     saved: int = NO_ROUND
@@ -155,7 +158,9 @@ class Header:
             fields[name] = _strings(fields[name])
         if fields["held"] is not None:
             held = _fields(fields["held"], _HELD, "held result")
-            fields["held"] = Held(held["key"], held["ballot"], held["digest"], _strings(held["electors"]))
+            fields["held"] = Held(
+                held["key"], held["ballot"], held["digest"], _strings(held["members"]), _strings(held["electors"])
+            )
         if not (0 <= fields["weight"] < float("inf") and 0 <= fields["step_seconds"] < float("inf")):
             raise GarbageError("a header's weight or step_seconds is not a number")
         return cls(**fields)
@@ -166,7 +171,7 @@ class Header:
         return f"{self.name}/{self.session}"
 
 
-_HELD: dict[str, Any] = {"key": str, "ballot": int, "digest": str, "electors": list}
+_HELD: dict[str, Any] = {"key": str, "ballot": int, "digest": str, "members": list, "electors": list}
 _OUTER: dict[str, Any] = {
     "generation": list,
     "round": int,
@@ -180,7 +185,7 @@ _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "waited", "leaving"), bool),
+    **dict.fromkeys(("voter", "ready", "healing", "waited", "leaving"), bool),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
     "step_seconds": (int, float),
@@ -224,6 +229,11 @@ class Peer(NamedTuple):
     name: str
     session: str
     hosts: tuple[str, ...]
+
+    @property
+    def identity(self) -> str:
+        """As `Header.identity`."""
+        return f"{self.name}/{self.session}"
 
 
 def seed(digest: str) -> Outer:

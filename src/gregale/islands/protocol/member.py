@@ -47,8 +47,9 @@ class Member(Standing):
 
     def _ping(self) -> None:
         self._ping_at = self._now + self.timing.ping_seconds
-        if self._peers:
-            self._do(m.TellPeers(self._peers, self.outer.round))
+        peers = tuple(address for address in self._peers if address not in self.identity.hosts)
+        if peers:
+            self._do(m.TellPeers(peers, self.outer.round))
 
     def _on_due(self, event: m.Due) -> None:
         if event.round is not None and event.round > self.outer.round:
@@ -87,8 +88,9 @@ class Member(Standing):
             self._do(m.Discard(self._held.held.key))
         ledger = form.ledger_after(self.outer.ledger, self.rules)
         outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
-        held = Held(form.key, form.ballot, outer.fingerprint(), form.electors)
-        own = next(i for i, peer in enumerate(form.members) if peer.session == self.identity.session)
+        members = tuple(peer.identity for peer in form.members)
+        held = Held(form.key, form.ballot, outer.fingerprint(), members, form.electors)
+        own = members.index(self._me)
         self._held = Prepared(held, outer, form.weights[own], self._me in form.leaving)
 
     def _on_reducefailed(self, event: m.ReduceFailed) -> None:
@@ -136,31 +138,23 @@ class Member(Standing):
         if not self._waiting_for:
             return
         self._waiting_for = False
-        mine = next((h for h in event.view.headers if h.identity == self._me), None)
-        if self._repeats(event.view) or mine is None or mine.asked != self._asked:
+        decision = self._decide(event.view, self.rules)
+        # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
+        self._numbers, repeated = decision.after(self._numbers)
+        mine = decision.headers.get(self._me)
+        if repeated or mine is None or mine.asked != self._asked:
             self._seen = 0
             return
-        decision = self._decide(event.view, self.rules)
         if self._me in decision.refused:
             self._done = True
             self._do(m.Refused(f"{decision.refused[self._me]}; this island ends, the others go on"))
             return
-        self._peers = tuple(h.hosts[0] for h in event.view.headers if h.hosts and h.identity != self._me)
-        self._slowest = max(header.step_seconds for header in event.view.headers)
+        self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
             self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
-
-    def _repeats(self, view: View) -> bool:
-        """Whether an old ask of someone is in the view: it may no longer be true, so the view means nothing."""
-        numbers = {header.identity: header.asked for header in view.headers}
-        repeated = any(self._numbers.get(who, 0) >= asked for who, asked in numbers.items())
-        for who, asked in numbers.items():
-            numbers[who] = max(asked, self._numbers.get(who, 0))
-        self._numbers = numbers
-        return repeated
 
     def _follow(self, view: View, decision: Decision) -> None:
         plan = decision.plan
@@ -192,7 +186,7 @@ class Member(Standing):
         self._do(action)
 
     def _form(self, view: View, plan: Form) -> None:
-        if any(peer.session == self.identity.session for peer in plan.members):
+        if any(peer.identity == self._me for peer in plan.members):
             self._seen, self._ballot = view.id, plan.ballot
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
@@ -222,15 +216,15 @@ class Member(Standing):
             self._begin_round(own=True)
 
     def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
-        if plan.settle and not self._holds(plan.settle):
+        if self._me not in plan.there:
             self._heal_later(decision)
             return
         why = "the others were waited for and did not come" if plan.waited else "half of the islands or more are gone"
         self._do(m.Note(f"generation {plan.generation.number} from round {self.outer.round}: {why}", loud=True))
         if plan.settle:
-            self._commit(view, plan.generation, plan.voters)
+            self._commit(view, plan.generation, len(plan.there))
         else:
-            self._rename(plan.generation, self.outer.round, plan.voters)
+            self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
 
     def _heal_later(self, decision: Decision) -> None:

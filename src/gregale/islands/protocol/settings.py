@@ -22,8 +22,8 @@ class Timing:
     """
 
     heartbeat_seconds: float = 2.0
-    join_seconds: float = 0.5
-    ask_seconds: float = 5.0
+    join_seconds: float = 2.0
+    ask_seconds: float = 8.0
     reduce_seconds: float = 5.0
     grace_seconds: float | None = None
     most_grace_seconds: float = 10.0

@@ -99,6 +99,7 @@ class Standing:
             ready=shot is not None,
             weight=shot.weight if shot else 0.0,
             seen=self._seen,
+            healing=self._healing,
             waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
             leaving=shot is not None and shot.final,
             saved=self._saved,

@@ -43,6 +43,7 @@ class Kernels:
     - `swiglu(gate, up)`: silu(gate) * up
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
+    - `cos_sin(angle)`: cosine and sine of angles in radians, float32
     - `attend`: causal self-attention; the single queries of generation have a form of their own, `Cache.attend`
     """
 
@@ -51,4 +52,5 @@ class Kernels:
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
+    cos_sin: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
     attend: Attend

@@ -36,6 +36,10 @@ def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
     return NamedArray((exact * inverse).astype(x.dtype) * weight.array.astype(x.dtype), x.axis_names)
 
 
+def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def attend(q, k, v, segments: jax.Array | None, window: int | None, *, implementation: Implementation) -> jax.Array:
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     attended = jax.nn.dot_product_attention(
@@ -57,6 +61,7 @@ def plain_kernels(implementation: Implementation) -> Kernels:
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
+        cos_sin=cos_sin,
         attend=partial(attend, implementation=implementation),
     )
 

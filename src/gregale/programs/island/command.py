@@ -22,13 +22,15 @@ from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
 from gregale.islands.driver import Driver, Pace
+from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
+from gregale.islands.engine.signing import read_token
 from gregale.islands.hands import joint_digest
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
-from gregale.islands.protocol.headers import NO_GENERATION, NO_ROUND, Outer
-from gregale.islands.protocol.ledger import Ledger, Lot, digest_of
+from gregale.islands.protocol.headers import Outer, seed
+from gregale.islands.protocol.ledger import Lot, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.protocol.standing import Identity
@@ -49,7 +51,6 @@ from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig, changes
 from gregale.services.devices import start_devices
-from gregale.services.islands import read_token
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
@@ -91,7 +92,7 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
             "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(expand(islands.token_file))
+    return read_token(Path(expand(islands.token_file)))
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
@@ -140,9 +141,9 @@ def train(
         console.begin(config.steps, start.step)
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
         stop = stack.enter_context(StopRequest())
-        trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
+        status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
         status.state = "joining"
-        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status, trackers]), console.message)
+        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status]), console.message)
         step = loop.run(start, stop)
         status.state = "complete" if loop.complete else "left"
     checkpoints.wait()
@@ -171,12 +172,11 @@ def joined(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island)
+    outer = HostOuter(island, lambda _, shape, dtype: shm.empty(shape, dtype))
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
-    seed = joint_digest(messages_of_all(outer.digest))
-    record = Outer(NO_GENERATION, NO_ROUND, seed, "", 0, Ledger())
+    record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
         record = by_all(lambda: restored(outer, folder, saved["round"]))
     worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)

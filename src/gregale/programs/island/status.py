@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from gregale.islands.driver import Driver
 from gregale.islands.engine.server import Refused
-from gregale.services.tracking.tracker import Values
+from gregale.services.tracking.tracker import Trackers, Values
 
 
 class StatusTracker:
-    """A tracker whose newest figures the island's server gives out.
+    """A tracker before all others: it adds the fleet's figures to those of each step, and keeps what it has seen last.
 
-    - `state`: starting, joining, training, healing, complete or left
+    - `state`: starting, joining, training, complete or left
+    - `trackers`: what gets the figures
     """
 
     def __init__(self, name: str, steps: int, step: int):
         self.state = "starting"
+        self.trackers = Trackers([])
         self._name, self._steps, self._step = name, steps, step
         self._values: dict[str, float | int | None] = {}
         self._driver: Driver | None = None
+        self._began, self._lost_before = time.monotonic(), 0.0
 
     def follow(self, driver: Driver) -> None:
         """Tells of this driver's rounds too."""
         self._driver = driver
 
     def log(self, step: int, values: Values) -> None:
-        """Takes the figures of a step."""
+        """Takes the figures of a step and hands them on, with those of the fleet."""
+        if self.state == "joining":
+            self._began, self._lost_before = time.monotonic(), self._lost()
         self._step, self.state = step, "training"
         self._values |= {name: values[name] for name in ("loss", "tokens_per_second", "eval_loss") if name in values}
+        self.trackers.log(step, {**values, **self.figures()} if "loss" in values else values)
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """The trackers are closed by who has opened them."""
+
+    def figures(self) -> dict[str, float | int]:
+        """What the fleet's rounds have come to for this island.
+
+        `goodput`: the share of the time since the first step in which it neither waited for the network nor healed.
+        """
+        if (driver := self._driver) is None:
+            return {}
+        lost, elapsed = self._lost() - self._lost_before, time.monotonic() - self._began
+        return {
+            "round": driver.round,
+            "members": len(driver.members),
+            "waiting_seconds": driver.seconds.waiting,
+            "healing_seconds": driver.seconds.healing,
+            "network_bytes_sent": driver.worker.count.sent,
+            "network_bytes_received": driver.worker.count.received,
+            "goodput": max(0.0, 1 - lost / elapsed) if elapsed > 0 else 1.0,
+        }
+
+    def _lost(self) -> float:
+        """Seconds of waiting and of healing so far."""
+        return self._driver.seconds.waiting + self._driver.seconds.healing if self._driver is not None else 0.0
 
     def status(self) -> dict[str, Any]:
-        """The newest figures."""
+        """The newest figures, with the names of the members."""
         told = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
-        if (driver := self._driver) is not None:
-            told |= {
-                "round": driver.round,
-                "members": list(driver.members),
-                "waiting_seconds": driver.seconds.waiting,
-                "healing_seconds": driver.seconds.healing,
-                "bytes_sent": driver.worker.count.sent,
-                "bytes_received": driver.worker.count.received,
-            }
-        return {**told, **self._values}
+        members = list(self._driver.members) if self._driver is not None else []
+        return {**told, **self.figures(), "members": members, **self._values}
 
     def on_message(self, message: dict) -> dict:
         """Takes a peer's message; raises Refused for one that this version does not know."""

@@ -15,6 +15,7 @@ from gregale.audit.step import ACCELERATOR, CPU, Backend
 from gregale.axes.mesh import AXES, Device
 from gregale.errors import UserError
 from gregale.services.config import TrainConfig
+from gregale.services.devices import set_flags
 
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
@@ -56,6 +57,8 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
     """
     if count is None:
         count = device_count(config)
+    if config.cpu_devices is not None:  # the run is on CPU devices too, so its programs are those of `train`
+        set_flags()
     jax.config.update("jax_platforms", "cpu")
     with suppress(RuntimeError):  # the devices are there already: a caller's, as in tests
         jax.config.update("jax_num_cpu_devices", count)

@@ -6,6 +6,7 @@ from gregale.model.kernels import plain
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
+from gregale.model.kernels.cpu.rotary import cos_sin
 from gregale.model.kernels.cpu.swiglu import swiglu
 from gregale.model.kernels.kernels import Kernels
 
@@ -18,5 +19,6 @@ def cpu_kernels(blocked: bool = True) -> Kernels:
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
+        cos_sin=cos_sin,
         attend=attend if blocked else plain.PLAIN.attend,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ def _product_backward(contracted: int, saved, cotangent):
     x, weight = saved
     rows, out = x.ndim - contracted, weight.ndim - contracted
     by_x = jax.lax.dot_general(cotangent, weight, ((_last(cotangent, out), _last(weight, out)), ((), ())))
-    # The left operand is what XLA:CPU transposes, element by element, to contract the rows.
+    # The left operand is the one that is transposed to contract the rows.
     if x.size <= cotangent.size:
         return by_x, _over_rows(x, cotangent, rows)
     by_weight = _over_rows(cotangent, x, rows)  # [*out, *in]
@@ -42,8 +43,14 @@ def _product_backward(contracted: int, saved, cotangent):
 
 
 def _over_rows(left: jax.Array, right: jax.Array, rows: int) -> jax.Array:
-    """The product summed over the first `rows` axes of both."""
-    return jax.lax.dot_general(left, right, ((_first(rows), _first(rows)), ((), ())))
+    """The product summed over the first `rows` axes of both.
+
+    As matrices, which Eigen transposes while it packs them. With more axes XLA:CPU transposes the left one in memory,
+    element by element, and computes it again while it does.
+    """
+    features = (*left.shape[rows:], *right.shape[rows:])
+    left, right = (x.reshape(math.prod(x.shape[:rows]), -1) for x in (left, right))
+    return jax.lax.dot_general(left, right, ((_first(1), _first(1)), ((), ()))).reshape(features)
 
 
 def _first(count: int) -> tuple[int, ...]:

@@ -1,0 +1,64 @@
+"""What is written down of each round: who took part, how long it took, what was waited for and sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gregale.islands.protocol.headers import Outer
+from gregale.islands.worker import Count
+
+
+@dataclass
+class Underway:
+    """A round as this island goes through it: when it began, and what had been sent and received until then."""
+
+    began: float
+    sent: int
+    received: int
+    waiting: float = 0.0
+
+
+class RoundBook:
+    """Follows the round that is under way; a finished one goes to `record`, for rounds.jsonl.
+
+    - `count`: bytes sent and received so far
+    - `members`: who took part in the newest round
+    """
+
+    def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
+        self._count, self._record = count, record
+        self._underway: Underway | None = None
+        self.members: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """A round, or healing, begins for this island."""
+        self._underway = Underway(time.time(), self._count.sent, self._count.received)
+
+    def waited(self, seconds: float) -> None:
+        """The trainer has waited for it."""
+        if self._underway is not None:
+            self._underway.waiting += seconds
+
+    def end(self, outer: Outer, weight: float, healed: bool = False) -> None:
+        """A state is committed, to which this island contributed `weight` tokens, or fetched from a peer."""
+        now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)
+        self._underway = None
+        self._record(
+            {
+                "round": outer.round,
+                "generation": outer.generation.number,
+                "digest": outer.fingerprint(),
+                "members": list(self.members),
+                "weight": weight,
+                "began": at.began,
+                "ended": now,
+                "seconds": now - at.began,
+                "waiting_seconds": at.waiting,
+                "bytes_sent": self._count.sent - at.sent,
+                "bytes_received": self._count.received - at.received,
+                "healed": healed,
+            }
+        )

@@ -1,0 +1,182 @@
+"""Real islands over the real lighthouse and Gloo: what they compute, and what becomes of a fleet when some go or die."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.fleet import Fleet, Seconds
+from gregale.axes.layout import is_named
+from gregale.axes.mesh import make_mesh
+from gregale.data.config import prepare
+from gregale.islands import files
+from gregale.islands.protocol.headers import Outer
+from gregale.methods.diloco import Diloco
+from gregale.methods.fragments import Fragment
+from gregale.programs.run.batches import Placement
+from gregale.programs.run.setup import set_up
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
+
+PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
+QUICK = Seconds(heartbeat=4.0, reduce=20.0)
+PATIENCE_SECONDS = 120.0
+QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
+ROWS = 4  # of an island's batch
+ISLAND = {"mesh": {"data": 1}, "batch__size": ROWS, "batch__microbatches": 1}
+METHODS = {
+    "diloco": {"type": "diloco", "period": 3},
+    "streaming": {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The text, and a configuration for each method; islands share what they compile."""
+    folder = write_inputs(tmp_path_factory.mktemp("islands"))
+    for name, sync in METHODS.items():
+        path = write_config(folder, f"{name}.yaml", **ISLAND)
+        path.write_text(f"{path.read_text()}\ncpu_devices: 1\nsync: {json.dumps(sync)}\n")
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_islands_in_lock_step_do_what_diloco_does_in_one_mesh(folder, method, monkeypatch):
+    """Each island's batches are one replica's rows."""
+    steps = 2 * METHODS[method]["period"]
+    options = ["--islands.lockstep", "true", "--islands.start", "2", "--steps", str(steps)]
+    options += ["--islands.lease_steps", "50"]
+    with Fleet(folder, f"{method}.yaml", PATIENT, options, environment=QUICK_TO_COMPILE) as fleet:
+        names = [f"{method}-a", f"{method}-b"]
+        for name in names:
+            fleet.start(name)
+        codes = [island.process.wait(PATIENCE_SECONDS) for island in fleet.islands.values()]
+        assert codes == [0, 0], fleet.tails()
+        assert fleet.check() >= METHODS[method].get("fragments", 1) * 2
+        run = fleet.islands[names[0]].run
+    saved = files.read(run / "outer", fleet.newest())
+    arrays = {name.partition("/theta/")[2].partition("|")[0]: array for name, array in saved.arrays.items()}
+    theta = {path: array for path, array in arrays.items() if path}
+    monkeypatch.chdir(folder)
+    expected = in_one_mesh(method, saved.outer, names, steps)
+    assert theta.keys() == expected.keys()
+    for name, array in theta.items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def in_one_mesh(method: str, outer: Outer, names: list[str], steps: int) -> dict[str, np.ndarray]:
+    """The outer parameters of `Diloco` after the same rounds, by fragment and path, on what the islands were leased."""
+    options = ["--mesh.replica", "2", "--batch.size", "8", "--steps", str(steps)]
+    config = load(TrainConfig, f"{method}.yaml", options)
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
+    setup = set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:2]))
+    assert isinstance(setup.method, Diloco)
+    state, stepper = setup.initial_state(), setup.stepper()
+    placement = Placement(setup.batch_axes, setup.layout)
+    for step in range(1, steps + setup.method.schedule.delay + 1):
+        parts = [corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS)) for first in firsts(outer, names)]
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        state, _ = stepper(state, {name: placement.placed(array) for name, array in rows.items()}, step)
+    found = {}
+    for index in range(setup.method.schedule.fragments):
+        fragment = Fragment.at(setup.method.schedule, index, 0)
+        assert fragment is not None
+        taken = fragment.take(state.method.outer.parameters)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(taken, is_leaf=is_named)[0]:
+            found[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf.array)
+    return found
+
+
+def firsts(outer: Outer, names: list[str]) -> list[int]:
+    """The first example of each island's lease; it had a single one."""
+    leases = [lease for lease in outer.ledger.leases if lease.name in names]
+    assert all(lease.used > 0 and len(lease.spans) == 1 for lease in leases)
+    return [lease.spans[0][0] - lease.used for lease in leases]
+
+
+TRIO = ("x", "y", "z")
+
+
+@pytest.fixture(scope="module")
+def trio(folder):
+    """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
+    options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
+    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.03, environment=QUICK_TO_COMPILE) as fleet:
+        for name in TRIO:
+            fleet.start(name)
+        fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
+        yield fleet
+        assert fleet.check() > 0
+
+
+def takes_part(fleet: Fleet, name: str) -> None:
+    """The island has contributed to a round since now, and all others too."""
+    since = time.time()
+    fleet.wait(
+        lambda: any(s.island == name and s.ended > since and s.weight > 0 for s in fleet.observe()),
+        PATIENCE_SECONDS,
+        f"{name} contributes to a round",
+    )
+    fleet.wait_for_members(TRIO, PATIENCE_SECONDS, fleet.newest())
+    fleet.check()
+
+
+def test_survivors_of_a_kill_in_the_middle_of_a_reduce_go_on_and_the_dead_one_heals(trio):
+    victim = trio.islands["z"]
+    victim.doom.write_text("reduce")
+    trio.wait(lambda: not victim.lives, PATIENCE_SECONDS, "z dies")
+    assert victim.process.returncode == -signal.SIGKILL
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
+    trio.check()
+    trio.start("z")
+    takes_part(trio, "z")
+    assert any(each.island == "z" and each.healed for each in trio.observe())
+
+
+def test_one_that_is_told_to_leave_says_so_and_its_command_joins_again(trio):
+    assert trio.islands["z"].leave() == 128 + signal.SIGTERM
+    assert "Left the fleet by SIGTERM" in trio.islands["z"].said()
+    assert "Traceback" not in trio.islands["z"].said()
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest("z"))
+    trio.start("z")
+    takes_part(trio, "z")
+
+
+def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_go_on(trio, folder):
+    other = folder / "other_token"
+    other.write_text(secrets.token_hex(32))
+    other.chmod(0o600)
+    stranger = trio.start("stranger", "--islands.token_file", str(other))
+    seeded = trio.start("seeded", "--seed", "5")
+    host, port = trio.islands["x"].address.split(":")
+    with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
+        garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
+        assert [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded)] == [2, 2], trio.tails()
+        trio.wait_for_members(TRIO, PATIENCE_SECONDS, trio.newest())
+    for island, reason in ((stranger, "token"), (seeded, "another configuration")):
+        assert "Traceback" not in island.said()
+        errors = [line for line in island.said().splitlines() if "error" in line]
+        assert len(errors) == 1, island.said()
+        assert reason in errors[0]
+    assert "does not speak HTTP" in trio.islands["x"].said()
+    del trio.islands["stranger"], trio.islands["seeded"]
+    assert all(island.lives for island in trio.islands.values())
+
+
+def test_a_whole_fleet_goes_on_from_its_newest_round(trio):
+    trio.islands["z"].kill()
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
+    for name in ("x", "y"):
+        trio.islands[name].process.terminate()
+    assert [trio.islands[name].process.wait(PATIENCE_SECONDS) for name in ("x", "y")] == [143, 143], trio.tails()
+    newest = trio.newest()
+    for name in TRIO:
+        trio.start(name)
+    trio.wait_for_members(TRIO, PATIENCE_SECONDS, newest)
+    after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
+    assert min(after) == newest + 1
+    trio.check()
