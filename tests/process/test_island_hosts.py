@@ -34,9 +34,9 @@ def inputs(tmp_path_factory) -> Path:
         sync={"type": "streaming_diloco", "period": 2, "fragments": 2, "delay": 1, "alpha": 0.5},
         model__layers=2,
         steps=ROUNDS,
-        checkpoint={"every": None},
+        checkpoint={"every": 1000},
         data__held_out=0.0,
-        optimizer={"type": "adamw", "learning_rate": 0.001, "epsilon": 0.01},
+        optimizer={"type": "adamw", "learning_rate": 0.001},
     )
     token = folder / "token"
     token.write_text("a secret of the whole fleet")
