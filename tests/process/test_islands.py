@@ -1,8 +1,13 @@
-"""Real islands over the real lighthouse and Gloo: what they compute, and what becomes of a fleet when some go or die."""
+"""Real islands over the real lighthouse and Gloo: what they compute, and what a fleet does when some go or die."""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import signal
+import socket
+import time
 
 import jax
 import numpy as np

@@ -74,6 +74,7 @@ class Driver:
             lambda view: self.post(protocol.Seen(view)),
             lambda reason: self.post(protocol.NoView(reason)),
             lambda complaint: self.report(complaint, True),
+            self._end,
         )
         self._book = RoundBook(self.worker.count, self.record)
         self._showing = Showing(self.token, self.worker.server.host)
@@ -231,12 +232,14 @@ class Driver:
     def post(self, event: protocol.Event) -> None:
         """Hands an event to the protocol and carries out what it wants, in order."""
         with self._changed:
-            if self._closed:
-                return
-            for each in (protocol.Tick(time.monotonic()), event):
-                for action in self.member.handle(each):
-                    self._carry_out(action)
-            self._changed.notify_all()
+            if not self._closed:
+                self._guarded(lambda: self._handle(event))
+                self._changed.notify_all()
+
+    def _handle(self, event: protocol.Event) -> None:
+        for each in (protocol.Tick(time.monotonic()), event):
+            for action in self.member.handle(each):
+                self._carry_out(action)
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
@@ -266,7 +269,7 @@ class Driver:
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
-                self._refused = text
+                self._end(text)
             case protocol.Left():
                 self._left = True
 
@@ -343,8 +346,11 @@ class Driver:
         except BaseException as error:
             if self._closed:
                 return
-            with self._changed:
-                self._failure = error
-                self._refused = f"islands: {type(error).__name__}: {error}"
-                self._changed.notify_all()
+            self._end(f"islands: {type(error).__name__}: {error}")
             raise
+
+    def _end(self, reason: str) -> None:
+        """Ends the run with this line."""
+        with self._changed:
+            self._refused = self._refused or reason
+            self._changed.notify_all()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -37,6 +36,7 @@ from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.loop import IslandLoop, Sides
+from gregale.programs.island.recorder import Recorder
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -198,7 +198,7 @@ def joined(
         pace=Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds),
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=Recorder(run.path / ROUNDS, record.round),
+        record=Recorder(run.path / ROUNDS, record.round, say),
         wanted_inner={} if saved else expected(start.state.method.psdp),
     )
     status.follow(driver)
@@ -226,27 +226,6 @@ def agreement(setup: Setup, corpus: Corpus, outer: HostOuter) -> str:
     shapes = {name: (np_dtype.str, list(shape)) for name, (np_dtype, shape) in outer.expected().items()}
     batch = setup.config.batch.sequence_length, setup.config.batch.size
     return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, shapes)
-
-
-class Recorder:
-    """rounds.jsonl: a line for each round of this island; those after `last` go: a killed process wrote them."""
-
-    def __init__(self, path: Path, last: int):
-        self._path = path
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= last]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-
-
-def _round_of(line: str) -> float:
-    try:
-        return json.loads(line)["round"]
-    except (ValueError, KeyError):
-        return float("inf")
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
