@@ -70,8 +70,8 @@ class Asking:
         self._has_peers |= readable > 1
         if complaints and not self._has_peers:
             self._refused(
-                f"islands: none of the other {len(complaints)} at the lighthouse {self._coordinator.address} belongs to "
-                f"this island's fleet. {complaints[0]} See that islands.token_file and Gregale's version are the same."
+                f"islands: none of the others at the lighthouse {self._coordinator.address} ({len(complaints)}) is of "
+                f"this island's fleet. {complaints[0]} See that the token and Gregale's version are the same."
             )
         for complaint in complaints:
             if complaint not in self._complaints:

@@ -65,16 +65,17 @@ class Driver:
         self._told_due: int | None = None  # the round that was said to be due
         self._decided = time.monotonic()  # when the newest round was committed
         self._refused: str | None = None
+        self._failure: BaseException | None = None
         self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
         self._steps, self._stepped_at = 0, time.monotonic()
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
-            lambda view: self.post(protocol.Seen(view)),
-            lambda reason: self.post(protocol.NoView(reason)),
-            lambda complaint: self.report(complaint, True),
-            self._end,
+            seen=lambda view: self.post(protocol.Seen(view)),
+            failed=lambda reason: self.post(protocol.NoView(reason)),
+            complain=lambda complaint: self.report(complaint, True),
+            refused=self._end,
         )
         self._book = RoundBook(self.worker.count, self.record)
         self._showing = Showing(self.token, self.worker.server.host)
@@ -107,6 +108,8 @@ class Driver:
         began = time.monotonic()
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order()
@@ -189,23 +192,13 @@ class Driver:
             return Finish(complete=self.round >= self.pace.rounds)
         if self.round >= self.pace.rounds and not self._arrivals:
             return Finish(complete=True)
-        if self._wanted is not None and self._flying is None:
-            return Take(self._wanted)
-        if self._is_due():
+        made = self.round != NO_ROUND and self._since >= self.pace.interval(self.round)  # its steps of this round
+        if made and self._told_due != self.round and self._flying is None and not self._arrivals:
             self._told_due = self.round
             self.post(protocol.Due(None))
-            if self._wanted is not None and self._flying is None:
-                return Take(self._wanted)
+        if self._wanted is not None and self._flying is None and (made or self._leaving or not self.pace.lockstep):
+            return Take(self._wanted)
         return None
-
-    def _is_due(self) -> bool:
-        return (
-            self.round != NO_ROUND
-            and self._told_due != self.round
-            and self._flying is None
-            and not self._arrivals
-            and self._since >= self.pace.interval(self.round)
-        )
 
     def _step_seconds(self) -> float:
         """What a step has taken of late, as far as the trainer handed them over."""
@@ -343,11 +336,12 @@ class Driver:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
         try:
             work()
+        except UserError as error:
+            self._end(str(error))
         except BaseException as error:
-            if self._closed:
-                return
-            self._end(f"islands: {type(error).__name__}: {error}")
-            raise
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
 
     def _end(self, reason: str) -> None:
         """Ends the run with this line."""

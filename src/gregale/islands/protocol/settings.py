@@ -22,8 +22,8 @@ class Timing:
     """
 
     heartbeat_seconds: float = 2.0
-    join_seconds: float = 0.5
-    ask_seconds: float = 5.0
+    join_seconds: float = 2.0
+    ask_seconds: float = 8.0
     reduce_seconds: float = 5.0
     grace_seconds: float | None = None
     most_grace_seconds: float = 10.0
@@ -54,8 +54,10 @@ class Rules:
     minimum   fewer members in a view: nothing is reduced, nobody goes on
     lot       how the data is leased
     start     a fleet does not begin with fewer
+    lockstep  a round waits until all that live have their snapshots
     """
 
     minimum: int = 1
     lot: Lot = field(default_factory=Lot)
     start: int = 1
+    lockstep: bool = False

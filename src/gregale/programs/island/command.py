@@ -189,7 +189,7 @@ def joined(
     )
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
-    member = Member(identity, record, timing, Rules(islands.minimum, lot, islands.start), holder)
+    member = Member(identity, record, timing, Rules(islands.minimum, lot, islands.start, islands.lockstep), holder)
     driver = Driver(
         member=member,
         coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
