@@ -48,6 +48,19 @@ def test_numbers_replace_the_presets(capsys):
     assert found["asked_gbit_per_second"] == [5.0]
 
 
+def test_tokens_per_second_of_all_sites(capsys):
+    fields = {"parameters": 5e6, "layers": 4, "step_seconds": 0.5, "methods": ["psdp", "islands_4bit"], "tokens": 2048}
+    found = printed(capsys, bandwidth=[0.05, 1000.0], period_steps=30, fragment_layers=2, steps=300, **fields)
+    compute = 0.5 * 11 / 12  # layer 1 has one node fewer
+    speeds = found["asked_tokens_per_second"]
+    assert speeds["islands_4bit"] == pytest.approx([2 * 2048 / compute] * 2, rel=1e-3)
+    for name, row in speeds.items():
+        assert row == pytest.approx([2 * 2048 / compute * each for each in found["asked_utilisation"][name]], rel=1e-6)
+    assert main(SimulateConfig(bandwidth=[0.05], **fields)) == 0
+    assert "Tokens per second of all sites" in capsys.readouterr().out
+    assert printed(capsys, bandwidth=[1.0])["asked_tokens_per_second"]["diloco"] is None
+
+
 def test_codec_and_sites_decide_the_bytes(capsys):
     fields = {"methods": ["diloco", "psdp", "loco"], "sites": 8, "steps": 100}
     assert printed(capsys, **fields)["sent_bytes_per_site"] == pytest.approx(

@@ -2,13 +2,26 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
-from gregale.timeline.methods import METHODS, Cadence, data_parallel, diloco, method, psdp, streaming, streaming_overlap
+from gregale.timeline.fleet import Fleet
+from gregale.timeline.methods import (
+    METHODS,
+    Cadence,
+    data_parallel,
+    diloco,
+    islands,
+    method,
+    psdp,
+    streaming,
+    streaming_overlap,
+)
 from gregale.timeline.model import PRESETS, Workload
+from gregale.timeline.simulate import simulate
 
 
 def toy(layers=4, microbatches=1):
@@ -38,6 +51,21 @@ def test_overlap_changes_only_the_delay():
     late, soon = (schedule(PRESETS["1b"], cadence, 2.0) for schedule in (streaming_overlap, streaming))
     assert [(t.step, t.layers) for t in late] == [(t.step, t.layers) for t in soon]
     assert {t.delay_steps for t in late} == {5}
+
+
+def test_islands_wait_where_the_next_fragment_departs():
+    """A late fragment is taken where it arrives: links that are slower than tau = 1 needs cost nothing."""
+    workload, cadence = toy(layers=4), Cadence(steps=60, period_steps=30, fragment_layers=2)
+    sent = islands(workload, cadence, 4.0)
+    spacing = 30 // 3
+    assert [t.step for t in sent] == [10, 20, 40, 50]
+    assert {t.delay_steps for t in sent} == {spacing}
+    compute = 1 - 1 / 12
+    link = 2 * 4.0 * 8 / (spacing * compute) / 1e9  # two layers in the steps between two rounds
+    at = np.array([link * 1.001, link / 2])
+    reached = simulate(workload, sent, Fleet.uniform(2), at, 60).utilisation
+    assert reached[0] > 0.999
+    assert reached[1] < 0.9
 
 
 def test_data_parallel_sends_in_every_microbatch_and_psdp_in_the_last():

@@ -47,6 +47,28 @@ class IslandTraffic:
         """A fragment's two legs over a link of a host that carries so much each way at the same time."""
         return self.bytes_sent(index) / bytes_per_second
 
+    def hiding_steps(self, number: int, lockstep: bool = False) -> int:
+        """Steps behind which round `number` is on its way before its island waits for it.
+
+        With tau = 0, or in lockstep, tau. Else those until the next round is due: an island takes a late round where
+        it arrives, and waits only where the next one would depart.
+        """
+        schedule = self.island.schedule
+        if lockstep or schedule.delay == 0:
+            return schedule.delay
+        return schedule.round_step(number + 1) - schedule.round_step(number)
+
+    def period_seconds(self, step_seconds: float, bytes_per_second: float, lockstep: bool = False) -> float:
+        """What H steps of `step_seconds` take with their rounds, one at a time, over such a link:
+
+        H s + sum_n max(0, seconds(fragment of n) - hiding_steps(n) s)
+        """
+        schedule, waited = self.island.schedule, 0.0
+        for number in self._fragments:
+            round_seconds = self.seconds(schedule.round_fragment(number), bytes_per_second)
+            waited += max(0.0, round_seconds - self.hiding_steps(number, lockstep) * step_seconds)
+        return schedule.period * step_seconds + waited
+
     def host_bytes(self) -> int:
         """theta and the outer optimizer's state in host memory, between rounds."""
         return sum(_bytes(self._expected(index)) for index in self._fragments)

@@ -45,10 +45,18 @@ class SimulateConfig(Settings):
     microbatches: int = field(
         default=1, metadata={"help": "Forward and backward passes in one step.", "range": whole(1, MOST_STEPS)}
     )
+    tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of one site's step: at `bandwidth`, tokens per second of all sites are told too.",
+            "range": whole(1),
+            "aliases": ("tokens_per_step",),
+        },
+    )
     methods: list[str] = field(
         default_factory=lambda: list(PAPER_METHODS),
         metadata={
-            "help": "Methods to compare; `psdp` and `loco` may be added to the default five.",
+            "help": "Methods to compare; `psdp`, `loco`, `islands`, `islands_4bit` may be added to the default five.",
             "choices": tuple(METHODS),
         },
     )
@@ -232,8 +240,18 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
         "sent_bytes_per_site": {name: float(run.sent_bytes.max()) for name, run in on_grid.items()},
         "asked_gbit_per_second": config.bandwidth,
         "asked_utilisation": {name: run.utilisation.tolist() for name, run in asked.items()},
+        "asked_tokens_per_second": {name: _tokens_per_second(config, run) for name, run in asked.items()},
         "asked_total_seconds": {name: run.total_seconds.tolist() for name, run in asked.items()},
     }
+
+
+def _tokens_per_second(config: SimulateConfig, run: Run) -> list[float] | None:
+    """[bandwidth] of all sites together, those that leave counting as long as they are there; None: not asked for."""
+    if config.tokens is None:
+        return None
+    last = [int(pair.partition(":")[2]) - 1 for pair in config.drop_out]
+    steps = (config.sites - len(last)) * config.steps + sum(min(each, config.steps) for each in last)
+    return (config.tokens * steps / run.total_seconds).tolist()
 
 
 def _print_tables(report: dict) -> None:
@@ -246,6 +264,11 @@ def _print_tables(report: dict) -> None:
         reached = {name: [f"{u:.1%}" for u in row] for name, row in report["asked_utilisation"].items()}
         headings = [f"{gbit_per_second:g}" for gbit_per_second in report["asked_gbit_per_second"]]
         _print("Compute utilisation at Gbit/s between sites", headings, reached)
+        speeds = {
+            name: [f"{each:,.0f}" for each in row] for name, row in report["asked_tokens_per_second"].items() if row
+        }
+        if speeds:
+            _print("Tokens per second of all sites at Gbit/s between them", headings, speeds)
 
 
 def _print(title: str, headings: list[str], rows: dict[str, list[str]]) -> None:

@@ -4,7 +4,7 @@ Steps count from 1, layers from 1 (nearest the input), fragments from 0.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gregale.errors import UserError
 from gregale.timeline.model import Workload
@@ -135,6 +135,16 @@ def streaming_overlap(workload: Workload, cadence: Cadence, bytes_per_parameter:
     ]
 
 
+def islands(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
+    """Streaming between islands, which take a late fragment where it arrives and wait where the next one departs.
+
+    So a fragment may take the steps until then, floor(H / (P + 1)), whatever tau is.
+    """
+    sent = streaming(workload, cadence, bytes_per_parameter)
+    spacing = sent[0].step if sent else 0
+    return [replace(each, delay_steps=spacing, after_pass=True) for each in sent]
+
+
 @dataclass(frozen=True)
 class Method:
     """A schedule with the codec that it uses unless told otherwise.
@@ -168,6 +178,8 @@ METHODS = {
     "streaming": Method(streaming, "bfloat16", "Streaming DiLoCo"),
     "streaming_overlap": Method(streaming_overlap, "bfloat16", "Streaming DiLoCo, overlap"),
     "streaming_overlap_4bit": Method(streaming_overlap, "4bit", "Streaming DiLoCo, overlap, 4 bits"),
+    "islands": Method(islands, "float32", "Islands, streaming"),
+    "islands_4bit": Method(islands, "int4", "Islands, streaming, 4 bits"),
     # PSDP's optimizer takes the scattered gradients; what is gathered are its updates, and no codec touches those.
     "psdp": Method(psdp, "float32", "PSDP", gather_codec="float32"),
     "loco": Method(psdp, "int4", "PSDP with LoCo, 4 bits", gather_codec="float32"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from gregale.programs.islands.view import FleetView, changes, in_words, table
+from gregale.programs.islands.view import FleetView, changes, fitting, in_words
 
 TRAINING = {
     "state": "training",
@@ -25,19 +26,37 @@ def test_a_plain_line_names_every_island():
     file = io.StringIO()
     with FleetView(file, plain_seconds=0) as view:
         view.show({"a": TRAINING, "b": {}})
-    assert file.getvalue() == "a: training, step 12/60, loss 1.2345, 1,234 tokens/s, round 3, 2 members; b: starting\n"
+        view.show({"a": TRAINING, "b": TRAINING})
+    assert file.getvalue().splitlines() == [
+        "round 3, 2 members, 1,234 tokens/s; a step 12/60, loss 1.2345; b starting",
+        "round 3, 2 members, 2,469 tokens/s; a step 12/60, loss 1.2345; b step 12/60, loss 1.2345",
+    ]
+
+
+def test_before_the_first_step_there_are_no_figures():
+    early = {"state": "joining", "step": 0, "steps": 60, "round": -1, "members": []}
+    assert in_words({"a": early, "b": {}}) == "a joining; b starting"
+    assert in_words({"a": {**TRAINING, "loss": None}}).endswith("a step 12/60, loss -")
 
 
 def test_the_table_has_a_row_for_each():
     console = Console(file=io.StringIO(), width=100)
-    console.print(table({"a": TRAINING, "b": {}}))
+    console.print(fitting({"a": TRAINING, "b": {}}, console))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 3
     assert all(word in lines[1] for word in ("12/60", "1.2345", "0.2 s", "2.0 MB"))
 
 
-def test_a_status_without_a_loss_yet():
-    assert in_words("a", {**TRAINING, "loss": None}).count("loss -") == 1
+@pytest.mark.parametrize("width", [80, 60, 40, 26])
+def test_a_narrow_terminal_has_whole_columns(width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(fitting({"quickstart-a": TRAINING, "quickstart-b": {}}, console))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= width
+    assert "quickstart-a" in lines[1]
+    assert "12/60" in lines[1]
+    assert "…" not in lines[1]
 
 
 def test_who_comes_and_who_goes():

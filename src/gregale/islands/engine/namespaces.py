@@ -4,7 +4,7 @@
         network.coordinator                    # address of the bridge: where the coordinator listens
         for site in network.sites:
             subprocess.Popen([*site.command, "gregale", "island", ...])    # site.address: its own address
-        network.cut(1); network.restore(1)
+        network.cut(1); network.restore(1); network.limit(1, "50mbit")
 
 A bridge, and for each site a namespace whose only link ends in the bridge. Both ends of the link have a token bucket
 (`tc ... tbf`): one limits what the site sends, the other what it receives. All names have the number of the process
@@ -66,6 +66,18 @@ class Network:
     def restore(self, index: int) -> None:
         run("ip", "link", "set", self._name(index), "master", self._bridge)
 
+    def limit(self, index: int, bandwidth: str | None) -> None:
+        """Lets a site's link carry so much in each direction from now on; None: as much as this machine can."""
+        outside, inside = ("tc",), ("tc", "-netns", self._name(index))
+        for command, device in ((outside, self._name(index)), (inside, "eth0")):
+            if bandwidth is None:
+                with suppress(subprocess.CalledProcessError):  # there was no limit
+                    run(*command, "qdisc", "delete", "dev", device, "root")
+                continue
+            burst = max(BURST_SECONDS * bits_per_second(bandwidth) / 8, SMALLEST_BURST_BYTES)
+            bucket = ("root", "tbf", "rate", bandwidth, "burst", str(round(burst)), "latency", QUEUE)
+            run(*command, "qdisc", "replace", "dev", device, *bucket)
+
     def _name(self, index: int) -> str:
         return f"{self._bridge}-{index}"
 
@@ -77,11 +89,7 @@ class Network:
         run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             run("ip", "-netns", name, "link", "set", device, "up")
-        if bandwidth is not None:
-            burst = max(BURST_SECONDS * bits_per_second(bandwidth) / 8, SMALLEST_BURST_BYTES)
-            limit = ("root", "tbf", "rate", bandwidth, "burst", str(round(burst)), "latency", QUEUE)
-            run("tc", "qdisc", "add", "dev", name, *limit)
-            run("tc", "-netns", name, "qdisc", "add", "dev", "eth0", *limit)
+        self.limit(index, bandwidth)
         hosts = HOSTS_FOLDER / name / "hosts"
         hosts.parent.mkdir(parents=True, exist_ok=True)
         hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n", encoding="utf-8")

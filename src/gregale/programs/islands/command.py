@@ -22,6 +22,7 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump
 from gregale.settings import Settings, whole
+from gregale.timeline.plot import check_picture_path
 
 POLL_SECONDS = 0.5
 
@@ -36,9 +37,14 @@ class IslandsOptions(Settings):
         metadata={"help": "give each island a link of so much, for example 200mbit (network namespaces, as root)"},
     )
     fresh: bool = field(default=False, metadata={"help": "do not resume: set existing runs aside and start anew"})
-    picture: str | None = field(
+    picture: Path | None = field(
         default=None, metadata={"help": "where the rounds are drawn at the end; null: <runs>/<name>.islands/rounds.svg"}
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.picture is not None:
+            check_picture_path(self.picture, "picture")
 
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:
@@ -167,12 +173,12 @@ class Fleet:
             elif code and not self._stopped:
                 self._view.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
             else:
-                self._view.message(f"{member.name}: {member.last_lines()}")
+                self._view.message(f"{member.name}: {member.last_lines(1)}")
 
     def _tell(self, statuses: dict[str, Status]) -> int:
         codes = [member.process.returncode for member in self._members]
         rounds = {member.name: rounds_of(member.run) for member in self._members}
-        picture = Path(self._options.picture) if self._options.picture else self._folder / "rounds.svg"
+        picture = self._options.picture or self._folder / "rounds.svg"
         if any(rounds.values()):
             try:
                 draw_rounds(picture, rounds)

@@ -21,7 +21,6 @@ GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
 _START_SECONDS = 60.0
 _KILL_AFTER_SECONDS = 60.0
-_LAST_LINES = 3
 
 
 @dataclass
@@ -46,10 +45,10 @@ class Member:
         except OSError:
             return None
 
-    def last_lines(self) -> str:
+    def last_lines(self, count: int = 3) -> str:
         """The end of what it has printed."""
         lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
-        return " ".join(line.strip() for line in lines[-_LAST_LINES:])
+        return " ".join(line.strip() for line in lines[-count:])
 
 
 @dataclass

@@ -11,6 +11,13 @@ from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 ROUNDS = "rounds.jsonl"
 LATEST = 40
 
+SHORTEST_WAIT = 0.02  # in seconds; shorter ones are no waiting, and a bar could not show them
+KINDS = {  # by name in the legend: colour and height of a bar
+    "under way": (LINE_COLOURS[0], 0.7),
+    "waited for": (LINE_COLOURS[3], 0.35),
+    "healing": (LINE_COLOURS[1], 0.7),
+}
+
 Round = Mapping[str, float]
 
 
@@ -32,23 +39,26 @@ def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:
     first = min(each["began"] for of_one in shown.values() for each in of_one)
     figure = new_figure(path, (9.0, 1.2 + 0.45 * len(rounds)))
     axes = figure.subplots()
-    kinds = {
-        "exchange": (LINE_COLOURS[0], "under way"),
-        "waiting": (LINE_COLOURS[3], "waited for"),
-        "healing": (LINE_COLOURS[1], "healing"),
-    }
-    for row, of_one in enumerate(shown.values()):
-        spans = {
-            "exchange": [(each["began"] - first, each["seconds"]) for each in of_one if not each.get("healed")],
-            "waiting": [(each["ended"] - first - each["waiting_seconds"], each["waiting_seconds"]) for each in of_one],
-            "healing": [(each["began"] - first, each["seconds"]) for each in of_one if each.get("healed")],
-        }
-        for kind, (colour, label) in kinds.items():
-            height = 0.35 if kind == "waiting" else 0.7
-            axes.broken_barh(spans[kind], (row - height / 2, height), color=colour, label=label if row == 0 else None)
+    for kind, (colour, height) in KINDS.items():
+        label: str | None = kind
+        for row, of_one in enumerate(shown.values()):
+            spans = [(each[0] - first, each[1]) for each in _spans(of_one, kind)]
+            if spans:
+                bars = (row - height / 2, height)
+                axes.broken_barh(spans, bars, color=colour, linewidth=0, label=label)
+                label = None  # once in the legend
     axes.set_yticks(range(len(shown)), list(shown))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.grid(alpha=0.3, axis="x")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     save_figure(figure, path)
+
+
+def _spans(rounds: Sequence[Round], kind: str) -> list[tuple[float, float]]:
+    """Beginning and length of what is shown as one kind, in seconds."""
+    if kind == "waited for":
+        waits = [(each["ended"], each["waiting_seconds"]) for each in rounds]
+        return [(ended - waited, waited) for ended, waited in waits if waited >= SHORTEST_WAIT]
+    healing = kind == "healing"
+    return [(each["began"], each["seconds"]) for each in rounds if bool(each.get("healed")) == healing]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -16,6 +16,8 @@ from gregale.streams import LastingStream
 
 PLAIN_SECONDS = 5.0
 COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round", "members", "waited", "sent")
+FIRST_TO_GO = ("sent", "waited", "members", "state", "tokens/s", "loss")  # on a terminal too narrow for all
+WIDEST = 1000
 
 Status = Mapping[str, object]
 
@@ -39,10 +41,10 @@ class FleetView:
     def show(self, statuses: Mapping[str, Status]) -> None:
         """Redraws the table, or writes a line if the last one is some seconds old."""
         if self._live is not None:
-            self._live.update(table(statuses), refresh=True)
+            self._live.update(fitting(statuses, self._console), refresh=True)
         elif time.monotonic() - self._last_plain >= self._plain_seconds:
             self._last_plain = time.monotonic()
-            self.message("; ".join(in_words(name, status) for name, status in statuses.items()))
+            self.message(in_words(statuses))
 
     def message(self, text: str) -> None:
         """Shows a line, above the table if there is one."""
@@ -61,39 +63,60 @@ class FleetView:
         self.close()
 
 
-def table(statuses: Mapping[str, Status]) -> Table:
+def fitting(statuses: Mapping[str, Status], console: Console) -> Table:
+    """The table with as many of its columns as the terminal has room for."""
+    columns, anything = list(COLUMNS), console.options.update(width=WIDEST)
+    for column in FIRST_TO_GO:
+        if console.measure(table(statuses, columns), options=anything).maximum <= console.width:
+            break
+        columns.remove(column)
+    return table(statuses, columns)
+
+
+def table(statuses: Mapping[str, Status], columns: Sequence[str] = COLUMNS) -> Table:
     """A row for each island."""
     made = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        made.add_column(column, justify="left" if column in ("island", "state", "members") else "right", no_wrap=True)
+    for column in columns:
+        made.add_column(column, justify="left" if column in ("island", "state") else "right", no_wrap=True)
     for name, status in statuses.items():
-        made.add_row(name, *cells(status))
+        known = {"island": name, **cells(status)}
+        made.add_row(*(known.get(column, "") for column in columns))
     return made
 
 
-def cells(status: Status) -> list[str]:
-    """The columns behind the name."""
-    if not status:
-        return ["starting"]
-    loss, members = status.get("loss"), status.get("members", [])
-    return [
-        str(status["state"]),
-        f"{status['step']}/{status['steps']}",
-        "" if loss is None else f"{loss:.4f}",
-        f"{status.get('tokens_per_second') or 0:,.0f}",
-        str(status["round"]),
-        str(len(cast(list, members))),
-        f"{status.get('waiting_seconds') or 0:.1f} s",
-        decimal(cast(int, status.get("network_bytes_sent") or 0)),
-    ]
+def cells(status: Status) -> dict[str, str]:
+    """The columns behind the name; of an island that has not made a step what it does."""
+    state = str(status.get("state", "starting"))
+    if not status or "loss" not in status:
+        return {"state": state}
+    return {
+        "state": state,
+        "step": f"{status['step']}/{status['steps']}",
+        "loss": "" if status["loss"] is None else f"{status['loss']:.4f}",
+        "tokens/s": f"{status.get('tokens_per_second') or 0:,.0f}",
+        "round": str(status["round"]),
+        "members": str(len(cast(list, status.get("members", [])))),
+        "waited": f"{status.get('waiting_seconds') or 0:.1f} s",
+        "sent": decimal(cast(int, status.get("network_bytes_sent") or 0)),
+    }
 
 
-def in_words(name: str, status: Status) -> str:
-    """An island in a plain line."""
-    if not status:
-        return f"{name}: starting"
-    state, step, loss, speed, number, members, _, _ = cells(status)
-    return f"{name}: {state}, step {step}, loss {loss or '-'}, {speed} tokens/s, round {number}, {members} members"
+def in_words(statuses: Mapping[str, Status]) -> str:
+    """The fleet in a plain line: its round, and where each island is."""
+    parts = [_in_words(name, cells(status)) for name, status in statuses.items()]
+    speeds = [status.get("tokens_per_second") for status in statuses.values() if status.get("state") == "training"]
+    if members := len(_fleet(statuses)):
+        number = max(cast(int, status.get("round", -1)) for status in statuses.values())
+        together = sum(cast(float, speed) for speed in speeds if speed)
+        parts.insert(0, f"round {number}, {members} member{'s' * (members > 1)}, {together:,.0f} tokens/s")
+    return "; ".join(parts)
+
+
+def _in_words(name: str, known: Mapping[str, str]) -> str:
+    if "step" not in known:
+        return f"{name} {known['state']}"
+    state = "" if known["state"] == "training" else f" {known['state']},"
+    return f"{name}{state} step {known['step']}, loss {known['loss'] or '-'}"
 
 
 def changes(before: Mapping[str, Status], now: Mapping[str, Status]) -> list[str]:

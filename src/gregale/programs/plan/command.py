@@ -12,6 +12,7 @@ from rich.console import Console
 from gregale.data.tokenizers import vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
+from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.step import plan_step
@@ -38,12 +39,22 @@ class PlanOptions(Settings):
         default=None,
         metadata={"help": "plan for this many simulated devices; null: what the mesh needs", "range": whole(1, 4096)},
     )
+    count: int | None = field(
+        default=None,
+        metadata={
+            "help": "plan one island of so many (`gregale island`); null: two if islands.lighthouse is set, else none",
+            "range": whole(1, 10_000),
+        },
+    )
     chip: str | None = field(
         default=None, metadata={"help": "whose memory and speed to compare with; null: the topology's, or H100"}
     )
     link_gbit_per_second: float | None = field(
         default=None,
-        metadata={"help": "a replica's link to the others; null: its chips' share of the network", "range": above(0)},
+        metadata={
+            "help": "a replica's link to the others, of an island one host's; null: its chips' share of the network",
+            "range": above(0),
+        },
     )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
     hlo: Path | None = field(
@@ -61,6 +72,7 @@ class PlanOptions(Settings):
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
     """Compiles the programs of a run, prints what they take; 0, or 3 if it has to fit and does not."""
+    config = as_island(config, options.count)
     target = target_of(options, config)
     tokens = vocabulary_size(config.data.tokenizer)
     plan = plan_step(config, tokens, target)
@@ -68,7 +80,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
             write_whole(path, program.text)
-    report = report_of(plan, tokens, options.link_gbit_per_second)
+    report = report_of(plan, tokens, options.link_gbit_per_second, island_of(plan.setup, options.count))
     if options.json:
         print(json.dumps(report, indent=2))
     else:

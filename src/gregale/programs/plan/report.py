@@ -8,7 +8,9 @@ from typing import Any
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
+from gregale.methods.island import Island
 from gregale.model.execution import execution
+from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
@@ -17,14 +19,20 @@ from gregale.programs.plan.step import Plan
 from gregale.programs.run.setup import Setup
 
 
-def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> dict[str, Any]:
-    """Everything, for JSON; `link_gbit_per_second` is one replica's link to the others, None for the chips' own."""
+def report_of(
+    plan: Plan, tokens: int, link_gbit_per_second: float | None, island: IslandPlan | None = None
+) -> dict[str, Any]:
+    """Everything, for JSON.
+
+    - `link_gbit_per_second`: one replica's link to the others, of an island one host's; None: the chips' own
+    - `island`: None if the run is no island
+    """
     setup, target = plan.setup, plan.target
     step, config = step_shape(setup), setup.config
     per_token = model_flops_per_token(step)
     far = link_bytes_per_second(plan, link_gbit_per_second)
     bound = plan.roofline(None if far is None else far / devices_of_a_replica(setup))
-    memory = memory_of(plan)
+    memory = memory_of(plan, 0 if island is None else island.traffic.device_bytes_in_flight())
     return {
         "name": config.name,
         "devices": setup.layout.mesh.size,
@@ -46,7 +54,8 @@ def report_of(plan: Plan, tokens: int, link_gbit_per_second: float | None) -> di
         "programs": {name: program_of(program) for name, program in plan.programs.items()},
         "roofline": roofline_of(plan, bound),
         "link_gbit_per_second": None if far is None else far / GBIT,
-        "methods": methods_of(setup, bound, far),
+        "methods": {} if island else methods_of(setup, bound, far),
+        "island": island.to_dict(bound, link_gbit_per_second) if island else None,
         "notes": notes_of(plan),
     }
 
@@ -76,17 +85,18 @@ def link_bytes_per_second(plan: Plan, link_gbit_per_second: float | None) -> flo
     return network / plan.target.devices_a_chip * devices_of_a_replica(plan.setup)
 
 
-def memory_of(plan: Plan) -> dict[str, Any]:
+def memory_of(plan: Plan, in_flight: int) -> dict[str, Any]:
     """Bytes on one device: by tree, and at the peak of the largest program.
 
-    `activations` are the step's temporaries less the gradient buffers.
+    `activations` are the step's temporaries less the gradient buffers; `in_flight` is beside every program.
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
     return {
         **trees,
         "activations": max(0, temporaries - trees["gradients"]),
         "temporaries": temporaries,
-        "peak": plan.memory.peak,
+        "in_flight": in_flight,
+        "peak": plan.memory.peak + in_flight,
         "peak_program": plan.largest,
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
@@ -158,6 +168,11 @@ def notes_of(plan: Plan) -> list[str]:
         notes.append(
             "a pipeline's memory has no closed form, so that no remedies are offered; the compiler's peak is exact. "
             "Idle stages compute too, and the roofline counts it."
+        )
+    if isinstance(plan.setup.method, Island):
+        notes.append(
+            "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
+            "taking part; outer parameters and the outer optimizer are in host memory."
         )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())

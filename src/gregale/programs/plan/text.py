@@ -19,6 +19,7 @@ MEMORY_ROWS = {
     "outer_optimizer": "outer optimizer state",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
+    "in_flight": "a round's fragment and message",
     "peak": "compiler's peak",
     "closed_form": "the same in closed form",
     "closed_form_on_accelerator": "closed form on an accelerator",
@@ -53,6 +54,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     _overlap(report["programs"], console)
     _speed(report, console)
     _methods(report, console)
+    if report["island"] is not None:
+        _island(report["island"], console)
     for note in report["notes"]:
         console.print(f"Note: {note}", highlight=False)
 
@@ -169,6 +172,27 @@ def _methods(report: dict[str, Any], console: Console) -> None:
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
     print_table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
     console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
+
+
+def _island(island: dict[str, Any], console: Console) -> None:
+    """What crosses the network and what it takes."""
+    hidden = island["hidden_gbit_per_second"]
+    rows = [
+        ("sent in a round, at most", size(island["bytes_per_round"])),
+        (f"sent in {island['period']} steps", size(island["bytes_per_period"])),
+        ("outer parameters and optimizer, in host memory", size(island["host_bytes"])),
+        ("a round, in host memory, at most", size(island["host_bytes_in_flight"])),
+        ("error feedback, on a device", size(island["device_bytes"])),
+        ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
+        ("no step waits from", "no link" if hidden is None else f"{hidden:.3g} Gbit/s"),
+    ]
+    hosts = f", {island['hosts']} hosts each" if island["hosts"] > 1 else ""
+    print_table(console, f"One host of one of {island['members']} islands{hosts}", ("", ""), rows)
+    rows = [
+        (link, f"{each['round_seconds']:.3g} s", f"{each['utilisation']:.1%}") for link, each in island["links"].items()
+    ]
+    title = f"Rounds over a host's link, with steps of {island['step_seconds']:.3g} s (the roofline's)"
+    print_table(console, title, ("Gbit/s each way", "longest round", "utilisation"), rows)
 
 
 def _with_settings(name: str, method: dict[str, Any]) -> str:

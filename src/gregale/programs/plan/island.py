@@ -1,0 +1,93 @@
+"""What an island takes beside its steps: what crosses the network, host memory, and a fragment on the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gregale.audit.roofline import Roofline
+from gregale.methods.island import Island
+from gregale.methods.island_traffic import IslandTraffic
+from gregale.programs.plan.methods import GBIT
+from gregale.programs.run.setup import Setup
+from gregale.services.config import TrainConfig
+
+SHOWN_GBIT_PER_SECOND = (0.05, 0.2, 1.0, 10.0, 100.0)
+FEWEST = 2
+NOWHERE = "planned:0"  # a plan asks no coordinator
+
+
+def as_island(config: TrainConfig, count: int | None) -> TrainConfig:
+    """The configuration of one island of so many; of None, the configuration as it is."""
+    if count is None or config.islands.lighthouse is not None:
+        return config
+    return replace(config, islands=replace(config.islands, lighthouse=NOWHERE))
+
+
+@dataclass(frozen=True)
+class IslandPlan:
+    """One island of a fleet of equal ones, of which all take part.
+
+    - `members`: islands
+    - `hosts`: of the island; each sends its own shards over a link of its own
+    - `lockstep`: see `IslandTraffic.period_seconds`
+    """
+
+    traffic: IslandTraffic
+    hosts: int
+    lockstep: bool
+
+    def to_dict(self, bound: Roofline, gbit_per_second: float | None) -> dict[str, Any]:
+        """All figures, for JSON; `gbit_per_second` is the link of one host that is asked for, if any."""
+        traffic, schedule, seconds = self.traffic, self.traffic.island.schedule, bound.overlapped
+        links = sorted({*SHOWN_GBIT_PER_SECOND, *([] if gbit_per_second is None else [gbit_per_second])})
+        return {
+            "members": traffic.members,
+            "hosts": self.hosts,
+            "period": schedule.period,
+            "fragments": schedule.fragments,
+            "delay": schedule.delay,
+            "bytes_per_round": max(traffic.bytes_sent(index) for index in range(schedule.fragments)),
+            "bytes_per_period": traffic.bytes_a_period(),
+            "host_bytes": traffic.host_bytes(),
+            "host_bytes_in_flight": traffic.host_bytes_in_flight(),
+            "device_bytes": traffic.device_bytes(),
+            "device_bytes_in_flight": traffic.device_bytes_in_flight(),
+            "step_seconds": seconds,
+            "hidden_gbit_per_second": self._hidden(seconds),
+            "links": {f"{link:g}": self._at(link, seconds) for link in links},
+        }
+
+    def _at(self, gbit_per_second: float, step_seconds: float) -> dict[str, float]:
+        """The longest round, and compute time / elapsed time, on a link of a host that carries so much each way."""
+        traffic, speed = self.traffic, gbit_per_second * GBIT
+        fragments = range(traffic.island.schedule.fragments)
+        period = traffic.period_seconds(step_seconds, speed, self.lockstep)
+        return {
+            "round_seconds": max(traffic.seconds(index, speed) for index in fragments),
+            "utilisation": traffic.island.schedule.period * step_seconds / period,
+        }
+
+    def _hidden(self, step_seconds: float) -> float | None:
+        """The link of a host on which no step waits for a round, in Gbit/s; None: every round is waited for."""
+        schedule, needed = self.traffic.island.schedule, 0.0
+        for number in range(schedule.fragments):
+            steps = self.traffic.hiding_steps(number, self.lockstep)
+            if steps == 0:
+                return None
+            sent = self.traffic.bytes_sent(schedule.round_fragment(number))
+            needed = max(needed, sent / (steps * step_seconds) / GBIT)
+        return needed
+
+
+def island_of(setup: Setup, count: int | None) -> IslandPlan | None:
+    """The plan of an island; None if the run is none.
+
+    - `count`: islands; None: as many as have to be there, and at least two
+    """
+    if not isinstance(setup.method, Island):
+        return None
+    islands = setup.config.islands
+    members = count or max(FEWEST, islands.start, islands.minimum)
+    hosts = len({device.process_index for device in setup.layout.mesh.devices.flat})
+    return IslandPlan(IslandTraffic(setup.method, members), hosts, islands.lockstep)
