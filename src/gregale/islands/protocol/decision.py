@@ -246,6 +246,8 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return Settle(best.key, best.digest)
     if verdict == "turn":
         return _turn(view, current, best)
+    if rules.lockstep and not all(header.ready for header in current):
+        return Wait("not all have made their steps")
     return _form(view, headers, current)
 
 
