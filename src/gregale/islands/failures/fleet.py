@@ -1,9 +1,9 @@
 """The modelled fleet: how fast each island steps and sends, what a round and a joiner cost, and who dies when.
 
-    fleet = Fleet(sites, schedule, ...)
-    outages = draw_outages(len(sites), mtbf_seconds, restart_seconds, seconds, seed)
-    outcome = World(fleet, outages, seconds).run()      # world.py: islands
-    outcome = data_parallel(fleet, ...)                 # data_parallel.py: what they are compared with
+fleet = Fleet(sites, schedule, ...)
+outages = draw_outages(len(sites), mtbf_seconds, restart_seconds, seconds, seed)
+outcome = World(fleet, outages, seconds).run()      # world.py: islands
+outcome = data_parallel(fleet, ...)                 # data_parallel.py: what they are compared with
 """
 
 import random

@@ -321,7 +321,7 @@ class World:
             tokens=books.useful_steps / (self.seconds * fleet.steps_per_second()),
             lost=books.lost / all_seconds,
             down=down / all_seconds,
-            joining=1 - (books.busy + books.waiting + down) / all_seconds,
+            joining=max(0.0, 1 - (books.busy + books.waiting + down) / all_seconds),  # the rest
             waiting=books.waiting / all_seconds,
             rounds=books.rounds,
             failed_reduces=books.failed_reduces,
