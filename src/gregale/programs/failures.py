@@ -211,12 +211,13 @@ def _print(report: dict, found: dict[str, Outcome]) -> None:
     ]
     print_table(console, title, headings, rows)
     console.print(f"Data-parallel saves a checkpoint every {report['checkpoint_seconds']:,.0f} s.", highlight=False)
-    headings = ("", "rounds", "failed", "GB sent", "commit s", "return s", "still out")
+    headings = ("", "rounds", "failed", "again", "GB sent", "commit s", "return s", "out")
     rows = [
         (
             name,
             str(o.rounds),
             str(o.failed_reduces),
+            str(o.repeated_reduces),
             f"{o.bytes_per_round / 1e9:,.2f}",
             _seconds(o.commit),
             _seconds(o.rejoin),

@@ -50,7 +50,8 @@ class IslandsOutcome(Outcome):
     """Of islands, with what only they have.
 
     - `rounds`: committed
-    - `failed_reduces`: that were begun and not ended; their bytes count
+    - `failed_reduces`: a member died in them; their bytes count
+    - `repeated_reduces`: made again, since members had come too late for the first one; both count
     - `bytes_per_round`: that an island sends in a round
     - `state_bytes`: fetched by all joiners together
     - `generations`: turned in the run
@@ -60,6 +61,7 @@ class IslandsOutcome(Outcome):
 
     rounds: int = 0
     failed_reduces: int = 0
+    repeated_reduces: int = 0
     bytes_per_round: float = 0.0
     state_bytes: float = 0.0
     generations: int = 0

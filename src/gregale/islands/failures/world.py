@@ -58,6 +58,8 @@ class Books:
     taking_part: int = 0
     rounds: int = 0
     failed_reduces: int = 0
+    repeated_reduces: int = 0
+    reduced: int = NO_ROUND  # the round of the newest reduce that ended well
     deaths: int = 0
     generation: int = 1
     rejoins: list[float] = field(default_factory=list)
@@ -233,7 +235,10 @@ class World:
         if exchange.over:
             return
         exchange.over = True
-        self._books.sent_bytes += exchange.sent_bytes
+        books = self._books
+        books.sent_bytes += exchange.sent_bytes
+        books.repeated_reduces += exchange.action.round == books.reduced
+        books.reduced = exchange.action.round
         for island in exchange.inside:
             island.ended(m.Reduced(exchange.action.key, f"result of {exchange.action.key}"))
 
@@ -325,6 +330,7 @@ class World:
             waiting=books.waiting / all_seconds,
             rounds=books.rounds,
             failed_reduces=books.failed_reduces,
+            repeated_reduces=books.repeated_reduces,
             bytes_per_round=books.sent_bytes / books.taking_part if books.taking_part else 0.0,
             state_bytes=books.state_bytes,
             generations=books.generation - 1,
