@@ -9,7 +9,7 @@ from gregale.errors import UserError
 from gregale.programs.failures import FleetConfig
 from gregale.programs.simulate import SimulateConfig, main
 
-SMALL = {"sites": 8, "failures": 5.0, "model": "100b", "bandwidth": [100.0]}
+SMALL = {"sites": 8, "failures": 2.0, "model": "100b", "bandwidth": [100.0]}
 
 
 def test_json_has_all_runs(capsys):
@@ -38,7 +38,7 @@ def test_the_tables_and_a_link_too_slow_for_joiners(capsys):
     fields = {**SMALL, "bandwidth": [1.0, 100.0]}
     assert main(SimulateConfig(fleet=FleetConfig(rounds=4), **fields)) == 0
     out = capsys.readouterr().out
-    for expected in ("8 islands, each fails every 5 hours", "islands, 1 Gbit/s", "elastic", "plain", "goodput"):
+    for expected in ("8 islands, each fails every 2 hours", "islands, 1 Gbit/s", "elastic", "plain", "goodput"):
         assert expected in out
     assert out.count("hardly comes back") == 1
 
@@ -55,7 +55,11 @@ def test_every_field_has_its_help():
         ({"overlap_steps": 100}, {}, "overlap_steps: 100 must be below period_steps = 100"),
         ({}, {"fragments": 110}, "fleet.fragments: 110 are too many for 108 layers .* at most 100"),
         ({"drop_out": ["1:50"]}, {}, "drop_out: it does not go with failures"),
-        ({"failures": 1e-5}, {}, "failures: one of 8 islands every 1e-05 hours .* deaths"),
+        (
+            {"failures": 1e-5},
+            {"restart_seconds": 0.01},
+            "failures: 8 islands, each failing every 1e-05 hours, are about",
+        ),
     ],
 )
 def test_a_mistake_is_one_clear_line(fields, fleet, message):
