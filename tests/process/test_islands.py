@@ -113,7 +113,7 @@ TRIO = ("x", "y", "z")
 def trio(folder):
     """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
     options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
-    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.03, environment=QUICK_TO_COMPILE) as fleet:
+    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.5, environment=QUICK_TO_COMPILE) as fleet:
         for name in TRIO:
             fleet.start(name)
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
