@@ -262,6 +262,8 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return _turn(view, current, best)
     if rules.lockstep and not all(header.ready for header in current):
         return Wait("not all have made their steps")
+    if any(header.awaited for header in headers):
+        return Wait("an island that is healed would be behind again")
     return _form(view, headers, current)
 
 
