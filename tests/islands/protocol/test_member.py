@@ -168,7 +168,7 @@ def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
 
 
 def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_for_ever():
-    a, b = begun(member("a"), member("b"))
+    a, _ = begun(member("a"), member("b"))
     late, awaited = member("c"), []
     for number in range(1, 9):
         a.outer = replace(a.outer, round=number)
