@@ -29,6 +29,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.round_book import RoundBook
 from gregale.islands.showing import Showing, fetch_inner
 from gregale.islands.turn import Turn
+from gregale.islands.watching import Watch
 from gregale.islands.worker import NotFinite, OuterSide
 
 TICK_SECONDS = 0.1
@@ -68,9 +69,10 @@ class Driver:
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
-            lambda view: self.post(protocol.Seen(view)),
-            lambda reason: self.post(protocol.NoView(reason)),
-            lambda complaint: self.report(complaint, True),
+            seen=lambda view: self.post(protocol.Seen(view)),
+            failed=lambda reason: self.post(protocol.NoView(reason)),
+            complain=lambda complaint: self.report(complaint, True),
+            refused=self._end,
         )
         self._book = RoundBook(self.worker.count, self.record)
         self._showing = Showing(self.token, self.worker.server.host)
@@ -207,11 +209,11 @@ class Driver:
         complete = self.round >= self.pace.rounds and self._turn.all_arrived()
         if self._left or complete:
             return Finish(complete)
-        if (message := self._turn.message()) is not None:
+        if (message := self._turn.message(self._leaving)) is not None:
             return message
         if self._turn.is_due(self.round):
             self.post(protocol.Due(None))
-        return self._turn.message()
+        return self._turn.message(self._leaving)
 
     def _step_seconds(self) -> float:
         """What a step has taken of late, as far as the trainer handed them over."""
@@ -230,12 +232,14 @@ class Driver:
     def post(self, event: protocol.Event) -> None:
         """Hands an event to the protocol and carries out what it wants, in order."""
         with self._changed:
-            if self._closed:
-                return
-            for each in (protocol.Tick(time.monotonic()), event):
-                for action in self.member.handle(each):
-                    self._carry_out(action)
-            self._changed.notify_all()
+            if not self._closed:
+                self._guarded(lambda: self._handle(event))
+                self._changed.notify_all()
+
+    def _handle(self, event: protocol.Event) -> None:
+        for each in (protocol.Tick(time.monotonic()), event):
+            for action in self.member.handle(each):
+                self._carry_out(action)
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
@@ -265,7 +269,7 @@ class Driver:
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
-                self._refused = text
+                self._end(text)
             case protocol.Left():
                 self._left = True
 
@@ -291,15 +295,16 @@ class Driver:
 
     def _reduce(self, action: protocol.Reduce) -> None:
         names = tuple(member.name for member in action.members)
-        with self._lock:
-            self._book.members = names
+        self._book.members = names
+        own, heartbeat = self.member.identity.name, self.member.timing.heartbeat_seconds
+        others = {member.name: member.hosts[0] for member in action.members if member.name != own}
+        watch = Watch(others, self.token, heartbeat, self.worker.drop_group)
         try:
-            digest = self.worker.reduce(
-                action.key, action.round, action.members, action.weights, self.member.identity.name
-            )
+            with watch:
+                digest = self.worker.reduce(action.key, action.round, action.members, action.weights, own)
         except (GroupFailed, NotFinite) as error:
-            self.report(f"Round {action.round} is tried again: {error}", False)
-            self.post(protocol.ReduceFailed(action.key))
+            self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
+            self.post(protocol.ReduceFailed(action.key, tuple(watch.silent)))
         else:
             self.post(protocol.Reduced(action.key, digest))
 
@@ -334,11 +339,12 @@ class Driver:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
         try:
             work()
-        except UserError as error:
-            with self._changed:
-                self._refused = str(error)
-                self._changed.notify_all()
         except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._failure = None if isinstance(error, UserError) else error
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        """Ends the run with this line."""
+        with self._changed:
+            self._refused = self._refused or reason
+            self._changed.notify_all()

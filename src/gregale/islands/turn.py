@@ -57,9 +57,15 @@ class Turn:
         """Whether every committed round is in the parameters."""
         return not self._arrivals
 
-    def message(self) -> Take | None:
-        """The message that is asked for and has not been handed over."""
-        return Take(self._wanted) if self._wanted is not None and self._flying is None else None
+    def message(self, leaving: bool = False) -> Take | None:
+        """The message that is asked for and has not been handed over; in lock step once all its steps are made.
+
+        - `leaving`: no more are
+        """
+        if self._wanted is None or self._flying is not None:
+            return None
+        early = self._pace.lockstep and self._since < self._pace.interval(self._wanted)
+        return None if early and not leaving else Take(self._wanted)
 
     def is_due(self, number: int) -> bool:
         """Whether the island has made its steps for a round, and has not said so yet; it has then said so."""

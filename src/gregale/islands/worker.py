@@ -109,6 +109,7 @@ class Worker:
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
+    _building: str | None = None  # the key of a group that is coming together
     _lock: Lock = field(default_factory=Lock)
 
     @property
@@ -166,6 +167,8 @@ class Worker:
         """Lets go of the group; all others in it know at once."""
         with self._lock:
             group, self._group = self._group, None
+            if self._building is not None:
+                self.server.mailbox.give_up(self._building)
         if group is not None:
             group[1].drop()
 
@@ -201,7 +204,13 @@ class Worker:
                 return self._group[1]
         self.drop_group()
         addresses = [member.hosts[self.host] for member in members]
-        group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+        with self._lock:
+            self._building = key
+        try:
+            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+        finally:
+            with self._lock:
+                self._building = None
         with self._lock:
             self._group = (members, group)
         return group

@@ -62,6 +62,11 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         - `parts.layout`: the island's own mesh
         """
         del parts
+        self.check_joins_islands()
+        raise TypeError(f"{type(self).__name__} makes no island")
+
+    def check_joins_islands(self) -> None:
+        """Raises `UserError` if this method joins no islands over a network."""
         raise UserError(
             f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step, and each step would "
             f"wait for the network between islands. Choose sync.type diloco or streaming_diloco; inside of an island "
@@ -167,6 +172,9 @@ class DilocoConfig(SyncConfig):
         inner = parts.psdp_on(parts.layout)
         outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
         return Island(inner, outer, schedule, self.mixing, parts.reduce)
+
+    def check_joins_islands(self) -> None:
+        """It does."""
 
     def check_island(self, parts: Parts) -> None:
         """Raises `UserError` for what only replicas in one mesh can do."""

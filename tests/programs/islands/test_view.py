@@ -47,7 +47,7 @@ def test_the_table_has_a_row_for_each():
     assert all(word in lines[1] for word in ("12/60", "1.2345", "0.2 s", "2.0 MB"))
 
 
-@pytest.mark.parametrize("width", [80, 60, 40, 26])
+@pytest.mark.parametrize("width", [80, 60, 40, 28])
 def test_a_narrow_terminal_has_whole_columns(width):
     console = Console(file=io.StringIO(), width=width)
     console.print(fitting({"quickstart-a": TRAINING, "quickstart-b": {}}, console))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -39,6 +38,7 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
+from gregale.programs.island.recorder import Recorder
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -198,14 +198,14 @@ def joined(
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
     driver = Driver(
-        member=Member(identity, record, timing, Rules(islands.minimum, lot, islands.start), holder),
+        member=Member(identity, record, timing, Rules(islands.minimum, lot, islands.start, islands.lockstep), holder),
         coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
         worker=hands,
         leases=Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0),
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=Recorder(run.path / ROUNDS, record.round),
+        record=Recorder(run.path / ROUNDS, record.round, say),
         wanted_inner={} if saved or len(addresses) > 1 else expected(start.state.method.psdp),
     )
     status.follow(driver)
@@ -257,27 +257,6 @@ def agreement(setup: Setup, corpus: Corpus, shapes: Sequence[str]) -> str:
 def shapes_digest(outer: HostOuter) -> str:
     """A hash of what this host has of the outer side."""
     return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
-
-
-class Recorder:
-    """rounds.jsonl: a line for each round of this island; those after `last` go: a killed process wrote them."""
-
-    def __init__(self, path: Path, last: int):
-        self._path = path
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= last]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-
-
-def _round_of(line: str) -> float:
-    try:
-        return json.loads(line)["round"]
-    except (ValueError, KeyError):
-        return float("inf")
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

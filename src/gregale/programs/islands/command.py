@@ -49,6 +49,7 @@ class IslandsOptions(Settings):
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:
     """Runs a fleet until all its islands are complete, or until a signal; 0 if all are."""
+    config.sync.check_joins_islands()
     folder = Path(expand(config.runs)) / f"{config.name}.islands"
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ PLAIN_SECONDS = 5.0
 COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round", "members", "waited", "sent")
 FIRST_TO_GO = ("sent", "waited", "members", "state", "tokens/s", "loss")  # on a terminal too narrow for all
 WIDEST = 1000
+ECHO = 2  # columns of the `^C` that a terminal writes behind the table, which must not begin another line
 
 Status = Mapping[str, object]
 
@@ -67,7 +68,7 @@ def fitting(statuses: Mapping[str, Status], console: Console) -> Table:
     """The table with as many of its columns as the terminal has room for."""
     columns, anything = list(COLUMNS), console.options.update(width=WIDEST)
     for column in FIRST_TO_GO:
-        if console.measure(table(statuses, columns), options=anything).maximum <= console.width:
+        if console.measure(table(statuses, columns), options=anything).maximum <= console.width - ECHO:
             break
         columns.remove(column)
     return table(statuses, columns)

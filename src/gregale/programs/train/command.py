@@ -49,6 +49,11 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     The run directory is not touched before the configuration, the devices and the data are known to be right. Where
     there are several processes, each ends if another is lost.
     """
+    if config.islands.lighthouse is not None:
+        raise UserError(
+            "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it alone, "
+            "or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
+        )
     start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(Path(expand(config.runs)) / config.name)

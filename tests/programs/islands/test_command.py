@@ -1,0 +1,30 @@
+"""What `gregale islands` and `gregale train` refuse before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.cli import main
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        ("islands", [], "sync.type is 'psdp'"),
+        ("islands", ["--count", "0"], "count is 0"),
+        ("islands", ["--sync.type", "diloco", "--picture", "rounds.jpg"], "a picture is .svg or .png"),
+        ("islands", ["--sync.type", "diloco", "--bandwidth", "50"], "it has to be as 50mbit"),
+        ("train", ["--islands.lighthouse", "10.0.0.2:29510"], "`gregale island` trains"),
+        ("island", [], "islands.lighthouse is not set"),
+        ("island", ["--islands.lighthouse", "10.0.0.2:29510"], "islands.token_file is not set"),
+    ],
+)
+def test_a_mistake_is_one_line(command, arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = "{type: llama, layers: 1, hidden: 48, heads: 2, kv_heads: 2}"
+    (tmp_path / "tiny.yaml").write_text(f"name: tiny\nsteps: 4\nmodel: {model}\n")
+    assert main([command, "tiny.yaml", *arguments]) == 2
+    text = capsys.readouterr().err
+    assert says in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "runs" / "tiny").exists()
