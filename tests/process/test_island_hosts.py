@@ -36,7 +36,7 @@ def inputs(tmp_path_factory) -> Path:
         steps=ROUNDS,
         checkpoint={"every": 1000},
         data__held_out=0.0,
-        optimizer={"type": "adamw", "learning_rate": 0.001},
+        optimizer={"type": "adamw", "learning_rate": 0.001, "schedule": {"type": "constant"}},
     )
     token = folder / "token"
     token.write_text("a secret of the whole fleet")
@@ -149,7 +149,7 @@ def test_a_killed_process_ends_its_island_and_the_other_goes_on(inputs, lighthou
                 process.kill()
 
 
-def wait_until(condition, what: str, seconds: float = 120.0) -> None:
+def wait_until(condition, what: str, seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"{what} did not come within {seconds:g} s"

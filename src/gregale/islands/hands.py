@@ -1,8 +1,8 @@
-"""What a driver has done by an island's hosts. A `Worker` is one host; `AllHands` is host 0 with all the others.
+"""What a driver has done by an island's hosts: a `Worker` is one; `AllHands` is host 0 that takes the others along.
 
     hands = worker                                   # an island of one process
-    hands = AllHands(worker, [Host(link), ...])      # of several: each of the others has a `follower.Follower`
-    driver = Driver(hands=hands, ...)
+    hands = AllHands(worker, door.hosts(...))        # of several: each of the others has a `follower.Follower`
+    driver = Driver(worker=hands, ...)
 
 Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
 hosts have made it, and a digest is one of all hosts. The trainers of all hosts have to launch the same programs in the

@@ -152,6 +152,12 @@ def test_more_than_half_wait_too_where_nobody_saw_the_views_before(header):
     assert isinstance(everyone, Form)
 
 
+def test_an_island_with_other_hosts_is_told_so(header):
+    fleet = [header(name, hosts=(f"{name}:1", f"{name}:2")) for name in ("a", "b")]
+    refused = meaning(*fleet, header("c", agreement="y")).refused
+    assert refused == {"c/s": "the fleet's islands have 2 hosts each, and this island has 1"}
+
+
 def test_the_line_with_more_rounds_wins(header):
     ahead = header("c", round=6, digest="d6")
     behind = header("a", generation=Generation(2, "other"))

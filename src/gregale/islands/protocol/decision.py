@@ -215,10 +215,18 @@ def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
         if header.version != version:
             refused[header.identity] = f"the fleet runs Gregale {version} and this island {header.version}"
         elif header.agreement != agreement:
-            refused[header.identity] = "the fleet runs another configuration (something differs that has to agree)"
+            fleet = next(each for each in states if (each.agreement, each.version) == (agreement, version))
+            refused[header.identity] = _disagreement(len(fleet.hosts), len(header.hosts))
         elif names.setdefault(header.name, header) is not header:
             refused[header.identity] = f"another island of the fleet has the name {header.name!r}"
     return list(names.values()), refused
+
+
+def _disagreement(fleet: int, own: int) -> str:
+    """Why an island is refused that agrees not; hosts of an island of the fleet, and of this one."""
+    if fleet != own:
+        return f"the fleet's islands have {fleet} hosts each, and this island has {own}"
+    return "the fleet runs another configuration (something differs that has to agree)"
 
 
 def fingerprint(view: View) -> str:

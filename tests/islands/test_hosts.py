@@ -1,0 +1,169 @@
+"""Host 0 of an island and its others: connections, and what the others are told in which order."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gregale.errors import UserError
+from gregale.islands.engine.group import GroupFailed
+from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.follower import Follower
+from gregale.islands.hands import AllHands, joint_digest
+from gregale.islands.hosts import Door, connect, key_of
+from gregale.islands.orders import Arrive, Finish, Pace, Restart, Show, Take
+from gregale.islands.protocol.headers import Peer, seed
+from gregale.islands.worker import Count, NotFinite, OuterSide
+from gregale.methods.island_outer import Moment
+from gregale.methods.schedule import Schedule
+
+PACE = Pace(Schedule(4, 1, 0, 1), 10, False, 1.0)
+PEERS = (Peer("a", "s", ("a:1", "a:2")), Peer("b", "s", ("b:1", "b:2")))
+KEY = key_of(b"a token", "a word")
+
+
+class Recorded:
+    """A worker whose outer side is the number of what was committed; `fails`: what the next reduces and heals raise."""
+
+    def __init__(self, name: str):
+        self.name, self.count, self.committed = name, Count(), 0
+        self.log: list[tuple] = []
+        self.fails: list[Exception | None] = []
+        self.rounds = [7]
+
+    @property
+    def side(self) -> OuterSide:
+        return OuterSide(None, Moment({}, {0: self.committed}))
+
+    def reduce(self, key, number, members, weights, name) -> str:
+        self.log.append(("reduce", key, number, tuple(members), tuple(weights), name))
+        self.count.sent += 5
+        if self.fails and (error := self.fails.pop(0)):
+            raise error
+        return f"digest of {self.name}"
+
+    def commit(self, key, outer) -> None:
+        self.committed += 1
+
+    def heal(self, sources):
+        if self.fails and (error := self.fails.pop(0)):
+            raise error
+        number = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
+        return replace(seed("of all hosts"), round=number)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.log.append((name, *arguments))
+
+
+@pytest.fixture
+def island():
+    """All hands of two hosts, their workers, and the follower."""
+    workers: Any = Recorded("0"), Recorded("1")
+    door, links = Door("127.0.0.1", KEY), []
+    coming = Thread(target=lambda: links.append(connect(door.address, KEY, 1)))
+    coming.start()
+    hosts = door.hosts(1, 20.0)
+    coming.join()
+    follower = Follower(workers[1], links[0], PACE)
+    follower.start()
+    hands = AllHands(workers[0], hosts)
+    yield hands, workers, follower
+    hands.close()
+    follower.close()
+
+
+def test_the_others_are_told_the_same_in_the_same_order(island):
+    hands, _, follower = island
+    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Finish(complete=True)]
+    for order in orders:
+        hands.ordered(order)
+        hands.granted(None if order is None else len(order))
+    assert [follower.order() for _ in orders] == orders
+    assert [follower.take() for _ in orders] == [1, None, 2, 0, 2, 1]
+
+
+def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
+    """A round that is committed while the other host's trainer is late does not change what it mixes in."""
+    hands, _, follower = island
+    for _ in range(3):
+        hands.commit("key", seed("d"))
+        hands.ordered(Arrive(0, 1.0))
+    found = []
+    for _ in range(3):
+        follower.order()
+        found.append(follower.side.moment.versions[0])
+    assert found == [1, 2, 3]
+
+
+def test_a_reduce_is_that_of_all_hosts(island):
+    hands, (own, other), _ = island
+    digest = hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    assert digest == joint_digest(["digest of 0", "digest of 1"])
+    assert own.log == other.log == [("reduce", "key", 4, PEERS, (1.0, 2.0), "a")]
+    assert hands.count.sent == 10, "bytes of all hosts"
+
+
+@pytest.mark.parametrize("error", [GroupFailed("cut"), NotFinite("nan")])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number):
+    hands, workers, _ = island
+    workers[number].fails = [error]
+    with pytest.raises(type(error)):
+        hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    hands.reduce("next", 4, PEERS, [1.0, 2.0], "a")  # what was told before is done
+    for worker in workers:
+        done = [each[0] for each in worker.log]
+        assert ("discard", "key") in worker.log
+        assert done[-1] == "reduce"
+        assert "drop_group" in done or isinstance(error, NotFinite)
+
+
+def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
+    hands, (own, other), follower = island
+    waiting = Thread(target=lambda: hands.took(4, {"w|0": np.zeros(1)}))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    follower.departed(4, lambda: ({}, 1.0), 0)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert own.log[0][:2] == other.log[0][:2] == ("took", 4)
+
+
+def test_hosts_fetch_again_until_they_have_the_same_round(island):
+    hands, (own, other), _ = island
+    own.rounds, other.rounds = [7, 9], [8, 9]
+    assert hands.heal(PEERS).round == 9
+    own.rounds, other.rounds = [10], [11]
+    with pytest.raises(TransferFailed, match=r"different rounds: \[10, 11\]"):
+        hands.heal(PEERS)
+
+
+def test_a_host_that_is_lost_fails_what_is_asked_of_it(island):
+    hands, _, follower = island
+    follower.close()
+    with pytest.raises(GroupFailed, match="host 1 of this island: its connection has ended"):
+        hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    hands.took(4, {})  # does not wait
+
+
+def test_strangers_are_not_let_in():
+    door = Door("127.0.0.1", KEY)
+    address, port = door.address.split(":")
+
+    def come() -> None:
+        with socket.create_connection((address, int(port))) as silent:
+            silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(UserError, match="cannot reach host 0"):
+                connect(door.address, key_of(b"another token", "a word"), 1)
+
+    coming = Thread(target=come)
+    coming.start()
+    with pytest.raises(UserError, match="1 of the island's other 1 hosts did not come"):
+        door.hosts(1, 1.0)
+    coming.join()
