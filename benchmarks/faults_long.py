@@ -1,2 +1,180 @@
-def soak(options, folder): ...
-def unequal(options, folder): ...
+"""What `faults.py --soak` and `--unequal` measure: fleets that train for minutes."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import mean
+
+from fleet import Fleet, Island, Seconds, metrics
+
+from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
+from gregale.islands.engine.signing import read_token
+
+NAMES = ("a", "b", "c", "d")
+EVERY_SECONDS = 20.0
+ANSWERS_WITHIN = 5.0  # between two answers of one that lives
+LAST = 50  # steps over which losses are averaged
+LEAST_GOODPUT = 0.98
+MOST_LOSS = 1.03  # of the undisturbed one
+LEAST_SPEED = 0.95
+FRAGMENTS = 2
+DEATHS = ("step", "reduce", "held", "now")
+ROW_TOKENS = 4 * 32
+
+
+@dataclass
+class Life:
+    """What an island said of itself: seconds that it lived, and those of them in which it waited or healed."""
+
+    lived: float = 0.0
+    lost: float = 0.0
+    last: dict[int, tuple[float, float]] = field(default_factory=dict)  # by process: when, and lost until then
+
+    def see(self, island: Island, token: bytes) -> None:
+        """Asks once; what lies between two answers of a process counts, unless they are too far apart."""
+        try:
+            status = ask_status(island.address, token, 2.0)
+        except (OSError, PeerUnreachable, Refused):
+            return
+        now, lost = time.monotonic(), status["waiting_seconds"] + status["healing_seconds"]
+        if (before := self.last.get(island.process.pid)) is not None and now - before[0] < ANSWERS_WITHIN:
+            self.lived += now - before[0]
+            self.lost += lost - before[1]
+        if status["state"] != "starting":
+            self.last[island.process.pid] = now, lost
+
+
+def tokens(fleet: Fleet) -> float:
+    """Those that committed rounds have brought into the outer parameters."""
+    return sum(each.weight for each in fleet.observe()) / FRAGMENTS
+
+
+def loss(fleet: Fleet) -> float:
+    """The mean of the islands' newest losses."""
+    return mean(
+        each["loss"]
+        for island in fleet.islands.values()
+        for each in [line for line in metrics(island.run) if "loss" in line][-LAST:]
+    )
+
+
+def undisturbed(folder: Path, wanted: float, start: Callable[[Path], Fleet], seconds: float) -> float:
+    """The loss of a fleet after as many tokens."""
+    with start(folder) as fleet:
+        fleet.wait(lambda: tokens(fleet) >= wanted, seconds, f"{wanted:,.0f} tokens")
+        return loss(fleet)
+
+
+def started(folder: Path, options: argparse.Namespace, paces: Mapping[str, float]) -> Fleet:
+    """A fleet in a folder of its own; `paces` of its islands."""
+    home = folder.parent
+    folder.mkdir()
+    shutil.copytree(home / "text", folder / "text")
+    shutil.copy(home / "fleet.yaml", folder)
+    seconds = Seconds(options.heartbeat, options.reduce)
+    fleet = Fleet(folder, "fleet.yaml", seconds, ("--islands.start", str(len(paces))), True)
+    for name, pace in paces.items():
+        fleet.start(name, pace=pace)
+    fleet.wait_for_members(list(paces), options.patience)
+    return fleet
+
+
+def soak(options: argparse.Namespace, folder: Path) -> int:
+    """A random fault every 20 s; 1 if goodput or loss are worse than they should be, or states differ."""
+    source, paces = random.Random(options.seed), dict.fromkeys(NAMES, options.pace)
+    life, begun, faults = Life(), time.monotonic(), 0
+    with started(folder / "soak", options, paces) as fleet:
+        token = read_token(fleet.token)
+        while time.monotonic() - begun < 60 * options.soak:
+            faults += 1
+            what = disturb(fleet, source, options.pace)
+            print(f"{time.monotonic() - begun:6.0f} s  {what}; round {fleet.newest()}", flush=True)
+            until = time.monotonic() + EVERY_SECONDS
+            while time.monotonic() < until:
+                revive(fleet, options.pace)
+                for island in fleet.living:
+                    life.see(island, token)
+                time.sleep(0.5)
+            fleet.check()
+        compared, trained, disturbed = fleet.check(), tokens(fleet), loss(fleet)
+    beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
+    goodput = 1 - life.lost / life.lived
+    print(
+        f"\n{faults} faults in {options.soak:g} minutes; {compared} rounds compared, none differs.\n"
+        f"Goodput of the living: {goodput:.1%} of {life.lived:.0f} s.\n"
+        f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}."
+    )
+    return int(goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
+
+
+def disturb(fleet: Fleet, source: random.Random, pace: float) -> str:
+    """Does something bad; says what."""
+    living = fleet.living
+    what = source.choice([*DEATHS, "two", "stop", "lighthouse"])
+    if what == "lighthouse":
+        fleet.lighthouse.kill()
+        fleet.lighthouse.wait()
+        fleet.start_lighthouse()
+        return "the lighthouse was killed and starts again"
+    victims = source.sample(living, min(2 if what == "two" else 1, len(living)))
+    names = " and ".join(island.name for island in victims)
+    for island in victims:
+        if what == "stop":
+            island.signal(signal.SIGSTOP)
+            time.sleep(source.uniform(1, 10))
+            island.signal(signal.SIGCONT)
+        elif what in ("now", "two"):
+            island.process.kill()
+        else:
+            island.doom.write_text(what)
+    return f"{names}: {what}"
+
+
+def revive(fleet: Fleet, pace: float) -> None:
+    """Starts what is dead."""
+    for island in list(fleet.islands.values()):
+        if not island.lives:
+            fleet.start(island.name, pace=pace)
+
+
+def unequal(options: argparse.Namespace, folder: Path) -> int:
+    """Three islands, one of which makes a third of the others' steps; 1 if the fleet is slower than they are alone."""
+    fast, slow = options.pace, 3 * options.pace
+    alone = {
+        pace: speed(folder / f"alone-{number}", options, {"a": pace})[0] for number, pace in enumerate((fast, slow))
+    }
+    paces = {"a": fast, "b": fast, "c": slow}
+    together, trained, found = speed(folder / "unequal", options, paces)
+    equal = partial(started, options=options, paces=dict.fromkeys(paces, fast))
+    beside = undisturbed(folder / "equal", trained, equal, 10 * options.seconds)
+    expected = 2 * alone[fast] + alone[slow]
+    print(
+        f"Alone: {alone[fast]:.0f} and {alone[slow]:.0f} tokens/s. The fleet: {together:.0f} tokens/s, "
+        f"{together / expected:.1%} of {expected:.0f}.\n"
+        f"Loss after {trained:,.0f} tokens: {found:.4f}, in a fleet of equals {beside:.4f}."
+    )
+    return int(together < LEAST_SPEED * expected or found > MOST_LOSS * beside)
+
+
+def speed(folder: Path, options: argparse.Namespace, paces: Mapping[str, float]) -> tuple[float, float, float]:
+    """Tokens a second of a fleet, all its tokens, and its loss."""
+    with started(folder, options, paces) as fleet:
+        time.sleep(5.0)
+        begun, steps = time.monotonic(), made(fleet)
+        time.sleep(options.seconds)
+        rate = (made(fleet) - steps) * ROW_TOKENS / (time.monotonic() - begun)
+        fleet.check()
+        return rate, tokens(fleet), loss(fleet)
+
+
+def made(fleet: Fleet) -> int:
+    """Steps of all islands."""
+    return sum(island.step() for island in fleet.islands.values())

@@ -14,7 +14,9 @@ class Asking:
     """A thread that asks; answers go to `seen`, failures to `failed`.
 
     - `seconds`: after which an ask is given up
-    - `complain`: gets a line for each member of a view that cannot be read
+    - `complain`: gets a line for each member of a view that cannot be read, once
+    - `refused`: gets the reason if nobody in the first view with others can be read: they have another token or another
+      version, so that this island would begin a fleet of its own beside theirs
     """
 
     def __init__(
@@ -24,9 +26,12 @@ class Asking:
         seen: Callable[[View], None],
         failed: Callable[[str], None],
         complain: Callable[[str], None],
+        refused: Callable[[str], None],
     ):
         self._coordinator, self._seconds = coordinator, seconds
-        self._seen, self._failed, self._complain = seen, failed, complain
+        self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
+        self._complaints: set[str] = set()  # of the last view
+        self._has_peers = False
         self._newest: Header | None = None
         self._changed, self._closed = Condition(), False
 
@@ -57,9 +62,21 @@ class Asking:
                 continue
             if self._is_past():
                 continue
-            for complaint in view.complaints:
+            headers, complaints = readable(view.headers)
+            self._tell([*view.complaints, *complaints], len(headers))
+            self._seen(View(view.id, headers))
+
+    def _tell(self, complaints: list[str], readable: int) -> None:
+        self._has_peers |= readable > 1
+        if complaints and not self._has_peers:
+            self._refused(
+                f"islands: none of the others at the lighthouse {self._coordinator.address} ({len(complaints)}) is of "
+                f"this island's fleet. {complaints[0]} See that the token and Gregale's version are the same."
+            )
+        for complaint in complaints:
+            if complaint not in self._complaints:
                 self._complain(complaint)
-            self._seen(View(view.id, self._read(view.headers)))
+        self._complaints = set(complaints)
 
     def _is_past(self) -> bool:
         """Whether the header that was asked with is no longer true: a newer one waits."""
@@ -73,12 +90,13 @@ class Asking:
             header, self._newest = self._newest, None
             return None if self._closed else header
 
-    def _read(self, found: list[dict]) -> tuple[Header, ...]:
-        """The headers that this version can read."""
-        headers = []
-        for value in found:
-            try:
-                headers.append(Header.from_json(json.dumps(value)))
-            except GarbageError as error:
-                self._complain(f"{value.get('name', 'a member')}: {error}")
-        return tuple(headers)
+
+def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[str]]:
+    """The headers that this version can read, and a line for each other."""
+    headers, complaints = [], []
+    for value in found:
+        try:
+            headers.append(Header.from_json(json.dumps(value)))
+        except GarbageError as error:
+            complaints.append(f"{value.get('name', 'a member')}: {error}")
+    return tuple(headers), complaints

@@ -7,7 +7,6 @@ Everything slow runs in threads: one asks the coordinator, one exchanges, one he
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,15 +19,18 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.hands import Hands
 from gregale.islands.inner import Expected, Inner
 from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show, Take
+from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.round_book import RoundBook
 from gregale.islands.showing import Showing, fetch_inner
-from gregale.islands.worker import NotFinite, Worker
+from gregale.islands.turn import Turn
+from gregale.islands.watching import Watch
+from gregale.islands.worker import NotFinite, OuterSide
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
@@ -46,7 +48,7 @@ class Driver:
 
     member: Member
     coordinator: Coordinator
-    worker: Worker
+    worker: Hands
     leases: Leases
     pace: Pace
     token: bytes
@@ -58,12 +60,7 @@ class Driver:
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._arrivals: deque[Arrive | Restart] = deque()
-        self._wanted: int | None = None  # the round whose message the protocol asks for
-        self._flying: int | None = None  # the round whose message was handed over and is not decided
-        self._since = 0  # steps since the last message
-        self._told_due: int | None = None  # the round that was said to be due
-        self._decided = time.monotonic()  # when the newest round was committed
+        self._turn = Turn(self.pace)
         self._refused: str | None = None
         self._failure: BaseException | None = None
         self._inner: Inner | None = None  # fetched with a state that is not installed yet
@@ -72,9 +69,10 @@ class Driver:
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
-            lambda view: self.post(protocol.Seen(view)),
-            lambda reason: self.post(protocol.NoView(reason)),
-            lambda complaint: self.report(complaint, True),
+            seen=lambda view: self.post(protocol.Seen(view)),
+            failed=lambda reason: self.post(protocol.NoView(reason)),
+            complain=lambda complaint: self.report(complaint, True),
+            refused=self._end,
         )
         self._book = RoundBook(self.worker.count, self.record)
         self._showing = Showing(self.token, self.worker.server.host)
@@ -94,7 +92,7 @@ class Driver:
     def stepped(self) -> None:
         """A step was handed to the device."""
         with self._lock:
-            self._since += 1
+            self._turn.stepped()
             self._steps += 1
 
     def order(self, starved: bool = False) -> Order | None:
@@ -112,18 +110,40 @@ class Driver:
                 if self._refused is not None:
                     raise UserError(self._refused)
                 order = self._order()
-                if order is not None or not (self._must_wait() or (starved and self.leases.is_empty())):
+                if order is not None or not self._must_wait(starved):
                     break
                 self._changed.wait(0.5)
             waited = time.monotonic() - began
             self.seconds.waiting += waited
             self._book.waited(waited)
+            self.worker.ordered(order)
             return order
+
+    @property
+    def side(self) -> OuterSide:
+        """The outer side as it was when the last order was given: what to follow it with, and what to save."""
+        return self.worker.side
+
+    def take(self) -> int | None:
+        """The first example of the next batch, which is taken with it; None if none is leased at the moment."""
+        with self._lock:
+            first = self.leases.take()
+            self.worker.granted(first)
+            return first
+
+    def used(self, batches: int) -> int:
+        """Examples of its lease's holder that so many batches of this process have passed."""
+        return self.leases.used_after(batches)
+
+    @property
+    def holder(self) -> str:
+        """Whose leases they are."""
+        return self.leases.holder
 
     def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
         with self._lock:
-            self._wanted, self._flying, self._since = None, number, 0
+            self._turn.departed(number, self.round)
             self._book.begin()
 
         def down() -> None:
@@ -182,32 +202,18 @@ class Driver:
     # Orders.
 
     def _order(self) -> Order | None:
-        early = self._leaving or (bool(self._arrivals) and isinstance(self._arrivals[0], Restart))
-        if self._arrivals and (early or self._since >= self.pace.schedule.delay):
-            return self._arrivals.popleft()
+        if (arrival := self._turn.arrival(self._leaving)) is not None:
+            return arrival
         if self._showing.is_wanted():
             return Show()
-        if self._left:
-            return Finish(complete=self.round >= self.pace.rounds)
-        if self.round >= self.pace.rounds and not self._arrivals:
-            return Finish(complete=True)
-        if self._wanted is not None and self._flying is None:
-            return Take(self._wanted)
-        if self._is_due():
-            self._told_due = self.round
+        complete = self.round >= self.pace.rounds and self._turn.all_arrived()
+        if self._left or complete:
+            return Finish(complete)
+        if (message := self._turn.message(self._leaving)) is not None:
+            return message
+        if self._turn.is_due(self.round):
             self.post(protocol.Due(None))
-            if self._wanted is not None and self._flying is None:
-                return Take(self._wanted)
-        return None
-
-    def _is_due(self) -> bool:
-        return (
-            self.round != NO_ROUND
-            and self._told_due != self.round
-            and self._flying is None
-            and not self._arrivals
-            and self._since >= self.pace.interval(self.round)
-        )
+        return self._turn.message(self._leaving)
 
     def _step_seconds(self) -> float:
         """What a step has taken of late, as far as the trainer handed them over."""
@@ -217,29 +223,23 @@ class Driver:
             self._steps, self._stepped_at = 0, now
         return took
 
-    def _must_wait(self) -> bool:
-        if self.round == NO_ROUND or self._leaving:
-            return True
-        if self._flying is None and self._told_due != self.round:
-            return bool(self._arrivals) and self.pace.waits
-        if self.pace.waits:
-            return self._flying is None or self._since >= self.pace.schedule.delay
-        # The next message is due, and this one has not been decided: the network is slower than H steps. Where there
-        # are no decisions at all (no coordinator, too few islands) the island trains on, as far as its lease goes.
-        late = self._since >= self.pace.interval(self.round + 1)
-        return late and time.monotonic() - self._decided < self.pace.patience_seconds
+    def _must_wait(self, starved: bool) -> bool:
+        waits = self._leaving or self._turn.must_wait(self.round)
+        return waits or (starved and self.leases.is_empty())
 
     # Events and actions.
 
     def post(self, event: protocol.Event) -> None:
         """Hands an event to the protocol and carries out what it wants, in order."""
         with self._changed:
-            if self._closed:
-                return
-            for each in (protocol.Tick(time.monotonic()), event):
-                for action in self.member.handle(each):
-                    self._carry_out(action)
-            self._changed.notify_all()
+            if not self._closed:
+                self._guarded(lambda: self._handle(event))
+                self._changed.notify_all()
+
+    def _handle(self, event: protocol.Event) -> None:
+        for each in (protocol.Tick(time.monotonic()), event):
+            for action in self.member.handle(each):
+                self._carry_out(action)
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
@@ -249,7 +249,7 @@ class Driver:
                 for address in addresses:
                     self._telling.submit(self._tell, address, number)
             case protocol.TakeSnapshot(number):
-                self._wanted, self._flying = number, None
+                self._turn.wants(number)
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -269,27 +269,22 @@ class Driver:
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
-                self._refused = text
+                self._end(text)
             case protocol.Left():
                 self._left = True
 
     def _committed(self, outer: Outer, weight: float) -> None:
-        number = outer.round - 1
         self._take_over(outer)
-        self._wanted = self._flying = self._told_due = None
-        self._decided = time.monotonic()
-        self._arrivals.append(Arrive(number, weight))
+        self._turn.decided(Arrive(outer.round - 1, weight))
         self._book.end(outer, weight)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
         self.worker.install(outer)
         self._take_over(outer)
-        self._wanted = self._flying = self._told_due = None
-        self._arrivals.clear()
-        self._arrivals.append(Restart(outer.round, self._inner))
-        self.wanted_inner, self._inner = {}, None
-        self._decided = time.monotonic()
+        self._turn.decided(Restart(outer.round, self._inner))
+        if self._inner is not None:
+            self._inner, self.wanted_inner = None, {}
         self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
@@ -300,15 +295,16 @@ class Driver:
 
     def _reduce(self, action: protocol.Reduce) -> None:
         names = tuple(member.name for member in action.members)
-        with self._lock:
-            self._book.members = names
+        self._book.members = names
+        own, heartbeat = self.member.identity.name, self.member.timing.heartbeat_seconds
+        others = {member.name: member.hosts[0] for member in action.members if member.name != own}
+        watch = Watch(others, self.token, heartbeat, self.worker.drop_group)
         try:
-            digest = self.worker.reduce(
-                action.key, action.round, action.members, action.weights, self.member.identity.name
-            )
+            with watch:
+                digest = self.worker.reduce(action.key, action.round, action.members, action.weights, own)
         except (GroupFailed, NotFinite) as error:
-            self.report(f"Round {action.round} is tried again: {error}", False)
-            self.post(protocol.ReduceFailed(action.key))
+            self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
+            self.post(protocol.ReduceFailed(action.key, tuple(watch.silent)))
         else:
             self.post(protocol.Reduced(action.key, digest))
 
@@ -317,7 +313,7 @@ class Driver:
         with self._lock:
             self._book.begin()
         try:
-            outer = self.worker.heal(sources, lambda received, total: None)
+            outer = self.worker.heal(sources)
         except (TransferFailed, ValueError) as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
@@ -343,11 +339,12 @@ class Driver:
         """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
         try:
             work()
-        except UserError as error:
-            with self._changed:
-                self._refused = str(error)
-                self._changed.notify_all()
         except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._failure = None if isinstance(error, UserError) else error
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        """Ends the run with this line."""
+        with self._changed:
+            self._refused = self._refused or reason
+            self._changed.notify_all()

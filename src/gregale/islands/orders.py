@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gregale.islands.inner import Inner
 from gregale.methods.schedule import Schedule
@@ -13,6 +13,10 @@ class Take(NamedTuple):
     """Order: hand over the message of a round (`Driver.departed`)."""
 
     round: int
+
+    def told(self) -> list[Any]:
+        """What other hosts are told of it."""
+        return [self.round]
 
 
 class Arrive(NamedTuple):
@@ -24,6 +28,9 @@ class Arrive(NamedTuple):
     round: int
     weight: float
 
+    def told(self) -> list[Any]:
+        return [self.round, self.weight]
+
 
 class Restart(NamedTuple):
     """Order: the whole outer state is a peer's; take all of it for the island's parameters.
@@ -34,9 +41,15 @@ class Restart(NamedTuple):
     round: int
     inner: Inner | None = None
 
+    def told(self) -> list[Any]:
+        return [self.round]
+
 
 class Show(NamedTuple):
     """Order: hand over a copy of the inner optimizer, for an island that joins (`Driver.shown`)."""
+
+    def told(self) -> list[Any]:
+        return []
 
 
 class Finish(NamedTuple):
@@ -44,8 +57,17 @@ class Finish(NamedTuple):
 
     complete: bool
 
+    def told(self) -> list[Any]:
+        return [self.complete]
+
 
 Order = Take | Arrive | Restart | Show | Finish
+_KINDS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Take, Arrive, Restart, Show, Finish)}
+
+
+def order_of(told: list[Any] | None) -> Order | None:
+    """The order that another host was told of: its name, and `told()`; None: take a step."""
+    return None if told is None else _KINDS[told[0]](*told[1:])
 
 
 @dataclass

@@ -5,7 +5,7 @@ A driver tells it what to do; it knows nothing of who decides. Calls come from o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
@@ -17,8 +17,9 @@ from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
 from gregale.islands.engine.transfer import Fetched, fetch
+from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
-from gregale.methods.island_outer import HostOuter, Prepared
+from gregale.methods.island_outer import HostOuter, Moment, Prepared
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
@@ -29,6 +30,13 @@ class Timeouts(NamedTuple):
 
     reduce: float
     heal: float
+
+
+class OuterSide(NamedTuple):
+    """The outer side as it was at one moment; `record`: None before the fleet has begun."""
+
+    record: Outer | None
+    moment: Moment
 
 
 class NotFinite(Exception):
@@ -95,11 +103,27 @@ class Worker:
     timeouts: Timeouts
     host: int = 0
     count: Count = field(default_factory=Count)
+    _record: Outer | None = None
+    _side: OuterSide | None = None
+    _healed: Fetched | None = None
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
-    _staged: Fetched | None = None
+    _building: str | None = None  # the key of a group that is coming together
     _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def side(self) -> OuterSide:
+        """The outer side as it was when the last order was given."""
+        return self._side or OuterSide(None, self.outer.now())
+
+    def ordered(self, order: Order | None) -> None:
+        """The trainer is told this: what it does with the outer side, it does with that of now."""
+        if order is not None:
+            self._side = OuterSide(self._record, self.outer.now())
+
+    def granted(self, first: int | None) -> None:
+        """The next batch begins with this example: there is nobody else to be told."""
 
     def took(self, number: int, messages: Messages) -> None:
         """Keeps this host's messages of a round; those of another round are not needed any more."""
@@ -143,48 +167,50 @@ class Worker:
         """Lets go of the group; all others in it know at once."""
         with self._lock:
             group, self._group = self._group, None
+            if self._building is not None:
+                self.server.mailbox.give_up(self._building)
         if group is not None:
             group[1].drop()
 
     def publish(self, outer: Outer) -> None:
-        """Serves the state as it is to whoever heals."""
+        """Serves the state as it is, under this record, to whoever heals."""
+        self._record = outer
         leaves = {name: Leaf(held.array, held.version) for name, held in self.outer.leaves().items()}
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
-    def heal(self, sources: Sequence[Peer], progress: Callable[[int, int], None]) -> Outer:
-        """Fetches the state of peers and keeps it aside; returns what is agreed about it.
-
-        Raises TransferFailed, or GarbageError.
-        """
-        self._staged = self._fetched([source.hosts[self.host] for source in sources], progress)
-        return Outer.from_json(self._staged.facts.get("outer"))
+    def heal(self, sources: Sequence[Peer]) -> Outer:
+        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed, or ValueError."""
+        expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
+        held = self._healed.arrays if self._healed else {n: leaf.array for n, leaf in self.outer.leaves().items()}
+        addresses = [source.hosts[self.host] for source in sources]
+        self._healed = fetch(addresses, self.token, expected, self.timeouts.heal, held)
+        self.count.received += self._healed.received_bytes
+        self.outer.check(self._healed.arrays, self._healed.versions)
+        return Outer.from_json(self._healed.facts.get("outer"))
 
     def install(self, outer: Outer) -> None:
-        """Takes over the state that was fetched, and serves it. Raises ValueError if it is not what was agreed."""
-        assert self._staged is not None
-        self.outer.load(self._staged.arrays, self._staged.versions)
-        self._staged = None
-        if self.outer.digest != outer.digest:
-            raise ValueError(f"the state of round {outer.round} that peers gave is not the one that they agreed on")
-        self._taken.clear()
+        """Takes over what was fetched, and serves it under this record."""
+        assert self._healed is not None
+        self.outer.load(self._healed.arrays, self._healed.versions)
+        self._healed = None
         self._results.clear()
+        self._taken.clear()
         self.publish(outer)
-
-    def _fetched(self, addresses: Sequence[str], progress: Callable[[int, int], None]) -> Fetched:
-        expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-        held = {name: held.array for name, held in self.outer.leaves().items()}
-        fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held, progress=progress)
-        self.count.received += fetched.received_bytes
-        return fetched
 
     def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
         """The group of these members: the one that there is, or a new one."""
         with self._lock:
-            if self._group is not None and self._group[0] == members:
+            if self._group is not None and self._group[0] == members and not self._group[1].failure:
                 return self._group[1]
         self.drop_group()
         addresses = [member.hosts[self.host] for member in members]
-        group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+        with self._lock:
+            self._building = key
+        try:
+            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+        finally:
+            with self._lock:
+                self._building = None
         with self._lock:
             self._group = (members, group)
         return group

@@ -45,6 +45,13 @@ class Held(NamedTuple):
     version: int  # the round of its fragment's last change
 
 
+class Moment(NamedTuple):
+    """All arrays of a host at one moment, and the versions of their fragments: references, nothing is copied."""
+
+    held: dict[int, Arrays]  # by fragment, by name
+    versions: dict[int, int]
+
+
 class Prepared(NamedTuple):
     """A fragment after its outer step, not taken over yet."""
 
@@ -100,10 +107,17 @@ class HostOuter:
                 optimizer = jax.jit(self.island.outer.init)(theta)
             self._take_over(index, self._kept(index, theta, optimizer), version=0)
 
-    def theta(self, index: int) -> Tree:
-        """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`."""
+    def now(self) -> Moment:
+        """The arrays as they are."""
+        return Moment(dict(self._held), dict(self._versions))
+
+    def theta(self, index: int, moment: Moment | None = None) -> Tree:
+        """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`.
+
+        - `moment`: as it was then; None: as it is
+        """
         part = self.parts[index]
-        held = self._theta(index)
+        held = self._theta(index, moment or self.now())
         arrays = []
         for leaf in part.leaves:
             shape, place = _shape(leaf), NamedSharding(self.island.layout.mesh, leaf.params)
@@ -120,7 +134,7 @@ class HostOuter:
             self.reducer(index).compile()
             nothing = {key: np.zeros(shard.shape, np.float32) for key, shard in part.theta.items()}
             with jax.default_device(host_device()):
-                self._outer_step(self._theta(index), self._optimizer(index), nothing)
+                self._outer_step(self._theta(index, self.now()), self._optimizer(index), nothing)
 
     def error(self, index: int, group: str) -> OwnError | None:
         """What the second leg of a fragment has not sent yet; None if another group reduced it last.
@@ -135,7 +149,7 @@ class HostOuter:
 
         Islands that prepare from the same bits on processors of one kind come to the same bits.
         """
-        part, theta = self.parts[index], self._theta(index)
+        part, theta = self.parts[index], self._theta(index, self.now())
         optimizer = self._optimizer(index)
         gradient = {key: reduced.gradient[key].reshape(shard.shape) for key, shard in part.theta.items()}
         with jax.default_device(host_device()):
@@ -157,10 +171,14 @@ class HostOuter:
         """Of all arrays of this host: equal on islands whose outer sides are equal to the last bit."""
         return self._joint_digest(self._digests)
 
-    def leaves(self) -> dict[str, Held]:
-        """Every array with its version, by name: what peers that heal, and checkpoints, read."""
-        held = sorted(self._held.items())
-        return {name: Held(array, self._versions[index]) for index, arrays in held for name, array in arrays.items()}
+    def leaves(self, moment: Moment | None = None) -> dict[str, Held]:
+        """Every array with its version, by name: what peers that heal, and checkpoints, read.
+
+        - `moment`: as they were then; None: as they are
+        """
+        held, versions = moment or self.now()
+        parts = sorted(held.items())
+        return {name: Held(array, versions[index]) for index, arrays in parts for name, array in arrays.items()}
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name, from the configuration alone: to check what a peer offers."""
@@ -175,6 +193,11 @@ class HostOuter:
 
         Raises `ValueError` if a fragment is incomplete, of mixed versions, or not as `expected`; nothing changes then.
         """
+        for index, part in self.check(arrays, versions).items():
+            self._take_over(index, part, versions[next(iter(part))])
+
+    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> dict[int, Arrays]:
+        """What `load` would take over, by fragment; raises `ValueError` where `load` would."""
         expected, found = self.expected(), {}
         for name, array in arrays.items():
             if name not in expected or (array.dtype, array.shape) != expected[name]:
@@ -187,8 +210,7 @@ class HostOuter:
                 raise ValueError(f"fragment {index} lacks {sorted(missing)[0]} and {len(missing) - 1} more")
             if len(rounds := {versions[name] for name in names}) > 1:
                 raise ValueError(f"fragment {index} is of rounds {sorted(rounds)}")
-        for index, part in found.items():
-            self._take_over(index, part, versions[next(iter(part))])
+        return found
 
     def own_leaves(self) -> dict[str, np.ndarray]:
         """What only this member's checkpoint needs: the second leg's errors of the rows that it owns, by name."""
@@ -236,8 +258,8 @@ class HostOuter:
 
         return jax.jit(step)
 
-    def _theta(self, index: int) -> Arrays:
-        held = self._held[index]
+    def _theta(self, index: int, moment: Moment) -> Arrays:
+        held = moment.held[index]
         return {key: held[_theta_name(index, key)] for key in self.parts[index].theta}
 
     def _optimizer(self, index: int) -> Tree:

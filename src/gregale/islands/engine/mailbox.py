@@ -19,6 +19,7 @@ class Mailbox:
     def __init__(self):
         self._changed = threading.Condition()
         self._values: dict[tuple[str, str], tuple[float, bytes]] = {}
+        self._given_up: set[str] = set()
 
     def post(self, body: bytes) -> dict:
         """A peer's `put` over HTTP: JSON with group, key and the value as hexadecimal digits."""
@@ -36,12 +37,22 @@ class Mailbox:
             self._changed.notify_all()
 
     def get(self, group: str, key: str, timeout_seconds: float) -> bytes | None:
-        """The value, once it is there; None if it does not come in time."""
+        """The value, once it is there; None if it does not come in time, or the group is given up."""
         with self._changed:
-            if not self._changed.wait_for(lambda: (group, key) in self._values, timeout_seconds):
-                return None
-            return self._values[group, key][1]
+            self._changed.wait_for(lambda: (group, key) in self._values or group in self._given_up, timeout_seconds)
+            kept = None if group in self._given_up else self._values.get((group, key))
+            return None if kept is None else kept[1]
+
+    def give_up(self, group: str) -> None:
+        """Nobody waits for this group's values any more, until it is forgotten."""
+        with self._changed:
+            self._given_up.add(group)
+            self._changed.notify_all()
+
+    def is_given_up(self, group: str) -> bool:
+        return group in self._given_up
 
     def forget(self, group: str) -> None:
         with self._changed:
+            self._given_up.discard(group)
             self._values = {name: kept for name, kept in self._values.items() if name[0] != group}

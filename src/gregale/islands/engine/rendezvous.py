@@ -11,6 +11,7 @@ from gregale.islands.engine.client import PeerUnreachable, Refused, post
 from gregale.islands.engine.server import Server
 
 RETRY_SECONDS = 0.1
+JOIN_SECONDS = 0.05  # between two looks at whether the group was given up
 
 
 def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[str], timeout_seconds: float) -> Any:
@@ -29,13 +30,19 @@ def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[
             threads = [threading.Thread(target=self._leave, args=(peer, message), daemon=True) for peer in peers]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_given_up(group):
+                threads[0].join(JOIN_SECONDS)
+                threads = [thread for thread in threads if thread.is_alive()]
+            if server.mailbox.is_given_up(group):
+                self.fault = "it was given up"
             if self.fault:
                 raise RuntimeError(self.fault)
 
         def get(self, key: str) -> bytes:
             value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
+            if value is None and server.mailbox.is_given_up(group):
+                self.fault = "it was given up"
+                raise RuntimeError(self.fault)
             if value is None:
                 self.fault = f"member {key.rpartition('/')[2]} did not come within {timeout_seconds:g} s"
                 raise RuntimeError(self.fault)
@@ -51,7 +58,7 @@ def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[
                     post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
                     return
                 except (PeerUnreachable, Refused) as error:
-                    if time.monotonic() >= deadline:
+                    if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
                         self.fault = str(error)
                         return
                 time.sleep(RETRY_SECONDS)

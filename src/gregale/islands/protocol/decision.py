@@ -39,10 +39,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Peer, View
-from gregale.islands.protocol.ledger import Ledger, Report, advance, digest_of
+from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance, digest_of
 from gregale.islands.protocol.settings import Rules
 
 Numbers = dict[str, int]
+NO_NUMBERS: Numbers = {}  # of who saw no view yet; never changed
 STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
 
 
@@ -53,10 +54,13 @@ class Begin:
     generation: Generation
     voters: int
     reports: tuple[Report, ...]
+    _ledgers: dict[Lot, Ledger] = field(default_factory=dict, compare=False, repr=False)
 
     def ledger(self, rules: Rules) -> Ledger:
-        """The ledger that the fleet begins with."""
-        return advance(Ledger(), self.reports, rules.lot)
+        """The ledger that the fleet begins with; made once for all who share this plan."""
+        if rules.lot not in self._ledgers:
+            self._ledgers[rules.lot] = advance(Ledger(), self.reports, rules.lot)
+        return self._ledgers[rules.lot]
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,16 @@ class Form:
     reports: tuple[Report, ...]
     leaving: frozenset[str]
     _ledgers: dict[str, Ledger] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def identities(self) -> tuple[str, ...]:
+        """Of the members, in rank order; made once for all who share this plan."""
+        return tuple(peer.identity for peer in self.members)
+
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each member, by identity."""
+        return {who: rank for rank, who in enumerate(self.identities)}
 
     def ledger_after(self, ledger: Ledger, rules: Rules) -> Ledger:
         """The ledger that a commit of this reduce brings."""
@@ -246,6 +260,8 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return Settle(best.key, best.digest)
     if verdict == "turn":
         return _turn(view, current, best)
+    if rules.lockstep and not all(header.ready for header in current):
+        return Wait("not all have made their steps")
     return _form(view, headers, current)
 
 

@@ -88,10 +88,8 @@ class Member(Standing):
             self._do(m.Discard(self._held.held.key))
         ledger = form.ledger_after(self.outer.ledger, self.rules)
         outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
-        members = tuple(peer.identity for peer in form.members)
-        held = Held(form.key, form.ballot, outer.fingerprint(), members, form.electors)
-        own = members.index(self._me)
-        self._held = Prepared(held, outer, form.weights[own], self._me in form.leaving)
+        held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
+        self._held = Prepared(held, outer, form.weights[form.ranks[self._me]], self._me in form.leaving)
 
     def _on_reducefailed(self, event: m.ReduceFailed) -> None:
         if self._reducing and self._reducing[0].key == event.key:
@@ -186,7 +184,7 @@ class Member(Standing):
         self._do(action)
 
     def _form(self, view: View, plan: Form) -> None:
-        if any(peer.identity == self._me for peer in plan.members):
+        if self._me in plan.ranks:
             self._seen, self._ballot = view.id, plan.ballot
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))

@@ -54,8 +54,10 @@ class Rules:
     minimum   fewer members in a view: nothing is reduced, nobody goes on
     lot       how the data is leased
     start     a fleet does not begin with fewer
+    lockstep  a round waits until all that live have their snapshots
     """
 
     minimum: int = 1
     lot: Lot = field(default_factory=Lot)
     start: int = 1
+    lockstep: bool = False

@@ -53,7 +53,7 @@ class Standing:
         self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
-        self._numbers: dict[str, int] = {}  # the asks in the last view
+        self._numbers = decisions.NO_NUMBERS  # the asks in the last view
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due

@@ -6,11 +6,10 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -26,9 +25,10 @@ from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.signing import read_token
+from gregale.islands.hands import joint_digest
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
-from gregale.islands.protocol.headers import seed
+from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.ledger import Lot, digest_of
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules
@@ -36,14 +36,16 @@ from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
+from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
+from gregale.programs.island.recorder import Recorder
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.resume import Start, starting_point
-from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.processes import by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -135,7 +137,7 @@ def train(
     with ExitStack() as stack:
         status = StatusTracker(config.islands.own_name, config.steps, start.step)
         sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status)
-        stack.callback(sides.driver.close)
+        stack.callback(sides.guide.close)
         console.begin(config.steps, start.step)
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
         stop = stack.enter_context(StopRequest())
@@ -165,47 +167,69 @@ def joined(
     say: Callable[[str], None],
     status: StatusTracker,
 ) -> Sides:
-    """The outer side of this island and its driver, which begins to look for the fleet."""
+    """The outer side of this host and who leads its trainer, which begins to look for the fleet."""
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
-    folder = run.path / OUTER
+    host, folder = jax.process_index(), outer_folder(run)
     outer = HostOuter(island, lambda _, shape, dtype: shm.empty(shape, dtype))
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
-    record = seed(outer.digest)
-    if saved is not None:
-        read = files.read(folder, saved["round"])
-        outer.load(read.arrays, read.versions)
-        record = read.outer
-    session = secrets.token_hex(8)
-    holder = saved["holder"] if saved else session
-    leases = Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0)
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
-    worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)))
-    (run.path / ADDRESS).write_text(server.address, encoding="utf-8")
-    identity = Identity(
-        islands.own_name, session, agreement(setup, corpus, outer), gregale.__version__, (server.address,)
-    )
-    held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
-    lot = Lot(size=held, low=-(-held // 2))
-    member = Member(identity, record, timing, Rules(islands.minimum, lot, islands.start), holder)
-    driver = Driver(
-        member=member,
-        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
-        worker=worker,
-        leases=leases,
-        pace=Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds),
-        token=token,
-        report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=Recorder(run.path / ROUNDS, record.round),
-        wanted_inner={} if saved else expected(start.state.method.psdp),
-    )
-    status.follow(driver)
+    record = seed(joint_digest(messages_of_all(outer.digest)))
+    if saved is not None:
+        record = by_all(lambda: restored(outer, folder, saved["round"]))
+    worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)
+    addresses = tuple(messages_of_all(server.address))
+    agreed = agreement(setup, corpus, messages_of_all(shapes_digest(outer)))
+    pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
     rehearse(setup, start.state, outer)
+    seen = saved["seen"] if saved else [0.0] * schedule.fragments
+    if host > 0:
+        follower = followed(worker, token, pace)
+        follower.start()
+        return Sides(outer, follower, folder, seen)
+    hands = hands_of(worker, token, config.distributed.timeout_seconds)
+    (run.path / ADDRESS).write_text(server.address, encoding="utf-8")
+    session = secrets.token_hex(8)
+    holder = saved["holder"] if saved else session
+    identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
+    held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
+    lot = Lot(size=held, low=-(-held // 2))
+    driver = Driver(
+        member=Member(identity, record, timing, Rules(islands.minimum, lot, islands.start, islands.lockstep), holder),
+        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
+        worker=hands,
+        leases=Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0),
+        pace=pace,
+        token=token,
+        report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
+        record=Recorder(run.path / ROUNDS, record.round, say),
+        wanted_inner={} if saved or len(addresses) > 1 else expected(start.state.method.psdp),
+    )
+    status.follow(driver)
     driver.start()
-    return Sides(outer, driver, folder, saved["seen"] if saved else [0.0] * schedule.fragments)
+    return Sides(outer, driver, folder, seen)
+
+
+def outer_folder(run: RunDirectory) -> Path:
+    """Where this host saves its shards of the outer side."""
+    host = jax.process_index()
+    return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
+
+
+def restored(outer: HostOuter, folder: Path, number: int) -> Outer:
+    """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
+    read = files.read(folder, number)
+    try:
+        outer.load(read.arrays, read.versions)
+    except ValueError as error:
+        raise UserError(
+            f"The outer parameters in {folder} were saved by an island with other hosts, another mesh or another model "
+            f"({error}). Give it what it had then, or --fresh, and it joins its peers anew."
+        ) from None
+    return read.outer
 
 
 def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
@@ -218,35 +242,21 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
         jax.block_until_ready(island.depart(state.method, outer.theta(index), island.fragment(index)))
 
 
-def agreement(setup: Setup, corpus: Corpus, outer: HostOuter) -> str:
-    """A hash of what all islands of a fleet must have in common."""
+def agreement(setup: Setup, corpus: Corpus, shapes: Sequence[str]) -> str:
+    """A hash of what all islands of a fleet must have in common.
+
+    - `shapes`: of each host's shards, `shapes_digest`
+    """
     config = asdict(setup.config)
     same = {key: config[key] for key in ("steps", "seed", "model", "sync", "reduce", "pipeline")}
     islands = {key: config["islands"][key] for key in ("minimum", "start", "lockstep", "lease_steps")}
-    shapes = {name: (np_dtype.str, list(shape)) for name, (np_dtype, shape) in outer.expected().items()}
     batch = setup.config.batch.sequence_length, setup.config.batch.size
-    return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, shapes)
+    return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, list(shapes))
 
 
-class Recorder:
-    """rounds.jsonl: a line for each round of this island; those after `last` go: a killed process wrote them."""
-
-    def __init__(self, path: Path, last: int):
-        self._path = path
-        if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _round_of(line) <= last]
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-
-
-def _round_of(line: str) -> float:
-    try:
-        return json.loads(line)["round"]
-    except (ValueError, KeyError):
-        return float("inf")
+def shapes_digest(outer: HostOuter) -> str:
+    """A hash of what this host has of the outer side."""
+    return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

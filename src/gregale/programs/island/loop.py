@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.islands import files
-from gregale.islands.driver import Driver
-from gregale.methods.island_outer import HostOuter
+from gregale.islands.guide import Guide
+from gregale.islands.protocol.headers import Outer
+from gregale.methods.island_outer import Held, HostOuter
 from gregale.programs.island.batches import LeasedBatches
 from gregale.programs.island.stepper import IslandStepper
 from gregale.programs.run.batches import Placement
@@ -19,6 +21,7 @@ from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
+from gregale.services.checkpoint.processes import first_message
 from gregale.services.signals import StopRequest
 from gregale.training.state import TrainState
 
@@ -33,7 +36,7 @@ class Sides:
     """
 
     outer: HostOuter
-    driver: Driver
+    guide: Guide
     folder: Path
     seen: list[float]
 
@@ -51,21 +54,21 @@ class IslandLoop(Loop):
 
         `complete` says which. The state is saved either way.
         """
-        config, setup, driver = self._setup.config, self._setup, self._sides.driver
+        config, setup, guide = self._setup.config, self._setup, self._sides.guide
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
         log = StepLog(setup, self._trackers, traffic, consumed)
-        stepper = IslandStepper(setup, self._sides.outer, driver, self._sides.seen, step)
+        stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
-            with LeasedBatches(self._corpus.train, placement, driver.leases.take) as batches:
+            with LeasedBatches(self._corpus.train, placement, guide.take) as batches:
                 state, finish = stepper.follow(state)
                 log.restart()
                 while finish is None:
                     if stop.agreed(step) and not leaving:
                         leaving = True
-                        driver.leave()
+                        guide.leave()
                         state, finish = stepper.follow(state)
                         continue
                     if (batch := next(batches, None)) is None:  # trained on all that was leased
@@ -112,22 +115,20 @@ class IslandLoop(Loop):
         every = self._setup.config.checkpoint.every
         if arrived is None or every is None or arrived <= self._saved_round:
             return False
-        schedule = self._sides.driver.pace.schedule
+        schedule = self._sides.guide.pace.schedule
         return schedule.round_step(arrived) // every > schedule.round_step(arrived - 1) // every
 
     def _save_all(
         self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: Consumed
     ) -> None:
         """Saves both sides: the outer one, which is in memory already, then the devices' in the background."""
-        sides, driver = self._sides, self._sides.driver
-        if driver.outer is None or step == 0:
+        sides, guide = self._sides, self._sides.guide
+        outer, moment = guide.side
+        if outer is None or step == 0:
             return
-        outer = driver.outer
         self._saved_round = outer.round - 1
-        try:
-            files.write(sides.folder, outer, sides.outer.leaves())
-        except OSError as error:
-            self._report(f"The checkpoint of step {step} could not be saved: {reason(error)}. The run goes on.")
+        if failed := first_message(_written(sides.folder, outer, sides.outer.leaves(moment))):
+            self._report(f"The checkpoint of step {step} could not be saved: {failed}. The run goes on.")
             return
         counted = {
             "replica_bytes": traffic.bytes_sent(step),
@@ -135,14 +136,14 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
-                "holder": driver.leases.holder,
-                "used": driver.leases.used_after(stepper.batches),
+                "holder": guide.holder,
+                "used": guide.used(stepper.batches),
             },
         }
         method = self._setup.method
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
         self._checkpoints.save(step, checkpointed(method, state, step), metadata)
-        driver.saved(outer.round)
+        guide.saved(outer.round)
         kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
         files.keep_only(sides.folder, kept)
 
@@ -151,3 +152,12 @@ class IslandLoop(Loop):
             return self._checkpoints.metadata(step)["islands"]["round"]
         except (UserError, KeyError):
             return -1
+
+
+def _written(folder: Path, outer: Outer, leaves: Mapping[str, Held]) -> str | None:
+    """Writes this host's outer side; why it could not, or None."""
+    try:
+        files.write(folder, outer, leaves)
+    except OSError as error:
+        return reason(error)
+    return None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.communication import shards
-from gregale.islands.driver import Driver
+from gregale.islands.guide import Guide
 from gregale.islands.inner import Inner, on_host, taken_over
 from gregale.islands.orders import Arrive, Finish, Restart, Show, Take
 from gregale.methods.fragments import Fragment
@@ -24,20 +24,20 @@ Tree = Any
 
 
 class IslandStepper:
-    """Takes the steps of an island and follows the driver's orders between them.
+    """Takes the steps of an island and follows its guide's orders between them.
 
     - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
     - `arrived`: the newest round that is in the parameters; None before the first
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, driver: Driver, seen: list[float], step: int):
+    def __init__(self, setup: Setup, outer: HostOuter, guide: Guide, seen: list[float], step: int):
         """
         - `seen`: tokens by fragment since this island last contributed to it
         - `step`: steps done before
         """
         assert isinstance(setup.method, Island)
-        self._island, self._outer, self._driver = setup.method, outer, driver
+        self._island, self._outer, self._guide = setup.method, outer, guide
         self._step = Stepper(setup.method, setup.model)
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
@@ -50,7 +50,7 @@ class IslandStepper:
         state, report = self._step(state, batch, self.step)
         self._seen = _add(self._seen, report.metrics.weight)
         self.batches += 1
-        self._driver.stepped()
+        self._guide.stepped()
         return state, report
 
     def follow(self, state: TrainState, starved: bool = False) -> tuple[TrainState, Finish | None]:
@@ -58,7 +58,7 @@ class IslandStepper:
 
         - `starved`: there is nothing to train on, so that it follows orders until there is
         """
-        while (order := self._driver.order(starved)) is not None:
+        while (order := self._guide.order(starved)) is not None:
             match order:
                 case Take(number):
                     self._depart(state, number)
@@ -69,7 +69,7 @@ class IslandStepper:
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
                 case Show():
-                    self._driver.shown(Inner(self.step, on_host(state.method.psdp)))
+                    self._guide.shown(Inner(self.step, on_host(state.method.psdp)))
                 case Finish():
                     return state, order
         return state, None
@@ -95,14 +95,14 @@ class IslandStepper:
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
-        theta = self._outer.theta(index)
+        theta = self._outer.theta(index, self._guide.side.moment)
         messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
         self._errors = {number: error}
         weight = self._seen[index]
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
         down = partial(_down, messages, weight)
-        self._driver.departed(number, down, self._driver.leases.used_after(self.batches))
+        self._guide.departed(number, down, self._guide.used(self.batches))
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         self.arrived = number
@@ -114,7 +114,7 @@ class IslandStepper:
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
     def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
-        theta = self._outer.theta(index)
+        theta = self._outer.theta(index, self._guide.side.moment)
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 

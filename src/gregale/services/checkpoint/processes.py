@@ -43,12 +43,18 @@ def first_message(message: str | None) -> str | None:
     """The message of the first process that has one, in every process; None when none has."""
     if jax.process_count() == 1:
         return message
+    return next((text for text in messages_of_all(message or "") if text), None)
+
+
+def messages_of_all(message: str) -> list[str]:
+    """The messages of all processes in the order of their numbers, in every process; cut at 2048 bytes."""
+    if jax.process_count() == 1:
+        return [message]
     mine = np.zeros(_MESSAGE_BYTES, np.uint8)
-    encoded = (message or "").encode()[:_MESSAGE_BYTES]
+    encoded = message.encode()[:_MESSAGE_BYTES]
     mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     everyone = np.asarray(multihost_utils.process_allgather(mine))
-    texts = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone)
-    return next((text for text in texts if text), None)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone]
 
 
 def by_first_process(action: Callable[[], T], otherwise: T) -> T:

@@ -1,0 +1,154 @@
+"""A modelled island: a real member of the protocol, with a model of its trainer and of its driver."""
+
+import math
+from typing import TYPE_CHECKING
+
+from gregale.islands.failures.trainer import Trainer
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.headers import NO_ROUND, seed
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.standing import Identity
+
+if TYPE_CHECKING:
+    from gregale.islands.failures.world import World
+
+LEAST_TICK_SECONDS = 0.005  # as the driver
+
+
+class Island:
+    """One process of one island: it ends with its death.
+
+    - `told`: the newest round of which a peer has said that it is due
+    """
+
+    def __init__(self, world: "World", number: int, session: str):
+        self.world, self.number, self.name = world, number, f"i{number:05d}"
+        self.site = world.fleet.sites[number]
+        self.started = world.now
+        identity = Identity(self.name, session, "config", "1", (self.name,))
+        self.identity = f"{self.name}/{session}"
+        self.member = Member(identity, seed("seed"), world.fleet.timing, world.rules, decide=world.decide)
+        self.trainer = Trainer(self.site.step_seconds, world.fleet.schedule.fragments)
+        self.alive, self.told = True, NO_ROUND
+        self.reducing: str | None = None
+        self._asking = 0
+        self._wanted: int | None = None  # the round whose message is taken at the next boundary, or under way
+        self._departed = 0  # steps at the newest message
+        self._interval, self._wake_at = 0, math.inf
+
+    def tell(self, event: m.Event) -> None:
+        """An event reaches the member; its actions are carried out."""
+        if not self.alive:
+            return
+        for action in self.member.handle(m.Tick(self.world.now)) + self.member.handle(event):
+            carry_out = getattr(self, f"_do_{type(action).__name__.lower()}", None)
+            if carry_out:
+                carry_out(action)
+        self._wake()
+
+    def _wake(self) -> None:
+        at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
+        if at < self._wake_at:
+            self._wake_at = at
+            self.world.later(at - self.world.now, lambda: self._woken(at))
+
+    def _woken(self, at: float) -> None:
+        if at == self._wake_at:
+            self._wake_at = math.inf
+            self.tell(m.Tick(self.world.now))
+
+    # The coordinator and the peers.
+
+    def _do_ask(self, action: m.Ask) -> None:
+        self._asking = number = action.header.asked
+        self.world.ask(action.header)
+        self.world.later(self.member.timing.ask_seconds, lambda: self._give_up(number))
+
+    def _give_up(self, number: int) -> None:
+        if self._asking == number:
+            self._asking = 0
+            self.tell(m.NoView("no answer"))
+
+    def answer(self, number: int, event: m.Seen) -> None:
+        """The coordinator's answer to an ask."""
+        if self._asking == number:
+            self._asking = 0
+            self.tell(event)
+
+    def _do_tellpeers(self, action: m.TellPeers) -> None:
+        self.world.tell_peers(action)
+
+    # The trainer.
+
+    def _do_takesnapshot(self, action: m.TakeSnapshot) -> None:
+        self._wanted = action.round
+        self._interval += 1  # no word of its own that the round is due
+        now = self.world.now
+        self.world.later(self.trainer.boundary(now) - now, lambda: self._depart(action.round))
+
+    def _depart(self, number: int) -> None:
+        if not self.alive or self._wanted != number:
+            return
+        fleet, trainer = self.world.fleet, self.trainer
+        self._departed = trainer.steps(self.world.now)
+        # As the driver: the next message is due and this one not decided, the network is slower than the steps.
+        ahead = fleet.interval(number + 1) if fleet.schedule.delay else 0
+        trainer.hold(self._departed + ahead)
+        weight = self._departed - trainer.marks[fleet.schedule.round_fragment(number)]
+        self.tell(m.Snapshot(number, weight, 0, self.site.step_seconds))
+
+    def _next_interval(self) -> None:
+        self._wanted, now = None, self.world.now
+        self.trainer.release(now)
+        self._interval += 1
+        number, steps = self._interval, self._departed + self.world.fleet.interval(self.member.outer.round)
+        self.world.later(self.trainer.time_of(steps, now) - now, lambda: self._due(number))
+
+    def _due(self, number: int) -> None:
+        if number == self._interval:
+            self.tell(m.Due())
+
+    # Rounds.
+
+    def _do_reduce(self, action: m.Reduce) -> None:
+        self.reducing = action.key
+        self.world.enter(self, action)
+
+    def ended(self, event: m.Reduced | m.ReduceFailed) -> None:
+        """The engine's reduce ended."""
+        if self.alive and self.reducing == event.key:
+            self.reducing = None
+            self.tell(event)
+
+    def _do_dropgroup(self, _: m.DropGroup) -> None:
+        if self.reducing:
+            key, self.reducing = self.reducing, None
+            self.world.dropped(self, key)
+
+    def _do_commit(self, action: m.Commit) -> None:
+        if action.weight:
+            self.trainer.marks[self.world.fleet.schedule.round_fragment(action.outer.round - 1)] += action.weight
+        self.world.committed(self, action)
+        self._next_interval()
+
+    def _do_publish(self, action: m.Publish) -> None:
+        self.world.published(action.outer)
+        if not self.trainer.running:
+            self._begin()
+
+    def _do_heal(self, action: m.Heal) -> None:
+        self.world.heal(self, action)
+
+    def _do_install(self, action: m.Install) -> None:
+        self.world.lose(self)
+        self.trainer.discard(self.world.now)
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self.trainer.running:
+            self.trainer.begin(self.world.now)
+        self._next_interval()
+
+    def _do_refused(self, _: m.Refused) -> None:
+        # The coordinator still had an ask of the process before: whoever started this one starts another.
+        self.world.refused(self)

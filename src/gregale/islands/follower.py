@@ -1,0 +1,149 @@
+"""A host of an island that is not the first: does what host 0 tells it (`hands.AllHands`), and decides nothing.
+
+Its trainer finds in it what that of host 0 finds in the `Driver`: the same orders and batches, in the same order. If
+host 0 is lost it waits, until `services.peers` ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from gregale.errors import UserError
+from gregale.islands.engine.group import GroupFailed
+from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.hosts import Link
+from gregale.islands.inner import Inner
+from gregale.islands.orders import Order, Pace, order_of
+from gregale.islands.protocol.headers import Outer, Peer
+from gregale.islands.worker import NotFinite, OuterSide, Worker
+
+
+class Follower:
+    """Hears from host 0 through `link`, and commands this host's `worker`."""
+
+    holder = ""
+    """Of the leases: host 0 alone has them."""
+
+    def __init__(self, worker: Worker, link: Link, pace: Pace):
+        self.pace, self.side = pace, worker.side
+        self._worker, self._link = worker, link
+        self._orders: Queue[tuple[Order | None, OuterSide] | UserError] = Queue()
+        self._grants: Queue[int | None] = Queue()
+        self._exchange = ThreadPoolExecutor(1, "exchange")
+        self._healing = ThreadPoolExecutor(1, "healing")
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Begins to listen."""
+        Thread(target=lambda: self._guarded(self._listen), daemon=True, name="follower").start()
+
+    # What the trainer calls, as of a driver.
+
+    def order(self, starved: bool = False) -> Order | None:
+        """The next order, when host 0 has given it."""
+        del starved
+        found = self._orders.get()
+        if isinstance(found, UserError):
+            raise found
+        order, self.side = found
+        return order
+
+    def take(self) -> int | None:
+        """The first example of the next batch."""
+        return self._grants.get()
+
+    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
+        """Takes this host's messages of a round."""
+        del used
+
+        def down() -> None:
+            self._worker.took(number, fetch_down()[0])
+            self._link.send({"took": number})
+
+        self._exchange.submit(self._guarded, down)
+
+    def stepped(self) -> None:
+        """Host 0 counts."""
+
+    def used(self, batches: int) -> int:
+        """Host 0 knows, and tells the fleet."""
+        del batches
+        return 0
+
+    def shown(self, inner: Inner) -> None:
+        """Host 0 shows."""
+
+    def leave(self) -> None:
+        """Host 0 leaves, and an order to finish follows."""
+
+    def saved(self, number: int) -> None:
+        """Host 0 tells of it."""
+
+    def close(self) -> None:
+        """Ends the threads and stops serving."""
+        self._is_closed = True
+        self._link.close()
+        for threads in (self._exchange, self._healing):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._worker.close()
+
+    # What host 0 tells.
+
+    def _listen(self) -> None:
+        while (message := self._link.receive()) is not None:
+            arguments = message["with"]
+            match message["do"]:
+                case "ordered":
+                    order = order_of(arguments[0])
+                    self._worker.ordered(order)
+                    self._orders.put((order, self._worker.side))
+                case "granted":
+                    self._grants.put(arguments[0])
+                case "reduce":
+                    self._exchange.submit(self._guarded, lambda told=message: self._answer(told, self._reduce))
+                case "heal":
+                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._heal))
+                case "commit":
+                    self._worker.commit(arguments[0], Outer.from_json(arguments[1]))
+                case "install":
+                    self._worker.install(Outer.from_json(arguments[0]))
+                case "publish":
+                    self._worker.publish(Outer.from_json(arguments[0]))
+                case "discard":
+                    self._worker.discard(arguments[0])
+                case "drop_group":
+                    self._worker.drop_group()
+
+    def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
+        return self._worker.reduce(key, number, _peers(members), weights, name)
+
+    def _heal(self, sources: list) -> Any:
+        return self._worker.heal(_peers(sources)).to_json()
+
+    def _answer(self, message: dict[str, Any], work: Callable[..., Any]) -> None:
+        count = self._worker.count
+        before = count.sent, count.received
+        try:
+            value = work(*message["with"])
+        except (GroupFailed, NotFinite, TransferFailed, ValueError) as error:
+            self._link.send({"ask": message["ask"], "failed": str(error), "kind": type(error).__name__})
+            return
+        sent, received = count.sent - before[0], count.received - before[1]
+        self._link.send({"ask": message["ask"], "value": value, "sent": sent, "received": received})
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
+        try:
+            work()
+        except BaseException as error:
+            if not self._is_closed:
+                self._orders.put(UserError(f"islands: {type(error).__name__}: {error}"))
+                raise
+
+
+def _peers(told: list) -> tuple[Peer, ...]:
+    return tuple(Peer(name, session, tuple(hosts)) for name, session, hosts in told)

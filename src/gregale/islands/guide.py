@@ -1,0 +1,65 @@
+"""What leads an island's trainer on one host: the `Driver` on host 0, a `Follower` on the others.
+
+The trainers of all hosts call the same in the same order, and are told the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gregale.islands.inner import Inner
+from gregale.islands.orders import Order, Pace
+from gregale.islands.worker import OuterSide
+
+
+class Guide(Protocol):
+    """Leads a trainer; `Driver` says more of each."""
+
+    pace: Pace
+
+    @property
+    def side(self) -> OuterSide:
+        """The outer side as it was when the last order was given: what to follow it with, and what to save."""
+        ...
+
+    @property
+    def holder(self) -> str:
+        """Whose leases the batches are of."""
+        ...
+
+    def order(self, starved: bool = False) -> Order | None:
+        """What to do before the next step; None: take it."""
+        ...
+
+    def take(self) -> int | None:
+        """The first example of the next batch; None if there is none at the moment."""
+        ...
+
+    def stepped(self) -> None:
+        """A step was handed to the device."""
+        ...
+
+    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
+        """Takes the messages of a round."""
+        ...
+
+    def shown(self, inner: Inner) -> None:
+        """Takes a copy of the inner optimizer for who joins."""
+        ...
+
+    def used(self, batches: int) -> int:
+        """Examples that so many batches of this process have passed; what is told of it is what host 0 says."""
+        ...
+
+    def leave(self) -> None:
+        """Asks to go; an order `Finish` follows."""
+        ...
+
+    def saved(self, number: int) -> None:
+        """A checkpoint of a round is complete."""
+        ...
+
+    def close(self) -> None:
+        """Ends the threads."""
+        ...

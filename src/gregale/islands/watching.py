@@ -1,0 +1,52 @@
+"""Whether peers answer while a round is being reduced: the sockets of a group say nothing of one that is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Event, Thread
+
+from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status
+
+
+class Watch:
+    """In a `with` statement: asks peers whether they live; calls `drop` for one that is silent for `seconds`.
+
+    Nobody is asked in the first half of that time, in which most rounds are over.
+
+    - `peers`: addresses by name
+    - `silent`: names of those that did not answer
+    """
+
+    def __init__(self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None]):
+        self._peers, self._token, self._half, self._drop = peers, token, seconds / 2, drop
+        self._over = Event()
+        self.silent: list[str] = []
+
+    def reason(self) -> str:
+        """Who did not answer, in words; empty if all did."""
+        return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
+
+    def __enter__(self) -> Watch:
+        Thread(target=self._begin, daemon=True, name="watching").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _begin(self) -> None:
+        if not self._over.wait(self._half):
+            for name, address in self._peers.items():
+                Thread(target=self._watch, args=(name, address), daemon=True, name=f"watching-{name}").start()
+
+    def _watch(self, name: str, address: str) -> None:
+        while not self._over.is_set():
+            try:
+                ask_status(address, self._token, self._half)
+            except PeerUnreachable:
+                if not self._over.is_set():
+                    self.silent.append(name)
+                    self._drop()
+                return
+            except Refused:
+                return  # it lives
+            self._over.wait(self._half)
