@@ -1,13 +1,13 @@
-"""What a driver has done by an island's hosts. A `Worker` is one host; `AllHands` is host 0 that takes the others along.
+"""What a driver has done by an island's hosts. A `Worker` is one host; `AllHands` is host 0 with all the others.
 
     hands = worker                                   # an island of one process
     hands = AllHands(worker, [Host(link), ...])      # of several: each of the others has a `follower.Follower`
     driver = Driver(hands=hands, ...)
 
-Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all hosts
-have made it, and a digest is one of all hosts. The trainers of all hosts have to launch the same programs in the same
-order, so what the first one is told goes to the others in one stream with what changes the outer side, and all find that
-as it was at the same place of the stream.
+Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
+hosts have made it, and a digest is one of all hosts. The trainers of all hosts have to launch the same programs in the
+same order, so what the first one is told goes to the others in one stream with what changes the outer side, and all
+find that as it was at the same place of the stream.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_fleet_that_fails_faster_than_it_reforms_gets_nowhere():
 
 
 def test_dalys_expectation():
-    # One site: time for w seconds of work = (exp((w + save) / m) - 1) m exp(reform / m) with failures that restart at once.
+    # One site, failures that restart at once: time for w s of work = (exp((w + save) / m) - 1) m exp(reform / m).
     mtbf, seconds = 500.0, 2_000_000.0
     outages = draw_outages(1, mtbf, 1e-9, seconds, seed=0)
     found = data_parallel(fleet_of(1.0), outages, seconds, CHECKPOINTS, elastic=False)
