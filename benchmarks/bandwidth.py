@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,7 @@ ROWS, POSITIONS = 4, 64
 MBIT_PER_SECOND = (50, 200, 1000)
 PORT = 29_640
 START_SECONDS = 300.0
+SECONDS = {"reduce_seconds": 120, "heartbeat_seconds": 30}  # nobody is to be left out, however busy the machine
 WINDOW_SECONDS = 240.0
 CONFIG = {
     "steps": 1_000_000,
@@ -137,9 +138,10 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
     make_token(token)
     config = CONFIG | {"name": name, "runs": str(folder / "runs"), "cpu_devices": 1} | changes
     config["batch"] = {**CONFIG["batch"], "size": ROWS}
-    config["islands"] = {"start": SITES, "reduce_seconds": 120, "heartbeat_seconds": 20, "token_file": str(token)}
+    config["islands"] = {"start": SITES, "minimum": SITES, "token_file": str(token), **SECONDS}
     path, processes = write(folder / f"{name}.yaml", config), []
-    lighthouse = start_lighthouse(f"{network.coordinator}:0", LAN, folder / f"{name}-lighthouse.log")
+    timing = replace(LAN, heartbeat_seconds=SECONDS["heartbeat_seconds"])
+    lighthouse = start_lighthouse(f"{network.coordinator}:0", timing, folder / f"{name}-lighthouse.log")
     try:
         for number, site in enumerate(network.sites):
             own = f"{name}-{number}"
@@ -147,6 +149,9 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
             command += ["--islands.lighthouse", lighthouse.address, "--fresh"]
             processes.append(start(command, folder / f"{own}.log", site.command))
         yield Steps(folder / "runs" / f"{name}-0", processes)
+        rounds = (folder / "runs" / f"{name}-0" / "rounds.jsonl").read_text().splitlines()
+        assert all(len(json.loads(line)["members"]) == SITES for line in rounds), "a round was made by one alone"
+        print(f"{name}: {len(rounds)} rounds, all of both sites")
     finally:
         kill(processes)
         end([lighthouse.process])
@@ -193,7 +198,9 @@ def carried(rate: int) -> float:
             assert listener.stdout is not None
             listener.stdout.readline()
             call = [*other.command, sys.executable, "-c", EXCHANGE, "call", *arguments]
-            return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout)
+            speed = float(subprocess.run(call, check=True, capture_output=True, text=True).stdout)
+            listener.communicate()
+            return speed
 
 
 Window = tuple[int | None, float]  # Mbit/s or no limit, seconds of a step

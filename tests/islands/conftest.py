@@ -13,7 +13,15 @@ def header():
 
     def make(name: str, **changes) -> Header:
         fields = {"round": 5, "generation": LINE, "digest": "d5", "last": "k5", "voter": True, "voters": 3}
-        fields |= {"ready": True, "weight": 10.0, "seen": 7, "holder": "s", "asked": 1, "hosts": (f"{name}:1",)}
+        fields |= {
+            "ready": True,
+            "weight": 10.0,
+            "seen": 7,
+            "holder": "s",
+            "asked": 1,
+            "again": True,
+            "hosts": (f"{name}:1",),
+        }
         return Header(name=name, session="s", **fields | {"agreement": "x", "version": "1"} | changes)
 
     return make

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gregale.islands.protocol.decision import Begin, Form, Settle, Turn, Wait, decide
+from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, View
+from gregale.islands.protocol.plans import Begin, Form, Settle, Turn, Wait
 from gregale.islands.protocol.settings import Rules
 
 ABC = ("a/s", "b/s", "c/s")
@@ -208,3 +209,13 @@ def test_a_round_waits_for_one_that_would_be_behind_again(header):
     three = (header("a"), header("b"), header("c"))
     assert isinstance(meaning(*three, healing).plan, Form)
     assert isinstance(meaning(*three, fresh(header, "d", healing=True, awaited=True)).plan, Wait)
+
+
+def test_a_view_that_lacks_voters_is_first_asked_for_again(header):
+    """They may live and be late: the coordinator counts its patience from the oldest ask, also from a joiner's."""
+    joiner = header("j", round=4, voter=False)
+    plan = meaning(header("a", again=False), header("b"), joiner).plan
+    assert isinstance(plan, Wait)
+    assert plan.lacking
+    assert isinstance(meaning(header("a"), header("b"), joiner).plan, Form)
+    assert isinstance(meaning(header("a", again=False), header("b"), header("c")).plan, Form)

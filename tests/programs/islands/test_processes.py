@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from gregale.islands.engine.signing import read_token
 from gregale.programs.islands.processes import end, make_token
@@ -24,3 +26,30 @@ def test_processes_end_and_those_that_have_ended_are_left(tmp_path):
     done.wait()
     end([sleeping, done])
     assert sleeping.returncode == -15
+
+
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    """Nothing may train on behind the back of whoever killed the command."""
+    parent = f"""
+import pathlib, time
+from gregale.programs.islands import processes
+processes.GREGALE = ({sys.executable!r}, "-c", "import time; time.sleep(600)")
+child = processes.start([], pathlib.Path({str(tmp_path / "out")!r}))
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.kill()
+    until = time.monotonic() + 20
+    while _lives(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

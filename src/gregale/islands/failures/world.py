@@ -23,8 +23,9 @@ from gregale.islands.failures.fleet import Fleet, Outage
 from gregale.islands.failures.island import Island
 from gregale.islands.failures.outcome import IslandsOutcome, Recovery
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import Decision, decide
+from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View
+from gregale.islands.protocol.plans import Decision
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.simulator.coordinator import Coordinator
 

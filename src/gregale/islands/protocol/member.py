@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
+from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
 
 
@@ -176,6 +176,7 @@ class Member(Standing):
 
     def _wait(self, plan: Wait) -> None:
         self._retry_at = self._now + self.timing.retry_seconds
+        self._lacked = self._lacked or plan.lacking
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
             self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import Decision, Form
 from gregale.islands.protocol.headers import Header, Held, Outer, View
+from gregale.islands.protocol.plans import NO_NUMBERS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
 
 
@@ -53,7 +53,7 @@ class Standing:
         self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
-        self._numbers = decisions.NO_NUMBERS  # the asks in the last view
+        self._numbers = NO_NUMBERS  # the asks in the last view
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
@@ -71,6 +71,7 @@ class Standing:
         self._held: Prepared | None = None
         self._ballot, self._failures = 0, 0
         self._unreachable: tuple[str, ...] = ()
+        self._lacked = False  # a view of this round lacked voters, who may only have been late
 
     @property
     def _me(self) -> str:
@@ -103,6 +104,7 @@ class Standing:
             healing=self._healing,
             awaited=self._awaited(),
             waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
+            again=self._lacked and self._now >= self._grace_end,
             leaving=shot is not None and shot.final,
             saved=self._saved,
             holder=self.holder,

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import Begin, Decision, Turn, Wait, decide
+from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError, Invariants
