@@ -28,7 +28,7 @@ from gregale.services.parsing import load
 from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
 
 PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
-QUICK = Seconds(heartbeat=4.0, reduce=20.0)
+QUICK = Seconds(heartbeat=10.0, reduce=20.0)
 PATIENCE_SECONDS = 120.0
 QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
 ROWS = 4  # of an island's batch
@@ -113,7 +113,7 @@ TRIO = ("x", "y", "z")
 def trio(folder):
     """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
     options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
-    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.03, environment=QUICK_TO_COMPILE) as fleet:
+    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.5, environment=QUICK_TO_COMPILE) as fleet:
         for name in TRIO:
             fleet.start(name)
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
@@ -184,7 +184,8 @@ def test_a_whole_fleet_goes_on_from_its_newest_round(trio):
     newest = trio.newest()
     for name in TRIO:
         trio.start(name)
-    trio.wait_for_members(TRIO, PATIENCE_SECONDS, newest)
+    trio.wait_for_members(TRIO, 2 * PATIENCE_SECONDS, newest)
+    assert not any("no state here" in trio.islands[name].said() for name in TRIO)
     after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
     assert min(after) == newest + 1
     trio.check()

@@ -111,12 +111,13 @@ def main(config: FleetConfig, mtbf_hours: float, scenario: Scenario, as_json: bo
     spreads = config.speed_spread, config.link_spread
     sites = draw_sites(islands, scenario.workload.step_seconds, 1e9 / 8, spreads, config.seed)
     seconds = schedule.round_step(config.rounds - 1) * min(site.step_seconds for site in sites)
-    outages = draw_outages(islands, 3600 * mtbf_hours, config.restart_seconds, seconds, config.seed)
-    if len(outages) > MOST_DEATHS:
+    deaths = islands * seconds / (3600 * mtbf_hours + config.restart_seconds)
+    if deaths > MOST_DEATHS:
         raise UserError(
-            f"failures: one of {islands} islands every {mtbf_hours:g} hours each are {len(outages):,} deaths in "
+            f"failures: {islands} islands, each failing every {mtbf_hours:g} hours, are about {deaths:,.0f} deaths in "
             f"{seconds / 3600:.1f} hours; up to {MOST_DEATHS:,} are simulated. Fewer fleet.rounds, or rarer failures."
         )
+    outages = draw_outages(islands, 3600 * mtbf_hours, config.restart_seconds, seconds, config.seed)
     fleets = {each: _fleet(config, scenario, schedule, _at(sites, each)) for each in bandwidths}
     interval = config.checkpoint_seconds or best_interval(max(config.save_seconds, 1.0), 3600 * mtbf_hours / islands)
     checkpoints = Checkpoints(interval, config.save_seconds, config.reform_seconds)

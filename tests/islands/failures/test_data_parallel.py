@@ -50,12 +50,12 @@ def test_a_fleet_that_fails_faster_than_it_reforms_gets_nowhere():
 
 
 def test_dalys_expectation():
-    # One site: time for w seconds of work = (exp((w + save) / m) - 1) m exp(reform / m) with failures that restart at once.
-    mtbf, seconds = 500.0, 2_000_000.0
+    # One site that is back at once: w seconds of work take m exp(reform / m) (exp((w + save) / m) - 1) seconds.
+    mtbf, seconds = 500.0, 500_000.0
     outages = draw_outages(1, mtbf, 1e-9, seconds, seed=0)
     found = data_parallel(fleet_of(1.0), outages, seconds, CHECKPOINTS, elastic=False)
     expected = 90 / (mtbf * math.exp(50 / mtbf) * (math.exp(100 / mtbf) - 1))
-    assert found.goodput == pytest.approx(expected, rel=0.02)
+    assert found.goodput == pytest.approx(expected, rel=0.04)
 
 
 def test_youngs_interval():

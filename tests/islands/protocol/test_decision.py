@@ -195,3 +195,16 @@ def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
     assert plan.voters == 2
     assert plan.leaving == {"c/s"}
     assert ("c", "s", 33, True) in plan.reports
+
+
+def test_in_lock_step_a_round_waits_for_all_that_live(header):
+    headers = (header("a"), header("b", ready=False), header("c"))
+    assert isinstance(decide(View(7, headers), Rules()).plan, Form)
+    assert isinstance(decide(View(7, headers), Rules(lockstep=True)).plan, Wait)
+
+
+def test_a_round_waits_for_one_that_would_be_behind_again(header):
+    healing = header("d", round=3, digest="d3", voter=False, healing=True)
+    three = (header("a"), header("b"), header("c"))
+    assert isinstance(meaning(*three, healing).plan, Form)
+    assert isinstance(meaning(*three, fresh(header, "d", healing=True, awaited=True)).plan, Wait)

@@ -165,3 +165,18 @@ def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
     assert a.next_tick() == LAN.retry_seconds
     asked = [action for action in a.handle(m.Tick(LAN.retry_seconds)) if isinstance(action, m.Ask)]
     assert (asked[0].header.asked, asked[0].header.seen) == (3, 0)
+
+
+def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_for_ever():
+    a, _ = begun(member("a"), member("b"))
+    late, awaited = member("c"), []
+    for number in range(1, 9):
+        a.outer = replace(a.outer, round=number)
+        late.handle(m.Tick(100.0 * number))
+        heal = late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        assert only(heal, m.Heal).round == number
+        awaited.append(late.header.awaited)
+        late.handle(m.Tick(100.0 * number + 50.0))
+        assert not late.header.awaited
+        only(late.handle(m.Healed(a.outer)), m.Install)
+    assert awaited == [False, False, True, False, True, False, False, False]

@@ -47,9 +47,10 @@ def data_parallel(
     """Runs it for `seconds`."""
     clock, deaths = _Clock(), [outage.death for outage in outages]
     step_seconds = [site.step_seconds for site in fleet.sites]
+    longest = max((outage.back - outage.death for outage in outages), default=0.0)
     ready = 0.0  # when training goes on
     while clock.now < seconds:
-        away = {each.island: each.back for each in outages if each.death <= clock.now < each.back}
+        away = _away(outages, deaths, longest, clock.now)
         if away and (not elastic or len(away) == len(step_seconds)):
             clock.now = min(away.values())
             ready = clock.now + checkpoints.reform_seconds
@@ -74,6 +75,12 @@ def data_parallel(
         joining=0.0,
         waiting=max(0.0, 1 - (clock.useful + clock.lost + down) / all_seconds),  # the rest: saving and slower ones too
     )
+
+
+def _away(outages: tuple[Outage, ...], deaths: list[float], longest: float, now: float) -> dict[int, float]:
+    """Who is dead now, and when each is back."""
+    first, last = bisect_right(deaths, now - longest), bisect_right(deaths, now)
+    return {each.island: each.back for each in outages[first:last] if now < each.back}
 
 
 def _next_death(outages: tuple[Outage, ...], deaths: list[float], now: float, absent: set[int]) -> float:

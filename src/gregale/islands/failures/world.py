@@ -249,8 +249,11 @@ class World:
         self._books.failed_reduces += 1
         if exchange.began is not None and exchange.seconds:
             self._books.sent_bytes += exchange.sent_bytes * (self.now - exchange.began) / exchange.seconds
-        inside, failed = exchange.inside, m.ReduceFailed(exchange.action.key, (name,))
-        self.later(NOTICE_SECONDS, lambda: [island.ended(failed) for island in inside])
+        self.later(NOTICE_SECONDS, lambda: self._broken(exchange, m.ReduceFailed(exchange.action.key, (name,))))
+
+    def _broken(self, exchange: Exchange, failed: m.ReduceFailed) -> None:
+        for island in exchange.inside:
+            island.ended(failed)
 
     def dropped(self, island: Island, key: str) -> None:
         """A member lets go of a reduce: it took too long, or is of no use."""

@@ -268,8 +268,9 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return Settle(best.key, best.digest)
     if verdict == "turn":
         return _turn(view, current, best)
-    if rules.lockstep and not all(header.ready for header in current):
-        return Wait("not all have made their steps")
+    early = rules.lockstep and not all(header.ready for header in current)
+    if early or any(header.awaited for header in headers):
+        return Wait("another island is waited for")
     return _form(view, headers, current)
 
 

@@ -107,6 +107,7 @@ class Header:
     ready, weight       its snapshot is taken; tokens that it brings
     seen                id of the newest view in which it was current; 0: none
     healing             it is fetching a state, so there is a fleet that has one
+    awaited             rounds were faster than its healing so far, and now shall wait for it
     waited              it has waited `turnover_seconds` for members that are missing
     leaving             it goes after this round
     saved               newest round in a checkpoint of its own
@@ -134,6 +135,7 @@ class Header:
     weight: float = 0.0
     seen: int = 0
     healing: bool = False
+    awaited: bool = False
     waited: bool = False
     leaving: bool = False
     saved: int = NO_ROUND
@@ -185,7 +187,7 @@ _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "healing", "waited", "leaving"), bool),
+    **dict.fromkeys(("voter", "ready", "healing", "awaited", "waited", "leaving"), bool),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
     "step_seconds": (int, float),

@@ -111,6 +111,7 @@ class Member(Standing):
         self._drop_round()
         self.outer, self._voter, self._seen = outer, False, 0
         self.holder = self.identity.session
+        self._in_vain += 1
         self._do(m.Install(outer))
         self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
@@ -149,6 +150,7 @@ class Member(Standing):
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
+            self._in_vain = 0
             self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
@@ -249,7 +251,7 @@ class Member(Standing):
             self._differs = self._me in decision.differ
             if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
-            self._healing, self._wanted = True, top
+            self._healing, self._wanted, self._healing_since = True, top, self._now
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:

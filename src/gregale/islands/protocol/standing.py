@@ -58,6 +58,7 @@ class Standing:
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
+        self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
         self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
         self._leave_by: float | None = None
         self._done = False
@@ -100,6 +101,7 @@ class Standing:
             weight=shot.weight if shot else 0.0,
             seen=self._seen,
             healing=self._healing,
+            awaited=self._awaited(),
             waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
             leaving=shot is not None and shot.final,
             saved=self._saved,
@@ -107,6 +109,11 @@ class Standing:
             used=self._used,
             step_seconds=self._step_seconds,
         )
+
+    def _awaited(self) -> bool:
+        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time."""
+        due = self._healing and self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
+        return due and self._now - self._healing_since < self.timing.turnover_seconds
 
     @property
     def done(self) -> bool:

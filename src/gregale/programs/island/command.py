@@ -180,6 +180,8 @@ def joined(
     if saved is not None:
         record = by_all(lambda: restored(outer, folder, saved["round"]))
     worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)
+    if saved is not None:
+        worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shapes_digest(outer)))
     pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds)

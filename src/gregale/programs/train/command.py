@@ -51,8 +51,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     """
     if config.islands.lighthouse is not None:
         raise UserError(
-            "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it alone, "
-            "or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
+            "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it "
+            "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
     start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
