@@ -136,7 +136,7 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
     """Two islands and a lighthouse on the bridge."""
     token = folder / "token"
     make_token(token)
-    config = CONFIG | {"name": name, "runs": str(folder / "runs"), "cpu_devices": 1} | changes
+    config = CONFIG | {"name": name, "runs": str(folder / "runs"), "cpu_devices": 1} | dict(changes)
     config["batch"] = {**CONFIG["batch"], "size": ROWS}
     config["islands"] = {"start": SITES, "minimum": SITES, "token_file": str(token), **SECONDS}
     path, processes = write(folder / f"{name}.yaml", config), []

@@ -40,18 +40,20 @@ def test_before_the_first_step_there_are_no_figures():
 
 
 def test_the_table_has_a_row_for_each():
-    console = Console(file=io.StringIO(), width=100)
+    file = io.StringIO()
+    console = Console(file=file, width=100)
     console.print(fitting({"a": TRAINING, "b": {}}, console))
-    lines = console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     assert len(lines) == 3
     assert all(word in lines[1] for word in ("12/60", "1.2345", "0.2 s", "2.0 MB"))
 
 
 @pytest.mark.parametrize("width", [80, 60, 40, 28])
 def test_a_narrow_terminal_has_whole_columns(width):
-    console = Console(file=io.StringIO(), width=width)
+    file = io.StringIO()
+    console = Console(file=file, width=width)
     console.print(fitting({"quickstart-a": TRAINING, "quickstart-b": {}}, console))
-    lines = console.file.getvalue().splitlines()
+    lines = file.getvalue().splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= width
     assert "quickstart-a" in lines[1]

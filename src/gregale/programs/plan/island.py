@@ -40,7 +40,8 @@ class IslandPlan:
     def to_dict(self, bound: Roofline, gbit_per_second: float | None) -> dict[str, Any]:
         """All figures, for JSON; `gbit_per_second` is the link of one host that is asked for, if any."""
         traffic, schedule, seconds = self.traffic, self.traffic.island.schedule, bound.overlapped
-        links = sorted({*SHOWN_GBIT_PER_SECOND, *([] if gbit_per_second is None else [gbit_per_second])})
+        asked = () if gbit_per_second is None else (gbit_per_second,)
+        links: list[float] = sorted({*SHOWN_GBIT_PER_SECOND, *asked})
         return {
             "members": traffic.members,
             "hosts": self.hosts,
