@@ -199,12 +199,13 @@ def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
     witness = bool(voters) and _witnessed(current, view)
     if not witness and not any(header.waited for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
+    there = voters if witness else there  # a view in which all voters still have the old state shows that nobody turned
     return Turn(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        # Only voters without a wait: a view in which all voters still have the old state shows that nobody turned.
-        there=frozenset(header.identity for header in (voters if witness else there)),
+        there=frozenset(header.identity for header in there),
         settle=Settle(best.key, best.digest) if best else None,
         waited=not witness,
+        reports=tuple(Report(each.name, each.holder, each.used) for each in there),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
+from gregale.islands.protocol.ledger import advance
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
 
@@ -225,6 +226,7 @@ class Member(Standing):
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
+            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
 

@@ -37,12 +37,16 @@ class Settle:
 
 @dataclass(frozen=True)
 class Turn:
-    """A new generation of those in `there`; with the held result `settle`, if there is one, else the same state."""
+    """A new generation of those in `there`; with the held result `settle`, if there is one, else the same state.
+
+    Then those who are there get new leases of the data, which a fleet that all had left has handed back.
+    """
 
     generation: Generation
     there: frozenset[str]
     settle: Settle | None
     waited: bool
+    reports: tuple[Report, ...]
 
 
 @dataclass(frozen=True)
