@@ -43,6 +43,7 @@ class Driver:
 
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
+    - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
     - `wanted_inner`: the inner optimizer that this island wants of a peer when it heals; empty: it has its own
     """
 
@@ -55,6 +56,7 @@ class Driver:
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
     wanted_inner: Expected = field(default_factory=dict)
+    stop_asked: Callable[[], bool] = lambda: False
     seconds: Seconds = field(default_factory=Seconds)
 
     def __post_init__(self):
@@ -65,7 +67,6 @@ class Driver:
         self._failure: BaseException | None = None
         self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
-        self._steps, self._stepped_at = 0, time.monotonic()
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
@@ -93,7 +94,6 @@ class Driver:
         """A step was handed to the device."""
         with self._lock:
             self._turn.stepped()
-            self._steps += 1
 
     def order(self, starved: bool = False) -> Order | None:
         """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
@@ -112,6 +112,9 @@ class Driver:
                 order = self._order()
                 if order is not None or not self._must_wait(starved):
                     break
+                if self.stop_asked() and not self._leaving:
+                    self.leave()
+                    continue
                 self._changed.wait(0.5)
             waited = time.monotonic() - began
             self.seconds.waiting += waited
@@ -149,7 +152,7 @@ class Driver:
         def down() -> None:
             messages, weight = fetch_down()
             self.worker.took(number, messages)
-            self.post(protocol.Snapshot(number, weight, used, self._step_seconds(), self._leaving))
+            self.post(protocol.Snapshot(number, weight, used, self._turn.step_seconds(), self._leaving))
 
         self._exchange.submit(self._guarded, down)
 
@@ -214,14 +217,6 @@ class Driver:
         if self._turn.is_due(self.round):
             self.post(protocol.Due(None))
         return self._turn.message(self._leaving)
-
-    def _step_seconds(self) -> float:
-        """What a step has taken of late, as far as the trainer handed them over."""
-        with self._lock:
-            now, steps = time.monotonic(), self._steps
-            took = (now - self._stepped_at) / steps if steps else 0.0
-            self._steps, self._stepped_at = 0, now
-        return took
 
     def _must_wait(self, starved: bool) -> bool:
         waits = self._leaving or self._turn.must_wait(self.round)

@@ -23,10 +23,19 @@ class Turn:
         self._told_due: int | None = None  # the round that was said to be due
         self._since = 0  # steps since the last message
         self._decided = time.monotonic()  # when the newest round was
+        self._steps, self._stepped_at = 0, time.monotonic()  # since the time of a step was last told
 
     def stepped(self) -> None:
         """A step was made."""
         self._since += 1
+        self._steps += 1
+
+    def step_seconds(self) -> float:
+        """What a step has taken since this was last asked, as far as the trainer has handed them over."""
+        now, steps = time.monotonic(), self._steps
+        took = (now - self._stepped_at) / steps if steps else 0.0
+        self._steps, self._stepped_at = 0, now
+        return took
 
     def wants(self, number: int) -> None:
         """The protocol asks for the message of a round."""

@@ -82,8 +82,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do; `lacking`: voters are not here, perhaps only late; `missing`: too many for too long; `idle`: nobody
-    wants a round."""
+    """Nothing to do; why:
+
+    - `lacking`: voters are not here, perhaps only late
+    - `missing`: so many are not here that the others cannot go on
+    - `idle`: nobody wants a round
+    """
 
     reason: str
     lacking: bool = False

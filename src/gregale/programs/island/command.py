@@ -136,11 +136,11 @@ def train(
     by_first_process(begin, None)
     with ExitStack() as stack:
         status = StatusTracker(config.islands.own_name, config.steps, start.step)
-        sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status)
+        stop = stack.enter_context(StopRequest())
+        sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
         stack.callback(sides.guide.close)
         console.begin(config.steps, start.step)
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
-        stop = stack.enter_context(StopRequest())
         status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
         status.state = "joining"
         loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status]), console.message)
@@ -166,6 +166,7 @@ def joined(
     token: bytes,
     say: Callable[[str], None],
     status: StatusTracker,
+    stop: StopRequest,
 ) -> Sides:
     """The outer side of this host and who leads its trainer, which begins to look for the fleet."""
     config, island = setup.config, setup.method
@@ -208,6 +209,7 @@ def joined(
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=Recorder(run.path / ROUNDS, record.round, say),
+        stop_asked=lambda: stop.signal_name is not None,
         wanted_inner={} if saved or len(addresses) > 1 else expected(start.state.method.psdp),
     )
     status.follow(driver)
