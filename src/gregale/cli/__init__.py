@@ -155,13 +155,13 @@ def _overview(programs: Mapping[str, Program]) -> str:
         "",
         "usage: gregale COMMAND [ARGUMENTS] [--key value ...]",
         "",
-        *(f"  {name:<10}{program.summary}" for name, program in programs.items()),
+        *(f"  {name:<11}{program.summary}" for name, program in programs.items()),
         "",
         "`gregale COMMAND --help` lists the command's options and every key of its configuration.",
     ]
     width = shutil.get_terminal_size((120, 24)).columns
     return "\n".join(
-        textwrap.fill(line, width, subsequent_indent=" " * 12 if line[:1] == " " else "") for line in lines
+        textwrap.fill(line, width, subsequent_indent=" " * 13 if line[:1] == " " else "") for line in lines
     )
 
 

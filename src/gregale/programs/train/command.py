@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import jax
@@ -193,4 +193,5 @@ def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -
     return f"{text}; a bigram model counted on the same training text: {bigram:.3f} bits per byte."
 
 
-COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, positional=("config",))
+READS = tuple(each.name for each in fields(TrainConfig) if each.name != "islands")
+COMMAND = Command(main=main, options=TrainOptions, config=TrainConfig, reads=READS, positional=("config",))
