@@ -19,8 +19,8 @@ class Member(Standing):
     """The protocol of one island.
 
     `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
-    from a checkpoint the record in it, with the `holder` whose lease it goes on with. `decide` may be shared by
-    members of one process that see the same views (a simulator).
+    from a checkpoint the record in it, with the `holder` whose lease it goes on with, and the examples that this holder
+    has `used`. `decide` may be shared by members of one process that see the same views (a simulator).
     """
 
     # Events.

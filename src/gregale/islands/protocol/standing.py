@@ -42,6 +42,7 @@ class Standing:
         timing: Timing,
         rules: Rules,
         holder: str = "",
+        used: int = 0,
         decide: Callable[[View, Rules], Decision] = decisions.decide,
     ):
         self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
@@ -59,7 +60,7 @@ class Standing:
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
-        self._saved, self._used, self._step_seconds = outer.round, 0, 0.0
+        self._saved, self._used, self._step_seconds = outer.round, used, 0.0
         self._leave_by: float | None = None
         self._done = False
         self._forget_round()

@@ -200,11 +200,12 @@ def joined(
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
+    rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep), saved["used"] if saved else 0
     driver = Driver(
-        member=Member(identity, record, timing, Rules(islands.minimum, lot, islands.start, islands.lockstep), holder),
+        member=Member(identity, record, timing, rules, holder, used),
         coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
         worker=hands,
-        leases=Leases(islands.own_name, holder, config.batch.size, saved["used"] if saved else 0),
+        leases=Leases(islands.own_name, holder, config.batch.size, used),
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
