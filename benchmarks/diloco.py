@@ -1,42 +1,72 @@
 """Held-out loss of one small model under PSDP, DiLoCo and Streaming DiLoCo, against tokens and against bytes sent.
 
-    python benchmarks/diloco.py RUNS [--seeds 1 2] [--rates 1e-3 0.3 0.5 0.7 0.5] [--figure FILE.svg]
+    python benchmarks/diloco.py RUNS [--inner adamw muon] [--seeds 1 2 3] [--trials] [--figure FILE.svg]
 
-Every run is `gregale train config/diloco_small.yaml` with another `sync`: the same tokens in the same order, the same
-inner optimizer and learning rate. All start with the same steps of PSDP (`sync.warmup_steps`; the paper pretrains
-too), which are trained once a seed: the methods go on from that checkpoint. The inner rate is the best of a few for
-PSDP, the outer rate of each other method the best of a few for it; both are chosen on seed 0, by the held-out loss at
-the end; `--rates` gives them instead, the inner one and that of each method. The table is of the other seeds. Runs are
-kept in RUNS: a second call goes on where the first one stopped.
+Every run is a whole one, `gregale train config/diloco_small.yaml` with a smaller model, without a warm-up and with another
+`sync`: the same tokens in the same order. Rates are chosen on seed 0, by the held-out loss at the end, on the ladders
+`INNER_RATES` and `OUTER_RATES`: a rate is taken when its neighbours are no better. PSDP gets its inner rate so, with each
+inner optimizer. DiLoCo at H 30 begins there, and gets its outer rate and then its inner one, in turn until neither moves;
+the other methods begin with the rates of H 30 and get their outer rate. The table is of the other seeds. `--trials` adds, on seed 0, streaming
+with another alpha and another delay at the rates of streaming.
+
+Runs are kept in RUNS: a second call goes on where the first one stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from training_runs import rows_of
+from training_runs import is_done, rows_of
 
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
+from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from gregale.services.config import TrainConfig
+from gregale.services.memory import keep_memory
 from gregale.services.parsing import load
 
 CONFIG = Path(__file__).parent.parent / "config" / "diloco_small.yaml"
-INNER_RATES = (5e-4, 1e-3, 2e-3)
-OUTER_RATES = (0.3, 0.5, 0.7, 1.0)
+SMALL = (
+    "--steps=600",
+    "--model.layers=3",
+    "--model.hidden=48",
+    "--model.heads=2",
+    "--model.mlp=128",
+    "--batch.size=64",
+    "--batch.sequence_length=32",
+    "--evaluation.every=50",
+    "--evaluation.batches=24",
+    "--checkpoint.every=100000",
+    "--log_every=10",
+)
+INNER: dict[str, OptimizerConfig] = {"adamw": AdamWConfig(), "muon": MuonConfig()}
+INNER_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+OUTER_RATES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)
 TUNING_SEED = 0
-WARMUP = 600
-PSDP = "PSDP"
+PSDP, FIRST = "PSDP", "DiLoCo, H 30"
 METHODS: dict[str, DilocoConfig] = {
-    "DiLoCo, H 10": DilocoConfig(period=10, warmup_steps=WARMUP),
-    "DiLoCo, H 30": DilocoConfig(period=30, warmup_steps=WARMUP),
-    "DiLoCo, H 100": DilocoConfig(period=100, warmup_steps=WARMUP),
-    "streaming, H 30": StreamingDilocoConfig(period=30, fragments=4, delay=1, alpha=0.5, warmup_steps=WARMUP),
+    FIRST: DilocoConfig(period=30),
+    "DiLoCo, H 10": DilocoConfig(period=10),
+    "DiLoCo, H 100": DilocoConfig(period=100),
+    "streaming, H 30": StreamingDilocoConfig(period=30),
 }
+TRIALS = {"alpha 0": {"alpha": 0.0}, "delay 1": {"delay": 1}}
+TUNING_RUNS = 17  # of one inner optimizer where every first guess is the best; for the estimate of time left
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is tuned of a method; PSDP has no outer rate."""
+
+    inner: float
+    outer: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.inner:g}" if self.outer is None else f"{self.inner:g} and {self.outer:g}"
 
 
 @dataclass(frozen=True)
@@ -46,43 +76,45 @@ class Run:
     tokens: np.ndarray
     bytes_sent: np.ndarray  # of one device over `replica`
     loss: np.ndarray  # held out, nats a token
-    warmup_bytes: int  # sent until the end of the warm-up
-
-    def after_warmup(self) -> int:
-        return self.bytes_sent[-1] - self.warmup_bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trainer:
-    """Trains the model of `CONFIG`, each run once."""
+    """Trains the small model, each run once, and says how long the rest will take."""
 
     runs: Path
+    expected: int  # runs in all, about
+    done: dict[str, Run] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # of each run that this process trained
 
-    def psdp(self, inner_rate: float, seed: int) -> Run:
-        """PSDP from the beginning; its checkpoint after the warm-up stays."""
-        return self._run(f"psdp-inner{inner_rate:g}-seed{seed}", PsdpConfig(), inner_rate, seed)
+    def run(self, inner: str, sync: SyncConfig, rates: Rates, seed: int) -> Run:
+        config = configured(inner, sync, rates, seed, self.runs)
+        if config.name not in self.done:
+            begun, known = time.monotonic(), is_done(config)
+            self.done[config.name] = measured(rows_of(config), config.batch.tokens)
+            if not known:
+                self.seconds.append(time.monotonic() - begun)
+                self.say_time_left()
+        return self.done[config.name]
 
-    def diloco(self, sync: DilocoConfig, inner_rate: float, seed: int) -> Run:
-        """`sync`, from PSDP's checkpoint after the warm-up."""
-        method, rate = sync.get_choice_name(type(sync)), sync.outer.learning_rate
-        folder = f"{method}-H{sync.period}-outer{rate:g}-inner{inner_rate:g}-seed{seed}"
-        self._start_from(self.runs / f"psdp-inner{inner_rate:g}-seed{seed}", self.runs / folder)
-        return self._run(folder, sync, inner_rate, seed)
+    def say_time_left(self) -> None:
+        left = max(0, self.expected - len(self.done)) * float(np.mean(self.seconds[-10:]))
+        print(f"=== {len(self.done)} of about {self.expected} runs, about {left / 60:.0f} min left", flush=True)
 
-    def _run(self, folder: str, sync: SyncConfig, inner_rate: float, seed: int) -> Run:
-        config = load(TrainConfig, CONFIG, [f"--optimizer.learning_rate={inner_rate}", f"--seed={seed}"])
-        config = replace(config, sync=sync, runs=str(self.runs / folder))
-        return measured(rows_of(config), config.batch.tokens)
 
-    def _start_from(self, psdp: Path, folder: Path) -> None:
-        """A copy of a run as it was after the warm-up, made under a temporary name."""
-        if folder.exists():
-            return
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        later = [f"step-{step:08d}" for step in range(WARMUP + 1, load(TrainConfig, CONFIG).steps + 1)]
-        shutil.copytree(psdp, partial, ignore=shutil.ignore_patterns(*later))
-        partial.rename(folder)
+def configured(inner: str, sync: SyncConfig, rates: Rates, seed: int, runs: Path) -> TrainConfig:
+    """The run of a method, named after all in which runs differ."""
+    config: TrainConfig = load(TrainConfig, CONFIG, SMALL)
+    name = f"{inner}-psdp"
+    if isinstance(sync, DilocoConfig):
+        assert rates.outer is not None
+        sync = replace(sync, outer=replace(sync.outer, learning_rate=rates.outer))
+        name = f"{inner}-{sync.get_choice_name(type(sync))}-H{sync.period}-outer{rates.outer:g}"
+    if isinstance(sync, StreamingDilocoConfig):
+        name += f"-delay{sync.delay}-alpha{sync.alpha:g}"
+    optimizer = replace(INNER[inner], learning_rate=rates.inner, schedule=config.optimizer.schedule)
+    name += f"-inner{rates.inner:g}-seed{seed}"
+    return replace(config, name=name, runs=str(runs), seed=seed, sync=sync, optimizer=optimizer)
 
 
 def measured(rows: dict[int, dict], tokens_per_step: int) -> Run:
@@ -92,85 +124,127 @@ def measured(rows: dict[int, dict], tokens_per_step: int) -> Run:
         tokens=np.array([row["step"] * tokens_per_step for row in evaluated]),
         bytes_sent=np.array([row["replica_bytes"] for row in evaluated]),
         loss=np.array([row["eval_loss"] for row in evaluated]),
-        warmup_bytes=rows[WARMUP]["replica_bytes"],
     )
 
 
-def best(losses: dict[float, float], what: str) -> float:
-    """The rate with the lowest loss; all of them are printed."""
-    print(f"{what}: " + ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items()), flush=True)
-    return min(losses, key=lambda rate: losses[rate])
+def climb(loss: Callable[[float], float], ladder: Sequence[float], start: float) -> float:
+    """The rate of a ladder whose neighbours are no better, found from `start` by going to the best neighbour."""
+    at = ladder.index(start)
+    while True:
+        best = min(range(max(0, at - 1), min(len(ladder), at + 2)), key=lambda place: (loss(ladder[place]), place != at))
+        if best == at:
+            return ladder[at]
+        at = best
 
 
-def tuned(train: Trainer) -> tuple[float, dict[str, DilocoConfig]]:
-    """The shared inner rate, and each method with its own outer rate."""
-    inner = best({rate: train.psdp(rate, TUNING_SEED).loss[-1] for rate in INNER_RATES}, "inner rate")
-    methods = {}
-    for label, sync in METHODS.items():
-        tried = {rate: with_outer_rate(sync, rate) for rate in OUTER_RATES}
-        losses = {rate: train.diloco(each, inner, TUNING_SEED).loss[-1] for rate, each in tried.items()}
-        methods[label] = tried[best(losses, f"outer rate of {label}")]
-    return inner, methods
+@dataclass(frozen=True)
+class Tuning:
+    """The search of one inner optimizer's rates on the tuning seed, and every loss it saw."""
+
+    train: Trainer
+    inner: str
+    tried: dict[str, dict[Rates, float]] = field(default_factory=dict)
+
+    def loss(self, label: str, sync: SyncConfig, rates: Rates) -> float:
+        found = float(self.train.run(self.inner, sync, rates, TUNING_SEED).loss[-1])
+        return self.tried.setdefault(label, {}).setdefault(rates, found)
+
+    def chosen(self) -> dict[str, Rates]:
+        """Each method's rates."""
+        psdp = climb(lambda rate: self.loss(PSDP, PsdpConfig(), Rates(rate)), INNER_RATES, 4e-3)
+        first = self.both(FIRST, Rates(psdp, 0.2))
+        rates = {PSDP: Rates(psdp), FIRST: first}
+        return rates | {label: self.outer(label, first) for label in METHODS if label != FIRST}
+
+    def both(self, label: str, start: Rates) -> Rates:
+        """Outer and inner rate in turn, until neither moves."""
+        with_outer = self.outer(label, start)
+        found = climb(
+            lambda rate: self.loss(label, METHODS[label], replace(with_outer, inner=rate)), INNER_RATES, start.inner
+        )
+        return with_outer if found == start.inner else self.both(label, replace(with_outer, inner=found))
+
+    def outer(self, label: str, start: Rates) -> Rates:
+        assert start.outer is not None
+        found = climb(
+            lambda rate: self.loss(label, METHODS[label], replace(start, outer=rate)), OUTER_RATES, start.outer
+        )
+        return replace(start, outer=found)
+
+    def lines(self) -> Iterable[str]:
+        for label, losses in self.tried.items():
+            ordered = sorted(losses.items(), key=lambda item: (item[0].inner, item[0].outer or 0))
+            yield f"{self.inner}, {label}: " + "; ".join(f"{rates}: {loss:.4f}" for rates, loss in ordered)
 
 
-def with_outer_rate(sync: DilocoConfig, rate: float) -> DilocoConfig:
-    return replace(sync, outer=replace(sync.outer, learning_rate=rate))
-
-
-def table(methods: dict[str, DilocoConfig], results: dict[str, list[Run]]) -> Iterable[str]:
-    """Markdown: losses at the end, the gap to PSDP paired by seed, and bytes sent after the warm-up."""
+def table(inner: str, chosen: dict[str, Rates], results: dict[str, list[Run]]) -> Iterable[str]:
+    """Markdown: rates, losses at the end, the gap to PSDP paired by seed, and bytes of the whole run."""
     reference = results[PSDP]
-    yield "| method | outer rate | held-out loss, nats | gap to PSDP (least, most) | bytes over `replica` | fewer |"
-    yield "|---|---|---|---|---|---|"
+    yield "| inside | method | inner rate | outer rate | held-out loss, nats | gap to PSDP (each seed) | sent | fewer |"
+    yield "|---|---|---|---|---|---|---|---|"
     for label, runs in results.items():
-        rate = f"{methods[label].outer.learning_rate:g}" if label in methods else ""
+        rates = chosen[label]
         gaps = [run.loss[-1] - same.loss[-1] for run, same in zip(runs, reference, strict=True)]
-        sent, most = runs[0].after_warmup(), reference[0].after_warmup()
+        shown = "" if label == PSDP else f"{np.mean(gaps):+.4f} ({', '.join(f'{gap:+.4f}' for gap in gaps)})"
+        sent, most = runs[0].bytes_sent[-1], reference[0].bytes_sent[-1]
         yield (
-            f"| {label} | {rate} | {np.mean([run.loss[-1] for run in runs]):.4f} "
-            f"| {np.mean(gaps):+.4f} ({min(gaps):+.4f}, {max(gaps):+.4f}) | {sent / 1e6:,.0f} MB | {most / sent:.1f} |"
+            f"| {inner} | {label} | {rates.inner:g} | {'' if rates.outer is None else f'{rates.outer:g}'} "
+            f"| {np.mean([run.loss[-1] for run in runs]):.4f} | {shown} | {sent / 1e6:,.1f} MB | {most / sent:.1f} |"
         )
 
 
-def draw(path: Path, results: dict[str, list[Run]]) -> None:
-    """Loss since the warm-up against tokens and against bytes, mean over seeds."""
-    from gregale.timeline.plot import new_figure, save_figure
+def draw(path: Path, results: dict[str, dict[str, list[Run]]]) -> None:
+    """Loss against tokens and against bytes, mean over seeds: a row of two pictures for each inner optimizer."""
+    from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
-    figure = new_figure(path, (9.0, 4.2))
-    over_tokens, over_bytes = figure.subplots(1, 2, sharey=True)
-    for label, runs in results.items():
-        loss = np.mean([run.loss for run in runs], axis=0)
-        sent = runs[0].bytes_sent - runs[0].warmup_bytes
-        since = sent >= 0
-        over_tokens.plot(runs[0].tokens[since] / 1e6, loss[since], label=label, marker=".")
-        over_bytes.plot(sent[sent > 0] / 1e6, loss[sent > 0], marker=".")
-    over_bytes.set_xscale("log")
-    over_tokens.set_xlabel("tokens, millions")
-    over_bytes.set_xlabel("sent over replica by a device since the warm-up, MB")
-    over_tokens.set_ylabel("held-out loss, nats a token")
-    for axes in (over_tokens, over_bytes):
-        axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=5, fontsize="small", frameon=False)
+    figure = new_figure(path, (9.0, 0.8 + 3.2 * len(results)))
+    grid = figure.subplots(len(results), 2, sharey="row", sharex="col", squeeze=False)
+    for (over_tokens, over_bytes), (inner, methods) in zip(grid, results.items(), strict=True):
+        for (label, runs), colour in zip(methods.items(), LINE_COLOURS, strict=False):
+            loss = np.mean([run.loss for run in runs], axis=0)
+            sent = runs[0].bytes_sent
+            style = {"color": colour, "marker": ".", "linewidth": 1.5}
+            over_tokens.plot(runs[0].tokens / 1e6, loss, label=label, **style)
+            over_bytes.plot(sent[sent > 0] / 1e6, loss[sent > 0], **style)
+        over_bytes.set_xscale("log")
+        over_tokens.set_ylabel(f"{inner}: held-out loss, nats")
+        over_tokens.set_ylim(top=min(3.2, over_tokens.get_ylim()[1]))
+        for axes in (over_tokens, over_bytes):
+            axes.grid(alpha=0.3)
+    grid[-1][0].set_xlabel("tokens, millions")
+    grid[-1][1].set_xlabel("sent over replica by a device, MB")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     save_figure(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss of PSDP, DiLoCo and Streaming DiLoCo.")
     parser.add_argument("runs", type=Path, help="folder for the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rates", type=float, nargs=1 + len(METHODS), help="inner, and each method's outer: not tuned")
+    parser.add_argument("--inner", nargs="+", choices=INNER, default=list(INNER), help="inner optimizers")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help=f"of the table; {TUNING_SEED} tunes")
+    parser.add_argument("--trials", action="store_true", help="streaming with another alpha and another delay, too")
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
-    train = Trainer(options.runs)
-    if options.rates:
-        inner, *outer = options.rates
-        methods = {label: with_outer_rate(METHODS[label], rate) for label, rate in zip(METHODS, outer, strict=True)}
-    else:
-        inner, methods = tuned(train)
-    results = {PSDP: [train.psdp(inner, seed) for seed in options.seeds]}
-    for label, sync in methods.items():
-        results[label] = [train.diloco(sync, inner, seed) for seed in options.seeds]
-    print("\n".join(table(methods, results)))
+    keep_memory()
+    trials = TRIALS if options.trials else {}
+    each = TUNING_RUNS + len(options.seeds) * (1 + len(METHODS)) + len(trials)
+    train = Trainer(options.runs, expected=len(options.inner) * each)
+    results: dict[str, dict[str, list[Run]]] = {}
+    text: list[str] = []
+    for inner in options.inner:
+        tuning = Tuning(train, inner)
+        chosen = tuning.chosen()
+        print("\n".join(tuning.lines()), flush=True)
+        found: dict[str, list[Run]] = {label: [] for label in chosen}
+        for seed in options.seeds:
+            for label, rates in chosen.items():
+                found[label].append(train.run(inner, METHODS.get(label, PsdpConfig()), rates, seed))
+        streaming = next(label for label in METHODS if label.startswith("streaming"))
+        for label, changed in trials.items():
+            tuning.loss(f"{streaming}, {label}", replace(METHODS[streaming], **changed), chosen[streaming])
+        results[inner] = found
+        text += [*tuning.lines(), "", *table(inner, chosen, found), ""]
+    print("\n".join(text))
     if options.figure:
         draw(options.figure, results)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from gregale.services.config import TrainConfig
+from gregale.services.run_directory import RunDirectory
 
 
 def rows_of(config: TrainConfig) -> dict[int, dict]:
@@ -15,12 +16,19 @@ def rows_of(config: TrainConfig) -> dict[int, dict]:
     """
     from gregale.programs.train.command import TrainOptions, main
 
-    folder = Path(config.runs) / config.name
-    print(f"--- {folder}", flush=True)
-    if main(TrainOptions(), config):
-        raise SystemExit("stopped; the same command goes on from there")
+    run = RunDirectory(Path(config.runs) / config.name)
+    if not is_done(config):
+        print(f"--- {run.path}", flush=True)
+        if main(TrainOptions(), config):
+            raise SystemExit("stopped; the same command goes on from there")
     rows: dict[int, dict] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in run.metrics.read_text().splitlines():
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)
     return rows
+
+
+def is_done(config: TrainConfig) -> bool:
+    """Whether a run of exactly this configuration has been trained and evaluated to its end."""
+    run = RunDirectory(Path(config.runs) / config.name)
+    return run.config.is_file() and run.read_config() == config and run.has_evaluation(config.steps)
