@@ -2,12 +2,13 @@
 
     python benchmarks/diloco.py RUNS [--inner adamw muon] [--seeds 1 2 3] [--trials] [--figure FILE.svg]
 
-Every run is a whole one, `gregale train config/diloco_small.yaml` with a smaller model, without a warm-up and with another
-`sync`: the same tokens in the same order. Rates are chosen on seed 0, by the held-out loss at the end, on the ladders
-`INNER_RATES` and `OUTER_RATES`: a rate is taken when its neighbours are no better. PSDP gets its inner rate so, with each
-inner optimizer. DiLoCo at H 30 begins there, and gets its outer rate and then its inner one, in turn until neither moves;
-the other methods begin with the rates of H 30 and get their outer rate. The table is of the other seeds. `--trials` adds, on seed 0, streaming
-with another alpha and another delay at the rates of streaming.
+Every run is a whole one, `gregale train config/diloco_small.yaml` with a smaller model, without a warm-up and with
+another `sync`: the same tokens in the same order. Rates are chosen on seed 0, by the held-out loss at the end, on the
+ladders `INNER_RATES` and `OUTER_RATES`: a rate is taken when its neighbours are no better. PSDP gets its inner rate so,
+with each inner optimizer. DiLoCo at H 30 begins there, and gets its outer rate and then its inner one, in turn until
+neither moves; the other methods begin with the rates of H 30 and get their outer rate. The table is of the other seeds.
+`--trials` adds runs on seed 0, at the chosen rates: streaming with another alpha or delay, and DiLoCo after a warm-up
+of PSDP.
 
 Runs are kept in RUNS: a second call goes on where the first one stopped.
 """
@@ -47,14 +48,19 @@ INNER: dict[str, OptimizerConfig] = {"adamw": AdamWConfig(), "muon": MuonConfig(
 INNER_RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 OUTER_RATES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4)
 TUNING_SEED = 0
-PSDP, FIRST = "PSDP", "DiLoCo, H 30"
+PSDP, FIRST, STREAMING = "PSDP", "DiLoCo, H 30", "streaming, H 30"
 METHODS: dict[str, DilocoConfig] = {
-    FIRST: DilocoConfig(period=30),
     "DiLoCo, H 10": DilocoConfig(period=10),
+    FIRST: DilocoConfig(period=30),
     "DiLoCo, H 100": DilocoConfig(period=100),
-    "streaming, H 30": StreamingDilocoConfig(period=30),
+    STREAMING: StreamingDilocoConfig(period=30),
 }
-TRIALS = {"alpha 0": {"alpha": 0.0}, "delay 1": {"delay": 1}}
+TRIALS: list[tuple[str, str, dict[str, float]]] = [  # method, what is changed of it
+    (STREAMING, "alpha 0", {"alpha": 0.0}),
+    (STREAMING, "delay 1", {"delay": 1}),
+    (FIRST, "60 steps of PSDP first", {"warmup_steps": 60}),
+    (FIRST, "120 steps of PSDP first", {"warmup_steps": 120}),
+]
 TUNING_RUNS = 17  # of one inner optimizer where every first guess is the best; for the estimate of time left
 
 
@@ -112,6 +118,8 @@ def configured(inner: str, sync: SyncConfig, rates: Rates, seed: int, runs: Path
         name = f"{inner}-{sync.get_choice_name(type(sync))}-H{sync.period}-outer{rates.outer:g}"
     if isinstance(sync, StreamingDilocoConfig):
         name += f"-delay{sync.delay}-alpha{sync.alpha:g}"
+    if sync.warm_up():
+        name += f"-warmup{sync.warm_up()}"
     optimizer = replace(INNER[inner], learning_rate=rates.inner, schedule=config.optimizer.schedule)
     name += f"-inner{rates.inner:g}-seed{seed}"
     return replace(config, name=name, runs=str(runs), seed=seed, sync=sync, optimizer=optimizer)
@@ -131,7 +139,9 @@ def climb(loss: Callable[[float], float], ladder: Sequence[float], start: float)
     """The rate of a ladder whose neighbours are no better, found from `start` by going to the best neighbour."""
     at = ladder.index(start)
     while True:
-        best = min(range(max(0, at - 1), min(len(ladder), at + 2)), key=lambda place: (loss(ladder[place]), place != at))
+        best = min(
+            range(max(0, at - 1), min(len(ladder), at + 2)), key=lambda place: (loss(ladder[place]), place != at)
+        )
         if best == at:
             return ladder[at]
         at = best
@@ -154,7 +164,8 @@ class Tuning:
         psdp = climb(lambda rate: self.loss(PSDP, PsdpConfig(), Rates(rate)), INNER_RATES, 4e-3)
         first = self.both(FIRST, Rates(psdp, 0.2))
         rates = {PSDP: Rates(psdp), FIRST: first}
-        return rates | {label: self.outer(label, first) for label in METHODS if label != FIRST}
+        rates |= {label: self.outer(label, first) for label in METHODS if label != FIRST}
+        return {label: rates[label] for label in (PSDP, *METHODS)}
 
     def both(self, label: str, start: Rates) -> Rates:
         """Outer and inner rate in turn, until neither moves."""
@@ -226,7 +237,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
     keep_memory()
-    trials = TRIALS if options.trials else {}
+    trials = TRIALS if options.trials else []
     each = TUNING_RUNS + len(options.seeds) * (1 + len(METHODS)) + len(trials)
     train = Trainer(options.runs, expected=len(options.inner) * each)
     results: dict[str, dict[str, list[Run]]] = {}
@@ -239,9 +250,8 @@ def main() -> None:
         for seed in options.seeds:
             for label, rates in chosen.items():
                 found[label].append(train.run(inner, METHODS.get(label, PsdpConfig()), rates, seed))
-        streaming = next(label for label in METHODS if label.startswith("streaming"))
-        for label, changed in trials.items():
-            tuning.loss(f"{streaming}, {label}", replace(METHODS[streaming], **changed), chosen[streaming])
+        for label, what, changed in trials:
+            tuning.loss(f"{label}, {what}", replace(METHODS[label], **changed), chosen[label])
         results[inner] = found
         text += [*tuning.lines(), "", *table(inner, chosen, found), ""]
     print("\n".join(text))
