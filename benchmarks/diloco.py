@@ -1,12 +1,13 @@
 """Held-out loss of one small model under PSDP, DiLoCo and Streaming DiLoCo, against tokens and against bytes sent.
 
-    python benchmarks/diloco.py RUNS [--inner adamw muon] [--seeds 1 2 3] [--trials] [--figure FILE.svg]
+    python benchmarks/diloco.py RUNS [--inner adamw muon] [--methods ...] [--seeds 1 2 3] [--trials] [--figure FILE.svg]
 
 Every run is a whole one, `gregale train config/diloco_small.yaml` with a smaller model, without a warm-up and with
 another `sync`: the same tokens in the same order. Rates are chosen on seed 0, by the held-out loss at the end, on the
 ladders `INNER_RATES` and `OUTER_RATES`: a rate is taken when its neighbours are no better. PSDP gets its inner rate so,
 with each inner optimizer. DiLoCo at H 30 begins there, and gets its outer rate and then its inner one, in turn until
-neither moves; the other methods begin with the rates of H 30 and get their outer rate. The table is of the other seeds.
+neither moves; the other methods begin with the rates of H 30 and get their outer rate. The outer optimizer has momentum
+0.9, unless the plain average of the replicas (rate 1 without momentum) is better. The table is of the other seeds.
 `--trials` adds runs on seed 0, at the chosen rates: streaming with another alpha or delay, and DiLoCo after a warm-up
 of PSDP.
 
@@ -24,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from training_runs import is_done, rows_of
 
-from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
+from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
 from gregale.services.config import TrainConfig
 from gregale.services.memory import keep_memory
@@ -55,13 +56,15 @@ METHODS: dict[str, DilocoConfig] = {
     "DiLoCo, H 100": DilocoConfig(period=100),
     STREAMING: StreamingDilocoConfig(period=30),
 }
-TRIALS: list[tuple[str, str, dict[str, float]]] = [  # method, what is changed of it
-    (STREAMING, "alpha 0", {"alpha": 0.0}),
-    (STREAMING, "delay 1", {"delay": 1}),
-    (FIRST, "60 steps of PSDP first", {"warmup_steps": 60}),
-    (FIRST, "120 steps of PSDP first", {"warmup_steps": 120}),
+PLAIN = {"outer": 1.0, "momentum": 0.0}  # the average of the replicas, as it is
+TRIALS: list[tuple[str, dict[str, float], dict[str, float]]] = [  # method, what is changed of it and of its rates
+    (FIRST, {"warmup_steps": 60}, {}),
+    ("DiLoCo, H 10", {"warmup_steps": 300}, PLAIN),
+    ("DiLoCo, H 10", {"warmup_steps": 300}, {"outer": 0.3, "momentum": 0.9}),
+    (STREAMING, {"alpha": 0.0}, {}),
+    (STREAMING, {"delay": 1}, {}),
 ]
-TUNING_RUNS = 17  # of one inner optimizer where every first guess is the best; for the estimate of time left
+TUNING_RUNS = 21  # of one inner optimizer where every first guess is the best; for the estimate of time left
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,15 @@ class Rates:
 
     inner: float
     outer: float | None = None
+    momentum: float = OUTER.momentum  # of the outer optimizer
 
     def __str__(self) -> str:
-        return f"{self.inner:g}" if self.outer is None else f"{self.inner:g} and {self.outer:g}"
+        return f"{self.inner:g}" if self.outer is None else f"{self.inner:g} and {self.shown_outer}"
+
+    @property
+    def shown_outer(self) -> str:
+        """The outer rate; without momentum, 1 is the plain average of the replicas."""
+        return "" if self.outer is None else f"{self.outer:g}" if self.momentum else f"{self.outer:g}, no momentum"
 
 
 @dataclass(frozen=True)
@@ -114,8 +123,11 @@ def configured(inner: str, sync: SyncConfig, rates: Rates, seed: int, runs: Path
     name = f"{inner}-psdp"
     if isinstance(sync, DilocoConfig):
         assert rates.outer is not None
-        sync = replace(sync, outer=replace(sync.outer, learning_rate=rates.outer))
+        outer = replace(OUTER, learning_rate=rates.outer, momentum=rates.momentum, nesterov=rates.momentum > 0)
+        sync = replace(sync, outer=outer)
         name = f"{inner}-{sync.get_choice_name(type(sync))}-H{sync.period}-outer{rates.outer:g}"
+        if rates.momentum != OUTER.momentum:
+            name += f"-momentum{rates.momentum:g}"
     if isinstance(sync, StreamingDilocoConfig):
         name += f"-delay{sync.delay}-alpha{sync.alpha:g}"
     if sync.warm_up():
@@ -153,6 +165,7 @@ class Tuning:
 
     train: Trainer
     inner: str
+    methods: Sequence[str] = tuple(METHODS)
     tried: dict[str, dict[Rates, float]] = field(default_factory=dict)
 
     def loss(self, label: str, sync: SyncConfig, rates: Rates) -> float:
@@ -164,23 +177,26 @@ class Tuning:
         psdp = climb(lambda rate: self.loss(PSDP, PsdpConfig(), Rates(rate)), INNER_RATES, 4e-3)
         first = self.both(FIRST, Rates(psdp, 0.2))
         rates = {PSDP: Rates(psdp), FIRST: first}
-        rates |= {label: self.outer(label, first) for label in METHODS if label != FIRST}
-        return {label: rates[label] for label in (PSDP, *METHODS)}
+        rates |= {label: self.outer(label, first) for label in self.methods if label != FIRST}
+        return {label: rates[label] for label in (PSDP, *self.methods)}
 
     def both(self, label: str, start: Rates) -> Rates:
         """Outer and inner rate in turn, until neither moves."""
-        with_outer = self.outer(label, start)
-        found = climb(
-            lambda rate: self.loss(label, METHODS[label], replace(with_outer, inner=rate)), INNER_RATES, start.inner
+        best = self.outer(label, start)
+        inner = climb(
+            lambda rate: self.loss(label, METHODS[label], replace(best, inner=rate)), INNER_RATES, start.inner
         )
-        return with_outer if found == start.inner else self.both(label, replace(with_outer, inner=found))
+        return best if inner == start.inner else self.both(label, replace(start, inner=inner))
 
     def outer(self, label: str, start: Rates) -> Rates:
+        """The outer rate with momentum, or the plain average if that is better; `start` has momentum."""
+
+        def loss(rates: Rates) -> float:
+            return self.loss(label, METHODS[label], rates)
+
         assert start.outer is not None
-        found = climb(
-            lambda rate: self.loss(label, METHODS[label], replace(start, outer=rate)), OUTER_RATES, start.outer
-        )
-        return replace(start, outer=found)
+        found = climb(lambda rate: loss(replace(start, outer=rate)), OUTER_RATES, start.outer)
+        return min(replace(start, outer=found), replace(start, outer=1.0, momentum=0.0), key=loss)
 
     def lines(self) -> Iterable[str]:
         for label, losses in self.tried.items():
@@ -199,7 +215,7 @@ def table(inner: str, chosen: dict[str, Rates], results: dict[str, list[Run]]) -
         shown = "" if label == PSDP else f"{np.mean(gaps):+.4f} ({', '.join(f'{gap:+.4f}' for gap in gaps)})"
         sent, most = runs[0].bytes_sent[-1], reference[0].bytes_sent[-1]
         yield (
-            f"| {inner} | {label} | {rates.inner:g} | {'' if rates.outer is None else f'{rates.outer:g}'} "
+            f"| {inner} | {label} | {rates.inner:g} | {rates.shown_outer} "
             f"| {np.mean([run.loss[-1] for run in runs]):.4f} | {shown} | {sent / 1e6:,.1f} MB | {most / sent:.1f} |"
         )
 
@@ -232,26 +248,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss of PSDP, DiLoCo and Streaming DiLoCo.")
     parser.add_argument("runs", type=Path, help="folder for the runs")
     parser.add_argument("--inner", nargs="+", choices=INNER, default=list(INNER), help="inner optimizers")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="beside PSDP")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help=f"of the table; {TUNING_SEED} tunes")
     parser.add_argument("--trials", action="store_true", help="streaming with another alpha and another delay, too")
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
     keep_memory()
     trials = TRIALS if options.trials else []
-    each = TUNING_RUNS + len(options.seeds) * (1 + len(METHODS)) + len(trials)
+    each = TUNING_RUNS + len(options.seeds) * (1 + len(options.methods)) + len(trials)
     train = Trainer(options.runs, expected=len(options.inner) * each)
     results: dict[str, dict[str, list[Run]]] = {}
     text: list[str] = []
     for inner in options.inner:
-        tuning = Tuning(train, inner)
+        tuning = Tuning(train, inner, options.methods)
         chosen = tuning.chosen()
         print("\n".join(tuning.lines()), flush=True)
         found: dict[str, list[Run]] = {label: [] for label in chosen}
         for seed in options.seeds:
             for label, rates in chosen.items():
                 found[label].append(train.run(inner, METHODS.get(label, PsdpConfig()), rates, seed))
-        for label, what, changed in trials:
-            tuning.loss(f"{label}, {what}", replace(METHODS[label], **changed), chosen[label])
+        for label, changed, rates in trials:
+            what = ", ".join(f"{key} {value:g}" for key, value in changed.items())
+            tuning.loss(f"{label}, {what}", replace(METHODS[label], **changed), replace(chosen[label], **rates))
         results[inner] = found
         text += [*tuning.lines(), "", *table(inner, chosen, found), ""]
     print("\n".join(text))

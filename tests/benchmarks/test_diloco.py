@@ -53,12 +53,16 @@ def test_outer_and_inner_rate_are_searched_in_turn(diloco):
 
 
 def test_runs_that_differ_have_names_that_differ(diloco, tmp_path):
-    rates = diloco.Rates(1e-3, 0.5)
-    syncs = [*diloco.METHODS.values(), *(replace(diloco.METHODS[of], **changed) for of, _, changed in diloco.TRIALS)]
-    configs = [diloco.configured(inner, sync, rates, 1, tmp_path) for sync in syncs for inner in diloco.INNER]
-    configs += [diloco.configured("adamw", PsdpConfig(), each, 1, tmp_path) for each in (rates, diloco.Rates(2e-3))]
+    rates, psdp = diloco.Rates(1e-3, 0.5), PsdpConfig()
+    plain = replace(rates, **diloco.PLAIN)
+    runs = [(sync, each) for sync in diloco.METHODS.values() for each in (rates, plain)]
+    runs += [(replace(diloco.METHODS[of], **changed), replace(rates, **other)) for of, changed, other in diloco.TRIALS]
+    runs += [(psdp, diloco.Rates(1e-3)), (psdp, diloco.Rates(2e-3))]
+    configs = [diloco.configured(inner, sync, each, 1, tmp_path) for sync, each in runs for inner in diloco.INNER]
     assert len({config.name for config in configs}) == len(configs)
     assert {config.optimizer.learning_rate for config in configs} == {1e-3, 2e-3}
+    average = diloco.configured("muon", diloco.METHODS[diloco.FIRST], plain, 1, tmp_path).sync.outer
+    assert (average.learning_rate, average.momentum, average.nesterov) == (1.0, 0.0, False)
 
 
 def test_the_table_has_gaps_by_seed_and_bytes_of_whole_runs(diloco):
