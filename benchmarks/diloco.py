@@ -8,8 +8,8 @@ ladders `INNER_RATES` and `OUTER_RATES`: a rate is taken when its neighbours are
 with each inner optimizer. DiLoCo at H 30 begins there, and gets its outer rate and then its inner one, in turn until
 neither moves; the other methods begin with the rates of H 30 and get their outer rate. The outer optimizer has momentum
 0.9, unless the plain average of the replicas (rate 1 without momentum) is better. The table is of the other seeds.
-`--trials` adds runs on seed 0, at the chosen rates: streaming with another alpha or delay, and DiLoCo after a warm-up
-of PSDP.
+`--trials` adds, on all seeds, the default outer optimizer and the plain average, streaming with another alpha or delay,
+and DiLoCo after a warm-up of PSDP.
 
 Runs are kept in RUNS: a second call goes on where the first one stopped.
 """
@@ -57,7 +57,11 @@ METHODS: dict[str, DilocoConfig] = {
     STREAMING: StreamingDilocoConfig(period=30),
 }
 PLAIN = {"outer": 1.0, "momentum": 0.0}  # the average of the replicas, as it is
+DEFAULT = {"outer": OUTER.learning_rate, "momentum": OUTER.momentum}
 TRIALS: list[tuple[str, dict[str, float], dict[str, float]]] = [  # method, what is changed of it and of its rates
+    (FIRST, {}, PLAIN),
+    (FIRST, {}, DEFAULT),
+    ("DiLoCo, H 100", {}, DEFAULT),
     (FIRST, {"warmup_steps": 60}, {}),
     ("DiLoCo, H 10", {"warmup_steps": 300}, PLAIN),
     ("DiLoCo, H 10", {"warmup_steps": 300}, {"outer": 0.3, "momentum": 0.9}),
@@ -198,6 +202,14 @@ class Tuning:
         found = climb(lambda rate: loss(replace(start, outer=rate)), OUTER_RATES, start.outer)
         return min(replace(start, outer=found), replace(start, outer=1.0, momentum=0.0), key=loss)
 
+    def trial(self, label: str, changed: dict, other: dict, chosen: dict[str, Rates], seeds: Sequence[int]) -> str:
+        """A line: the losses of a method with a change, at its rates or others, on the tuning seed and `seeds`."""
+        sync, rates = replace(METHODS[label], **changed), replace(chosen[label], **other)
+        what = "".join(f", {key} {value:g}" for key, value in changed.items())
+        every = {seed: self.train.run(self.inner, sync, rates, seed).loss[-1] for seed in (TUNING_SEED, *seeds)}
+        losses = ", ".join(f"{loss:.4f} (seed {seed})" for seed, loss in every.items())
+        return f"{self.inner}, {label}{what}, {rates}: {losses}"
+
     def lines(self) -> Iterable[str]:
         for label, losses in self.tried.items():
             ordered = sorted(losses.items(), key=lambda item: (item[0].inner, item[0].outer or 0))
@@ -250,12 +262,12 @@ def main() -> None:
     parser.add_argument("--inner", nargs="+", choices=INNER, default=list(INNER), help="inner optimizers")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="beside PSDP")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help=f"of the table; {TUNING_SEED} tunes")
-    parser.add_argument("--trials", action="store_true", help="streaming with another alpha and another delay, too")
+    parser.add_argument("--trials", action="store_true", help="other settings of the methods, too")
     parser.add_argument("--figure", type=Path, help="write the picture here (.svg or .png)")
     options = parser.parse_args()
     keep_memory()
-    trials = TRIALS if options.trials else []
-    each = TUNING_RUNS + len(options.seeds) * (1 + len(options.methods)) + len(trials)
+    trials = [trial for trial in TRIALS if options.trials and trial[0] in options.methods]
+    each = TUNING_RUNS + len(options.seeds) * (1 + len(options.methods)) + len(trials) * (1 + len(options.seeds))
     train = Trainer(options.runs, expected=len(options.inner) * each)
     results: dict[str, dict[str, list[Run]]] = {}
     text: list[str] = []
@@ -267,9 +279,7 @@ def main() -> None:
         for seed in options.seeds:
             for label, rates in chosen.items():
                 found[label].append(train.run(inner, METHODS.get(label, PsdpConfig()), rates, seed))
-        for label, changed, rates in trials:
-            what = ", ".join(f"{key} {value:g}" for key, value in changed.items())
-            tuning.loss(f"{label}, {what}", replace(METHODS[label], **changed), replace(chosen[label], **rates))
+        text += [tuning.trial(*trial, chosen, options.seeds) for trial in trials]
         results[inner] = found
         text += [*tuning.lines(), "", *table(inner, chosen, found), ""]
     print("\n".join(text))

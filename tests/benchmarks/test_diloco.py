@@ -59,10 +59,21 @@ def test_runs_that_differ_have_names_that_differ(diloco, tmp_path):
     runs += [(replace(diloco.METHODS[of], **changed), replace(rates, **other)) for of, changed, other in diloco.TRIALS]
     runs += [(psdp, diloco.Rates(1e-3)), (psdp, diloco.Rates(2e-3))]
     configs = [diloco.configured(inner, sync, each, 1, tmp_path) for sync, each in runs for inner in diloco.INNER]
-    assert len({config.name for config in configs}) == len(configs)
+    assert len({config.name for config in configs}) == len({repr(replace(config, name="same")) for config in configs})
     assert {config.optimizer.learning_rate for config in configs} == {1e-3, 2e-3}
     average = diloco.configured("muon", diloco.METHODS[diloco.FIRST], plain, 1, tmp_path).sync.outer
     assert (average.learning_rate, average.momentum, average.nesterov) == (1.0, 0.0, False)
+
+
+def test_a_trial_is_told_with_its_change_and_every_seed(diloco):
+    class Known:
+        def run(self, inner, sync, rates, seed):
+            assert (sync.delay, rates.outer, rates.momentum) == (1, 1.0, 0.0)
+            return run(diloco, 1.0 + seed)
+
+    chosen = {diloco.STREAMING: diloco.Rates(1e-3, 0.5)}
+    line = diloco.Tuning(Known(), "muon").trial(diloco.STREAMING, {"delay": 1}, diloco.PLAIN, chosen, [3])
+    assert line == ("muon, streaming, H 30, delay 1, 0.001 and 1, no momentum: 1.0000 (seed 0), 4.0000 (seed 3)")
 
 
 def test_the_table_has_gaps_by_seed_and_bytes_of_whole_runs(diloco):
