@@ -36,7 +36,11 @@ class IslandsConfig(Settings):
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
     )
     start: int = field(
-        default=1, metadata={"help": "islands that have to be there for a new fleet to begin", "range": whole(1)}
+        default=1,
+        metadata={
+            "help": "islands that have to be there for a fleet to begin, anew or from checkpoints",
+            "range": whole(1),
+        },
     )
     lockstep: bool = field(
         default=False,

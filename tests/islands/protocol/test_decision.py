@@ -219,3 +219,13 @@ def test_a_view_that_lacks_voters_is_first_asked_for_again(header):
     assert plan.lacking
     assert isinstance(meaning(header("a"), header("b"), joiner).plan, Form)
     assert isinstance(meaning(header("a", again=False), header("b"), header("c")).plan, Form)
+
+
+def test_a_fleet_that_comes_back_from_checkpoints_waits_for_as_many_as_a_new_one(header):
+    """The first to come may have an older state than those that are still starting."""
+    rules = Rules(start=2)
+    alone = header("a", fresh=True, voter=False, waited=True)
+    assert isinstance(decide(View(1, (alone,)), rules).plan, Wait)
+    both = (alone, header("b", fresh=True, voter=False, round=7, waited=True))
+    assert isinstance(decide(View(1, both), rules).plan, Turn)
+    assert isinstance(decide(View(1, (header("a", voter=False, waited=True),)), rules).plan, Turn), "a survivor goes on"

@@ -138,8 +138,10 @@ def _too_few(headers: Sequence[Header], needed: int) -> Wait:
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
-    if len(headers) < rules.minimum:
-        return _too_few(headers, rules.minimum)
+    # One that comes back from checkpoints waits for as many as a new fleet: the first to come may have an older state.
+    needed = max(rules.minimum, rules.start if all(header.fresh for header in current) else 0)
+    if len(headers) < needed:
+        return _too_few(headers, needed)
     best = _newest_held(current)
     voters, present = current[0].voters, sum(header.voter for header in current)
     if present < voters and not all(header.again for header in current if header.voter):

@@ -109,6 +109,7 @@ class Header:
     healing             it is fetching a state, so there is a fleet that has one
     awaited             rounds were faster than its healing so far, and now shall wait for it
     waited              it has waited `turnover_seconds` for members that are missing
+    fresh               its state is a checkpoint's: it has not been in a fleet since its process began
     again               its last view lacked voters too, and the grace for slow steps is over
     leaving             it goes after this round
     saved               newest round in a checkpoint of its own
@@ -138,6 +139,7 @@ class Header:
     healing: bool = False
     awaited: bool = False
     waited: bool = False
+    fresh: bool = False
     again: bool = False
     leaving: bool = False
     saved: int = NO_ROUND
@@ -189,7 +191,7 @@ _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "healing", "awaited", "waited", "again", "leaving"), bool),
+    **dict.fromkeys(("voter", "ready", "healing", "awaited", "waited", "fresh", "again", "leaving"), bool),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
     "step_seconds": (int, float),

@@ -110,7 +110,7 @@ class Member(Standing):
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
         self._drop_round()
-        self.outer, self._voter, self._seen = outer, False, 0
+        self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.fresh
         self.holder = self.identity.session
         self._in_vain += 1
         self._do(m.Install(outer))
@@ -205,7 +205,7 @@ class Member(Standing):
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None
         prepared, self._held = self._held, None
-        self.outer = prepared.outer
+        self.outer, self._fresh = prepared.outer, False
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()

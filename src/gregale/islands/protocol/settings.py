@@ -53,7 +53,7 @@ class Rules:
 
     minimum   fewer members in a view: nothing is reduced, nobody goes on
     lot       how the data is leased
-    start     a fleet does not begin with fewer
+    start     a fleet does not begin with fewer, neither anew nor from checkpoints
     lockstep  a round waits until all that live have their snapshots
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import Header, Held, Outer, View
+from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, View
 from gregale.islands.protocol.plans import NO_NUMBERS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
 
@@ -63,6 +63,7 @@ class Standing:
         self._saved, self._used, self._step_seconds = outer.round, used, 0.0
         self._leave_by: float | None = None
         self._done = False
+        self._fresh = outer.round > NO_ROUND
         self._forget_round()
 
     def _forget_round(self) -> None:
@@ -105,6 +106,7 @@ class Standing:
             healing=self._healing,
             awaited=self._awaited(),
             waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
+            fresh=self._fresh,
             again=self._lacked and self._now >= self._grace_end,
             leaving=shot is not None and shot.final,
             saved=self._saved,

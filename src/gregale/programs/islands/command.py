@@ -103,7 +103,8 @@ class Fleet:
     def _written(self, config: TrainConfig) -> Path:
         """The configuration of all islands as a file."""
         path = self._folder / "config.yaml"
-        islands = replace(config.islands, name=None, token_file=str(self._token))
+        number = max(config.islands.start, self._options.count)  # all of them are started at once
+        islands = replace(config.islands, name=None, start=number, token_file=str(self._token))
         write_bytes(path, dump(replace(config, islands=islands)).encode())
         return path
 
