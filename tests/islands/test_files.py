@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,15 @@ def test_what_a_killed_process_left_is_written_over(tmp_path):
     files.write(tmp_path, OUTER, LEAVES)
     assert files.read(tmp_path, 7).outer == OUTER
     assert not partial.exists()
+
+
+def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(tmp_path):
+    files.write(tmp_path, OUTER, {name: Held(held.array + 1, 7) for name, held in LEAVES.items()})
+    again = replace(OUTER, generation=Generation(3, "other"))
+    files.write(tmp_path, again, LEAVES)
+    saved = files.read(tmp_path, 7)
+    assert saved.outer == again
+    np.testing.assert_array_equal(saved.arrays["0/theta/w|0,1"], LEAVES["0/theta/w|0,1"].array)
 
 
 @pytest.mark.parametrize("name", [files.ARRAYS, files.MANIFEST])

@@ -7,7 +7,8 @@ import threading
 
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.server import Server
-from gregale.islands.watching import Watch
+from gregale.islands.protocol.headers import Peer
+from gregale.islands.watching import Watch, dead
 
 TOKEN = b"a token of the fleet"
 
@@ -43,3 +44,13 @@ def test_who_waits_for_a_group_that_is_given_up_waits_no_more():
     assert mailbox.is_given_up("group")
     mailbox.forget("group")
     assert not mailbox.is_given_up("group")
+
+
+def test_dead_is_only_who_is_refused_by_its_host():
+    with socket.create_server(("127.0.0.1", 0)) as stopped, socket.create_server(("127.0.0.1", 0)) as other:
+        silent = f"127.0.0.1:{stopped.getsockname()[1]}"
+        port = other.getsockname()[1]
+        peers = [Peer("stopped", "1", (silent,)), Peer("nowhere", "2", ("no.such.host.invalid:9",))]
+        assert dead(peers) == frozenset()
+        other.close()
+        assert dead([*peers, Peer("killed", "3", (f"127.0.0.1:{port}",))]) == {"killed/3"}

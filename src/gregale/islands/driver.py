@@ -29,7 +29,7 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.round_book import RoundBook
 from gregale.islands.showing import Showing, fetch_inner
 from gregale.islands.turn import Turn
-from gregale.islands.watching import Watch
+from gregale.islands.watching import Watch, dead
 from gregale.islands.worker import NotFinite, OuterSide
 
 TICK_SECONDS = 0.1
@@ -162,10 +162,6 @@ class Driver:
             self._leaving = True
         self.post(protocol.Leave())
 
-    def saved(self, number: int) -> None:
-        """A checkpoint of a round is complete."""
-        self.post(protocol.Saved(number))
-
     @property
     def round(self) -> int:
         """Committed rounds; -1 before the start."""
@@ -254,6 +250,8 @@ class Driver:
                 self.worker.discard(key)
             case protocol.DropGroup():
                 self.worker.drop_group()
+            case protocol.Find(peers):
+                self._telling.submit(lambda: self.post(protocol.Gone(dead(peers))))
             case protocol.Heal(sources):
                 self._healing.submit(self._guarded, lambda: self._heal(sources))
             case protocol.Install(outer):
@@ -270,7 +268,8 @@ class Driver:
 
     def _committed(self, outer: Outer, weight: float) -> None:
         self._take_over(outer)
-        self._turn.decided(Arrive(outer.round - 1, weight))
+        place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
+        self._turn.decided(Arrive(outer.round - 1, weight, place))
         self._book.end(outer, weight)
 
     def _install(self, outer: Outer) -> None:

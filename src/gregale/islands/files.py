@@ -37,10 +37,11 @@ def folder_of(directory: Path, number: int) -> Path:
 
 
 def write(directory: Path, outer: Outer, leaves: Mapping[str, Held]) -> None:
-    """Writes the outer side of a round, whole or not at all. Raises OSError."""
+    """Writes the outer side of a round, whole or not at all; nothing if it is there already. Raises OSError."""
     folder = folder_of(directory, outer.round)
-    if folder.exists():
+    if _is_of(folder, outer):
         return
+    shutil.rmtree(folder, ignore_errors=True)  # of a fleet that was lost and has made this round again
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -87,6 +88,14 @@ def keep_only(directory: Path, numbers: Iterable[int]) -> None:
     for folder in directory.glob("round-*"):
         if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_of(folder: Path, outer: Outer) -> bool:
+    """Whether a folder has the outer side of this record."""
+    try:
+        return Outer.from_json(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["outer"]) == outer
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _hash(array: np.ndarray) -> str:

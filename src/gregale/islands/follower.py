@@ -80,9 +80,6 @@ class Follower:
     def leave(self) -> None:
         """Host 0 leaves, and an order to finish follows."""
 
-    def saved(self, number: int) -> None:
-        """Host 0 tells of it."""
-
     def close(self) -> None:
         """Ends the threads and stops serving."""
         self._is_closed = True

@@ -56,10 +56,6 @@ class Guide(Protocol):
         """Asks to go; an order `Finish` follows."""
         ...
 
-    def saved(self, number: int) -> None:
-        """A checkpoint of a round is complete."""
-        ...
-
     def close(self) -> None:
         """Ends the threads."""
         ...

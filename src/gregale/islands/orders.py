@@ -22,14 +22,16 @@ class Take(NamedTuple):
 class Arrive(NamedTuple):
     """Order: mix a round's fragment in, as it is in host memory now.
 
-    `weight`: what this island contributed; with 0 it keeps its own.
+    - `weight`: what this island contributed; with 0 it keeps its own
+    - `place`: from 0 to 1, where in a period of checkpoints it is its turn to write one
     """
 
     round: int
     weight: float
+    place: float = 0.0
 
     def told(self) -> list[Any]:
-        return [self.round, self.weight]
+        return [self.round, self.weight, self.place]
 
 
 class Restart(NamedTuple):

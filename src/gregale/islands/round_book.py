@@ -33,6 +33,10 @@ class RoundBook:
         self._underway: Underway | None = None
         self.members: tuple[str, ...] = ()
 
+    def place(self, name: str) -> float:
+        """Where an island is among those of the newest round, from 0 to 1: its turn to write a checkpoint."""
+        return self.members.index(name) / len(self.members) if name in self.members else 0.0
+
     def begin(self) -> None:
         """A round, or healing, begins for this island."""
         self._underway = Underway(time.time(), self._count.sent, self._count.received)

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from threading import Event, Thread
 
 from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status
+from gregale.islands.protocol.headers import Peer
+
+FIND_SECONDS = 2.0
+
+
+def dead(peers: Iterable[Peer]) -> frozenset[str]:
+    """The identities of those whose host refuses a connection: it is there, and their process is not.
+
+    Who does not answer may be cut off, or stopped for a while: that says nothing.
+    """
+    return frozenset(peer.identity for peer in peers if _is_refused(peer.hosts[0]))
+
+
+def _is_refused(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), FIND_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class Watch:

@@ -180,3 +180,25 @@ def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_
         assert not late.header.awaited
         only(late.handle(m.Healed(a.outer)), m.Install)
     assert awaited == [False, False, True, False, True, False, False, False]
+
+
+def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
+    """After views that it has not seen it cannot know whether the others have gone on; but the dead have not."""
+    a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
+    retry = a.timing.retry_seconds
+
+    def seen(at: float) -> list[m.Action]:
+        a.handle(m.Tick(at))
+        return a.handle(view(a, id=5))
+
+    a.handle(m.Due())
+    a.handle(m.Snapshot(0, 1.0, 1))
+    assert seen(0.0) == []  # they may only be late
+    find = only(seen(retry), m.Find)
+    assert [peer.identity for peer in find.peers] == ["b/s", "c/s"]
+    a.handle(m.Gone(frozenset({"b/s"})))
+    assert "Find" in kinds(seen(2 * retry))  # c may live
+    a.handle(m.Gone(frozenset({"c/s"})))
+    turned = seen(3 * retry)
+    assert only(turned, m.Publish).outer.generation.number == 2
+    assert "Ask" in kinds(turned)  # it makes its round alone

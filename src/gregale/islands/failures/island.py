@@ -136,6 +136,9 @@ class Island:
         if not self.trainer.running:
             self._begin()
 
+    def _do_find(self, action: m.Find) -> None:
+        self.world.find(self, action)
+
     def _do_heal(self, action: m.Heal) -> None:
         self.world.heal(self, action)
 

@@ -282,6 +282,11 @@ class World:
             for outage in self.outages:
                 self.later(outage.death, lambda outage=outage: self._die(outage))
 
+    def find(self, island: Island, action: m.Find) -> None:
+        """A member asks which of those that it misses are dead: hosts live on, and refuse it."""
+        dead = frozenset(peer.identity for peer in action.peers if peer.identity not in self._living)
+        self.later(2 * self.fleet.latency_seconds, lambda: island.tell(m.Gone(dead)))
+
     # Joiners.
 
     def heal(self, island: Island, action: m.Heal) -> None:

@@ -108,11 +108,10 @@ class Header:
     seen                id of the newest view in which it was current; 0: none
     healing             it is fetching a state, so there is a fleet that has one
     awaited             rounds were faster than its healing so far, and now shall wait for it
-    waited              it has waited `turnover_seconds` for members that are missing
+    waited              it has waited `turnover_seconds` for members that are missing, or knows that they are dead
     fresh               its state is a checkpoint's: it has not been in a fleet since its process began
     again               its last view lacked voters too, and the grace for slow steps is over
     leaving             it goes after this round
-    saved               newest round in a checkpoint of its own
     step_seconds        of its last steps, from which others learn their grace
     holder, used        data: whose lease it uses (its session, or the one restored) and how many examples of it so far
     """
@@ -142,7 +141,6 @@ class Header:
     fresh: bool = False
     again: bool = False
     leaving: bool = False
-    saved: int = NO_ROUND
     holder: str = ""
     used: int = 0
     step_seconds: float = 0.0
@@ -187,7 +185,7 @@ _OUTER: dict[str, Any] = {
     "ledger": dict,
 }
 _STRINGS = ("name", "session", "agreement", "version", "digest", "last", "holder")
-_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "saved", "used")
+_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used")
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),

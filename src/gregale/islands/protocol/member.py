@@ -90,7 +90,8 @@ class Member(Standing):
         ledger = form.ledger_after(self.outer.ledger, self.rules)
         outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
         held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
-        self._held = Prepared(held, outer, form.weights[form.ranks[self._me]], self._me in form.leaving)
+        weight = form.weights[form.ranks[self._me]]
+        self._held = Prepared(held, outer, weight, self._me in form.leaving, form.members)
 
     def _on_reducefailed(self, event: m.ReduceFailed) -> None:
         if self._reducing and self._reducing[0].key == event.key:
@@ -121,8 +122,8 @@ class Member(Standing):
         self._retry_at = self._now + self.timing.retry_seconds
         self._do(m.Note(f"could not heal ({event.reason}); trying again"))
 
-    def _on_saved(self, event: m.Saved) -> None:
-        self._saved = max(self._saved, event.round)
+    def _on_gone(self, event: m.Gone) -> None:
+        self._gone |= event.identities
 
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
@@ -160,9 +161,9 @@ class Member(Standing):
     def _follow(self, view: View, decision: Decision) -> None:
         plan = decision.plan
         if isinstance(plan, Wait):
-            self._wait(plan)
+            self._wait(plan, decision)
             return
-        self._waiting_since = None
+        self._waiting_since, self._missing = None, frozenset()
         if isinstance(plan, Form):
             self._form(view, plan)
         elif isinstance(plan, Settle):
@@ -172,15 +173,20 @@ class Member(Standing):
         else:
             self.outer = replace(self.outer, ledger=plan.ledger(self.rules))
             self._rename(plan.generation, 0, plan.voters)
+            self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
             self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
 
-    def _wait(self, plan: Wait) -> None:
+    def _wait(self, plan: Wait, decision: Decision) -> None:
         self._retry_at = self._now + self.timing.retry_seconds
         self._lacked = self._lacked or plan.lacking
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
             self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
+        if plan.missing and self._voter:
+            missing = tuple(peer for peer in self._group if peer.identity not in decision.headers)
+            self._missing = frozenset(peer.identity for peer in missing)
+            self._do(m.Find(missing))
 
     def _enter(self, view: View, action: m.Action) -> None:
         """A new state of record, agreed in `view`."""
@@ -209,7 +215,7 @@ class Member(Standing):
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter, self._attentive = not prepared.last, False
+        self._voter, self._attentive, self._group = not prepared.last, False, prepared.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
         if prepared.last:
@@ -229,6 +235,7 @@ class Member(Standing):
             self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
+        self._group = tuple(peer for peer in decision.sources if peer.identity in plan.there)
 
     def _heal_later(self, decision: Decision) -> None:
         """Others commit in this view what this member does not hold: the next view says from whom to heal."""

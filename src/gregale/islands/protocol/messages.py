@@ -94,10 +94,10 @@ class HealFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint of `round` is complete."""
+class Gone:
+    """The answer to `Find`: processes (`Peer.identity`) that are certain to live no more. Guess none."""
 
-    round: int
+    identities: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Leave:
     """This island shall go: a last round with a `final` snapshot, then `Left`."""
 
 
-Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed | HealFailed | Saved | Leave
+Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed | HealFailed | Gone | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +174,13 @@ class DropGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Find:
+    """These made the last round and are missing: find out which are dead. Answer `Gone`; late or never does no harm."""
+
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Heal:
     """Fetch the outer state from any of `sources`: this one or a newer one of theirs. Answer `Healed` or `HealFailed`.
 
@@ -226,6 +233,6 @@ class Left:
 
 
 Action = (
-    Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Heal | Install | Publish
+    Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Find | Heal | Install | Publish
     | Note | Refused | Left
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, View
+from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
 from gregale.islands.protocol.plans import NO_NUMBERS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
 
@@ -30,6 +30,7 @@ class Prepared:
     outer: Outer
     weight: float
     last: bool  # this member leaves with it
+    members: tuple[Peer, ...]  # who made it
 
 
 class Standing:
@@ -54,13 +55,16 @@ class Standing:
         self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
+        self._group: tuple[Peer, ...] = ()  # who made the newest round with this member, if it did
+        self._missing: frozenset[str] = frozenset()  # those of them that are waited for
+        self._gone: frozenset[str] = frozenset()  # dead
         self._numbers = NO_NUMBERS  # the asks in the last view
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
-        self._saved, self._used, self._step_seconds = outer.round, used, 0.0
+        self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
         self._done = False
         self._fresh = outer.round > NO_ROUND
@@ -105,15 +109,21 @@ class Standing:
             seen=self._seen,
             healing=self._healing,
             awaited=self._awaited(),
-            waited=self._waiting_since is not None and self._now - self._waiting_since >= self.timing.turnover_seconds,
+            waited=self._waited(),
             fresh=self._fresh,
             again=self._lacked and self._now >= self._grace_end,
             leaving=shot is not None and shot.final,
-            saved=self._saved,
             holder=self.holder,
             used=self._used,
             step_seconds=self._step_seconds,
         )
+
+    def _waited(self) -> bool:
+        """Whether there is no use in waiting any more for who made the last round."""
+        if self._waiting_since is None:
+            return False
+        dead = bool(self._missing) and self._missing <= self._gone
+        return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _awaited(self) -> bool:
         """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time."""

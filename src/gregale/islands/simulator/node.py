@@ -157,6 +157,11 @@ class Node:
         if number == self.due_number and self.alive and not self.member.done:
             self.tell(m.Due())
 
+    def _do_find(self, action: m.Find) -> None:
+        self.world.later(
+            self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.Gone(self.world.dead(self.name, action.peers)))
+        )
+
     def _do_heal(self, action: m.Heal) -> None:
         self.world.heal(self, action)
 

@@ -6,12 +6,12 @@ for everything that happens.
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View, seed
+from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
@@ -229,6 +229,11 @@ class World:
         node = self.nodes[name]
         here = node.alive and not node.paused and self.connected(name, with_name)
         return here and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+
+    def dead(self, name: str, peers: Iterable[Peer]) -> frozenset[str]:
+        """Which of these processes a node is certain to find dead: their hosts answer, and refuse it."""
+        found = ((peer, self.nodes[peer.name]) for peer in peers if self.connected(name, peer.name))
+        return frozenset(peer.identity for peer, node in found if node.identity != peer.identity or not node.alive)
 
     def heal(self, node: Node, action: m.Heal) -> None:
         """A member fetches the state of a peer."""

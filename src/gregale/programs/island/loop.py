@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
-from gregale.files import reason
 from gregale.islands import files
 from gregale.islands.guide import Guide
-from gregale.islands.protocol.headers import Outer
-from gregale.methods.island_outer import Held, HostOuter
+from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.batches import LeasedBatches
 from gregale.programs.island.stepper import IslandStepper
+from gregale.programs.island.turns import Turns
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.train.consumed import Consumed
@@ -21,7 +19,6 @@ from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
-from gregale.services.checkpoint.processes import first_message
 from gregale.services.signals import StopRequest
 from gregale.training.state import TrainState
 
@@ -47,7 +44,7 @@ class IslandLoop(Loop):
     def __init__(self, sides: Sides, *arguments):
         super().__init__(*arguments)
         self._sides = sides
-        self._saved_round = -1
+        self._turns = Turns(self._setup.config.checkpoint.every, sides.guide.pace.schedule)
 
     def run(self, start: Start, stop: StopRequest) -> int:
         """Trains until the fleet is complete, or until a stop is asked for; returns the steps done.
@@ -100,7 +97,7 @@ class IslandLoop(Loop):
         """Evaluates and saves what is due."""
         config = self._setup.config
         evaluates = config.evaluation.every is not None and step % config.evaluation.every == 0
-        saves = self._saves(stepper.arrived)
+        saves = self._turns.is_due(stepper.arrived, stepper.place)
         if not (evaluates or saves):
             return
         log.catch_up()
@@ -110,25 +107,13 @@ class IslandLoop(Loop):
             self._save_all(stepper, state, step, traffic, consumed)
         log.restart()
 
-    def _saves(self, arrived: int | None) -> bool:
-        """Whether all islands save after the round that has just arrived: every `checkpoint.every` steps."""
-        every = self._setup.config.checkpoint.every
-        if arrived is None or every is None or arrived <= self._saved_round:
-            return False
-        schedule = self._sides.guide.pace.schedule
-        return schedule.round_step(arrived) // every > schedule.round_step(arrived - 1) // every
-
     def _save_all(
         self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: Consumed
     ) -> None:
         """Saves both sides: the outer one, which is in memory already, then the devices' in the background."""
-        sides, guide = self._sides, self._sides.guide
+        sides, guide, method = self._sides, self._sides.guide, self._setup.method
         outer, moment = guide.side
         if outer is None or step == 0:
-            return
-        self._saved_round = outer.round - 1
-        if failed := first_message(_written(sides.folder, outer, sides.outer.leaves(moment))):
-            self._report(f"The checkpoint of step {step} could not be saved: {failed}. The run goes on.")
             return
         counted = {
             "replica_bytes": traffic.bytes_sent(step),
@@ -140,24 +125,17 @@ class IslandLoop(Loop):
                 "used": guide.used(stepper.batches),
             },
         }
-        method = self._setup.method
+
+        def beside() -> None:
+            kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
+            files.keep_only(sides.folder, kept)
+            files.write(sides.folder, outer, sides.outer.leaves(moment))
+
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(method, state, step), metadata)
-        guide.saved(outer.round)
-        kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
-        files.keep_only(sides.folder, kept)
+        self._checkpoints.save(step, checkpointed(method, state, step), metadata, beside)
 
     def _round_of(self, step: int) -> int:
         try:
             return self._checkpoints.metadata(step)["islands"]["round"]
         except (UserError, KeyError):
             return -1
-
-
-def _written(folder: Path, outer: Outer, leaves: Mapping[str, Held]) -> str | None:
-    """Writes this host's outer side; why it could not, or None."""
-    try:
-        files.write(folder, outer, leaves)
-    except OSError as error:
-        return reason(error)
-    return None

@@ -29,6 +29,7 @@ class IslandStepper:
     - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
     - `arrived`: the newest round that is in the parameters; None before the first
+    - `place`: from 0 to 1, where in a period of checkpoints it is this island's turn to write one
     """
 
     def __init__(self, setup: Setup, outer: HostOuter, guide: Guide, seen: list[float], step: int):
@@ -43,6 +44,7 @@ class IslandStepper:
         self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
         self.step, self.batches = step, 0
         self.arrived: int | None = None
+        self.place = 0.0
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Report]:
         """Takes the next step; the state that comes in is donated."""
@@ -62,7 +64,8 @@ class IslandStepper:
             match order:
                 case Take(number):
                     self._depart(state, number)
-                case Arrive(number, weight):
+                case Arrive(number, weight, place):
+                    self.place = place
                     state = self._arrive(state, number, weight)
                 case Restart(number, inner):
                     state = self._taken_over(self.all_of_theta(state), inner)

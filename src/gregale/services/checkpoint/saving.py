@@ -56,7 +56,7 @@ class Saver:
         self.history: set[int] = set()  # steps that were saved, or that the run began from
         self.failure: str | None = None
 
-    def save(self, step: int, tree: Any, metadata: dict) -> None:
+    def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object]) -> None:
         """As `Checkpoints.save`."""
         self.wait()
         if step in self.history:
@@ -73,7 +73,7 @@ class Saver:
             return
         arguments = ocp.args.PyTreeSave(stored)
         failed = _failure_of(lambda: self._orbax.save(partial / arrays_name(step), args=arguments))
-        self._in_flight = step, self._thread.submit(self._commit, step, partial, failed)
+        self._in_flight = step, self._thread.submit(self._commit, step, partial, failed, beside)
 
     def wait(self) -> None:
         """As `Checkpoints.wait`."""
@@ -121,13 +121,13 @@ class Saver:
             self._give_up(step, partial, failed)
         return failed
 
-    def _commit(self, step: int, partial: Path, failed: str | None) -> str | None:
+    def _commit(self, step: int, partial: Path, failed: str | None, beside: Callable[[], object]) -> str | None:
         """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones.
 
         Takes and returns why it failed, as far as this process knows.
         """
         records: FileRecords = {}
-        failed = failed or _failure_of(lambda: records.update(self._written(partial)))
+        failed = failed or _failure_of(lambda: records.update(self._written(partial, beside)))
         barrier(f"{partial} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
             failed = failed or _failure_of(lambda: self._publish(step, partial, records))
@@ -139,9 +139,13 @@ class Saver:
         barrier(f"{partial} is committed, save {self._saves}")
         return failed
 
-    def _written(self, partial: Path) -> FileRecords:
-        """Waits for Orbax; the checksums of what this process wrote, which are also handed over to process 0."""
+    def _written(self, partial: Path, beside: Callable[[], object]) -> FileRecords:
+        """Waits for Orbax, then writes what is beside.
+
+        Returns the checksums of what this process wrote, which are also handed over to process 0.
+        """
         self._orbax.wait_until_finished()
+        beside()
         process, processes = jax.process_index(), jax.process_count()
         lasting = [name for name in files_below(partial) if not is_handover(name)]
         records = record(partial, [name for name in lasting if hashed_by(name, processes) == process])

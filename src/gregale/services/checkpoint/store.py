@@ -102,7 +102,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def save(self, step: int, tree: Any, metadata: dict) -> None:
+    def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object] = lambda: None) -> None:
         """Saves in the background; returns once the arrays may be donated. Waits for an earlier save.
 
         A step that this object has saved already, or began from, is not written again. A save that fails, for want of
@@ -113,11 +113,13 @@ class Checkpoints:
             step: names the checkpoint.
             tree: pytree of global jax.Arrays.
             metadata: goes to JSON beside them.
+            beside: writes elsewhere what belongs to the checkpoint, in every process and in the background: without
+                it, if it raises, the checkpoint has failed.
 
         Raises:
             UserError: an array of the tree holds NaN or an infinity; nothing is saved.
         """
-        self._saver.save(step, tree, metadata)
+        self._saver.save(step, tree, metadata, beside)
 
     @property
     def failure(self) -> str | None:
