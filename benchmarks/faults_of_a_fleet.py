@@ -46,13 +46,14 @@ class Run:
         return min(commits())
 
     def back(self, names: Sequence[str], since: float) -> float:
-        """Seconds from `since` until each of these has committed a round that it took part in."""
+        """Seconds from `since` until each of these has contributed to a round that was not under way then."""
+        newest = self.fleet.newest()
 
         def commits(name: str) -> list[float]:
             return [
                 each.ended - since
                 for each in self.fleet.observe()
-                if each.island == name and each.ended > since and not each.healed and each.weight > 0
+                if each.island == name and each.round > newest + 1 and not each.healed and each.weight > 0
             ]
 
         self.fleet.wait(lambda: all(map(commits, names)), self.patience, f"{', '.join(names)} take part again")

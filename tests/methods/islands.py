@@ -95,19 +95,23 @@ class Member:
 
     island: Island
     step: Stepper
-    state: Any = None
+    state: Any = None  # None: of Net
     host: HostOuter = field(init=False)
     seen: np.ndarray = field(init=False)  # [fragment]
     errors: dict[int, Any] = field(default_factory=dict)  # of fragments that are on their way
 
     def __post_init__(self):
-        self.state = initial_state(self.island, Net.init)
+        if self.state is None:
+            self.state = initial_state(self.island, Net.init)
         self.host = HostOuter(self.island)
         self.host.begin(self.state.method.psdp.parameters)
         self.seen = np.zeros(self.island.schedule.fragments)
 
     def train(self, values: dict[str, np.ndarray], step: int) -> None:
-        self.state, report = self.step(self.state, batch_of(values, self.island.layout), step)
+        self.took(batch_of(values, self.island.layout), step)
+
+    def took(self, batch: Any, step: int) -> None:
+        self.state, report = self.step(self.state, batch, step)
         self.seen += float(report.metrics.weight)
 
     def depart(self, index: int) -> dict[str, np.ndarray]:
@@ -151,10 +155,14 @@ class Fleet:
         return Fleet([Member(island, STEPPERS[id(island)][1]) for island in islands], uneven)
 
     def step(self, t: int) -> None:
-        count, schedule = len(self.members), self.members[0].island.schedule
-        values = rows(t, count, self.uneven)
+        values = rows(t, len(self.members), self.uneven)
         for k, member in enumerate(self.members):
             member.train({name: value[k * ROWS : (k + 1) * ROWS] for name, value in values.items()}, t)
+        self.follow(t)
+
+    def follow(self, t: int) -> None:
+        """What is due after step t."""
+        schedule = self.members[0].island.schedule
         if (index := schedule.sent(t)) is not None:
             self.send(index, [member.seen[index] for member in self.members])
         if (index := schedule.applied(t)) is not None:
