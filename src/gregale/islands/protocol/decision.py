@@ -16,8 +16,8 @@ the next round they are the acceptors:
 So much for differing commits. That no committed round is lost needs more, as the members of a view may go on without
 the others: a view goes on only if nobody can have gone on elsewhere. Either all voters are in it, or a *witness* is: a
 voter all of whose asks were answered and who saw the view with this id or the one before (ids count changes of
-membership: it was in every view since). Where neither is so, the members wait for `turnover_seconds` for the others
-(`Header.waited`).
+membership: it was in every view since). Where neither is so, the members wait for `turnover_seconds` for the others,
+or until they know that those are dead (`Header.waited`).
 
 With half of the voters or fewer, or a result that absent members may have committed and too few hold, or after a wait,
 the members in the view begin a new *generation*: its name is made of this view, so no other view begins the same, and
