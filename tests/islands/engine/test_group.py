@@ -164,6 +164,34 @@ def test_one_that_lives_but_does_not_come(make_server):
         Group.build("k", 0, hosts, servers[0], 0.3)
 
 
+def test_one_that_is_given_up_is_left_at_once_whatever_gloo_waits_for(make_server):
+    """The other has said where it listens, and is stopped then: its socket takes connections, and says nothing."""
+    servers = [make_server() for _ in range(2)]
+    hosts, stopped, goes_on = [server.address for server in servers], threading.Event(), threading.Event()
+
+    def get(*_: object) -> None:
+        stopped.set()
+        goes_on.wait()
+
+    servers[1].mailbox.get = get  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            built = [threads.submit(Group.build, "key", rank, hosts, servers[rank], 60.0) for rank in range(2)]
+            assert stopped.wait(60.0)
+            while not any("connecting-0" in each.name for each in threading.enumerate()):
+                time.sleep(0.01)
+            time.sleep(0.5)  # it is in Gloo's hands
+            servers[0].mailbox.give_up("key")
+            with pytest.raises(GroupFailed, match="given up"):
+                built[0].result(10.0)
+            assert any("connecting-0" in each.name for each in threading.enumerate()), "it was not in Gloo's hands"
+            servers[1].mailbox.give_up("key")
+        finally:
+            goes_on.set()
+    with pytest.raises(GroupFailed):
+        built[1].result()
+
+
 def test_a_group_of_one(build):
     [group] = build(1)
     group.drop()

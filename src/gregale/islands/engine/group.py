@@ -39,6 +39,9 @@ SILENT_TAG = 1 << 30
 FOR_EVER = timedelta(days=1000)
 # What Gloo says to all other waits when one has run out of time.
 CLOSED_HERE = "Application timeout"
+# As often as Gloo tries to connect, each time for as long as its `timeout`.
+CONNECT_TRIES = 5
+LOOK_SECONDS = 0.05  # between two looks at whether a group was given up
 
 
 class GroupFailed(Exception):
@@ -69,11 +72,14 @@ class Work:
 
 
 UNDROPPED: weakref.WeakSet[Group] = weakref.WeakSet()
+CONNECTING: weakref.WeakSet[Connecting] = weakref.WeakSet()
 
 
 @atexit.register
 def drop_all() -> None:
     """A thread that comes back from Gloo into an interpreter that has ended would abort the process."""
+    for connecting in list(CONNECTING):
+        connecting.join()
     for group in list(UNDROPPED):
         group.drop()
 
@@ -105,26 +111,12 @@ class Group:
 
         Raises GroupFailed.
         """
-        torch = load_torch()
-        distributed = torch.distributed
-        peers = [host for other, host in enumerate(hosts) if other != rank]
-        store = meeting_point(distributed, server, key, peers, timeout_seconds)
-        options = distributed.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_seconds)
-        options._threads = 1
-        made = []
-
-        def make() -> None:
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=server.host, lazy_init=False)]
-            made.append(distributed.ProcessGroupGloo(store, rank, len(hosts), options))
-
-        try:
-            error = attempt(make)
-        finally:
-            server.mailbox.forget(key)
-        if error is not None:
-            raise GroupFailed(f"The group of {len(hosts)} has not come together: {store.fault or error}")
-        return cls(made[0], torch, rank, hosts)
+        load_torch()
+        connecting = Connecting(key, rank, hosts, server, timeout_seconds)
+        connecting.start()
+        while connecting.is_alive() and not server.mailbox.is_given_up(key):
+            connecting.join(LOOK_SECONDS)
+        return connecting.result()
 
     def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
         """Sends a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
@@ -200,6 +192,55 @@ class Group:
         error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
         del gloo
         self.fail_for(error or "", f"the connection to {self._hosts[peer]} has ended")
+
+
+class Connecting(threading.Thread):
+    """Gloo's connecting, which can be left, not stopped: who waits for it no more does not wait for its end.
+
+    A member that does wait would be late for the next group, and so make those late who wait for it there.
+    """
+
+    def __init__(self, key: str, rank: int, hosts: Sequence[str], server: Server, timeout_seconds: float):
+        super().__init__(name=f"gregale-connecting-{rank}", daemon=True)
+        self._key, self._rank, self._hosts, self._server = key, rank, hosts, server
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._is_left, self._group, self._error = False, None, "it was given up"
+        CONNECTING.add(self)
+
+    def run(self) -> None:
+        torch, made = load_torch(), []
+        error = attempt(lambda: made.append(self._connected(torch.distributed)))
+        with self._lock:
+            if error is not None:
+                self._error = error
+            else:
+                self._group = Group(made.pop(), torch, self._rank, self._hosts)
+            if self._is_left and self._group is not None:
+                self._group.drop()
+        self._server.mailbox.forget(self._key)
+        CONNECTING.discard(self)
+
+    def result(self) -> Group:
+        """The group, as it is now; without one it is left, and GroupFailed says why."""
+        with self._lock:
+            self._is_left = True
+            if self._group is None:
+                raise GroupFailed(f"The group of {len(self._hosts)} has not come together: {self._error}")
+            return self._group
+
+    def _connected(self, distributed: Any) -> Any:
+        peers = [host for other, host in enumerate(self._hosts) if other != self._rank]
+        store = meeting_point(distributed, self._server, self._key, peers, self._timeout_seconds)
+        options = distributed.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=self._timeout_seconds / CONNECT_TRIES)
+        options._threads = 1
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self._server.host, lazy_init=False)]
+        made: list[Any] = []
+        error = attempt(lambda: made.append(distributed.ProcessGroupGloo(store, self._rank, len(self._hosts), options)))
+        if error is not None:
+            raise RuntimeError(store.fault or error)
+        return made.pop()
 
 
 def attempt(call: Any) -> str | None:

@@ -113,6 +113,8 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)
+        if remark := config.sync.remark_on_rounds(config.steps):
+            console.message(remark)
         return train(setup, corpus, run, checkpoints, console, token)
 
 

@@ -79,7 +79,7 @@ def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirect
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
-            if remark := config.sync.remark(setup.layout):
+            if remark := config.sync.remark(setup.layout, config.steps):
                 console.message(remark)
             return train(setup, corpus, run, checkpoints, console)
 
