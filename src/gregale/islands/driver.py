@@ -308,7 +308,7 @@ class Driver:
             self._book.begin()
         try:
             outer = self.worker.heal(sources)
-        except (TransferFailed, ValueError) as error:
+        except TransferFailed as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
             return

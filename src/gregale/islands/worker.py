@@ -16,10 +16,11 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
-from gregale.islands.engine.transfer import Fetched, fetch
+from gregale.islands.engine.transfer import fetch
+from gregale.islands.healing import Found, NotAsRecorded, healed
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
-from gregale.methods.island_outer import HostOuter, Moment, Prepared
+from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
@@ -105,7 +106,8 @@ class Worker:
     count: Count = field(default_factory=Count)
     _record: Outer | None = None
     _side: OuterSide | None = None
-    _healed: Fetched | None = None
+    _fetched: Mapping[str, np.ndarray] | None = None
+    _offered: Offered | None = None  # what was fetched, if it fits
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
@@ -179,20 +181,28 @@ class Worker:
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
     def heal(self, sources: Sequence[Peer]) -> Outer:
-        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed, or ValueError."""
+        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed."""
+        return healed(sources, self.timeouts.heal, self.fetch)
+
+    def fetch(self, sources: Sequence[Peer]) -> Found:
+        """What this host has of the state of peers. Raises TransferFailed."""
         expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-        held = self._healed.arrays if self._healed else {n: leaf.array for n, leaf in self.outer.leaves().items()}
+        held = self._fetched or {name: leaf.array for name, leaf in self.outer.leaves().items()}
         addresses = [source.hosts[self.host] for source in sources]
-        self._healed = fetch(addresses, self.token, expected, self.timeouts.heal, held)
-        self.count.received += self._healed.received_bytes
-        self.outer.check(self._healed.arrays, self._healed.versions)
-        return Outer.from_json(self._healed.facts.get("outer"))
+        fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held)
+        self._fetched = fetched.arrays
+        self.count.received += fetched.received_bytes
+        try:
+            self._offered = self.outer.check(fetched.arrays, fetched.versions)
+            return Found(Outer.from_json(fetched.facts.get("outer")), self._offered.digest)
+        except ValueError as error:
+            raise NotAsRecorded(f"what {', '.join(addresses)} gave is no state: {error}") from None
 
     def install(self, outer: Outer) -> None:
-        """Takes over what was fetched, and serves it under this record."""
-        assert self._healed is not None
-        self.outer.load(self._healed.arrays, self._healed.versions)
-        self._healed = None
+        """Takes over what was fetched last, and serves it under this record."""
+        assert self._offered is not None
+        self.outer.take_over(self._offered)
+        self._fetched = self._offered = None
         self._results.clear()
         self._taken.clear()
         self.publish(outer)

@@ -64,6 +64,15 @@ class Prepared(NamedTuple):
     error: OwnError  # of the second leg
 
 
+class Offered(NamedTuple):
+    """Whole fragments of a peer or of a checkpoint, which fit."""
+
+    held: dict[int, Arrays]  # by fragment, by name
+    versions: dict[int, int]
+    digests: dict[int, bytes]
+    digest: str  # of the whole outer side, if they are taken over
+
+
 class Part(NamedTuple):
     """A fragment's arrays on this host, in the abstract."""
 
@@ -105,7 +114,8 @@ class HostOuter:
                 theta |= {key: np.asarray(shard) for key, shard in shards_here(leaf.path, array).items()}
             with jax.default_device(host_device()):
                 optimizer = jax.jit(self.island.outer.init)(theta)
-            self._take_over(index, self._kept(index, theta, optimizer), version=0)
+            arrays = self._kept(index, theta, optimizer)
+            self._take_over(index, arrays, 0, _digest(arrays))
 
     def now(self) -> Moment:
         """The arrays as they are."""
@@ -193,11 +203,15 @@ class HostOuter:
 
         Raises `ValueError` if a fragment is incomplete, of mixed versions, or not as `expected`; nothing changes then.
         """
-        for index, part in self.check(arrays, versions).items():
-            self._take_over(index, part, versions[next(iter(part))])
+        self.take_over(self.check(arrays, versions))
 
-    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> dict[int, Arrays]:
-        """What `load` would take over, by fragment; raises `ValueError` where `load` would."""
+    def take_over(self, offered: Offered) -> None:
+        """Takes over what `check` has found good; fragments that it does not have stay."""
+        for index, arrays in offered.held.items():
+            self._take_over(index, arrays, offered.versions[index], offered.digests[index])
+
+    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> Offered:
+        """What `load` would take over; raises `ValueError` where `load` would."""
         expected, found = self.expected(), {}
         for name, array in arrays.items():
             if name not in expected or (array.dtype, array.shape) != expected[name]:
@@ -210,7 +224,9 @@ class HostOuter:
                 raise ValueError(f"fragment {index} lacks {sorted(missing)[0]} and {len(missing) - 1} more")
             if len(rounds := {versions[name] for name in names}) > 1:
                 raise ValueError(f"fragment {index} is of rounds {sorted(rounds)}")
-        return found
+        digests = {index: _digest(part) for index, part in found.items()}
+        rounds = {index: versions[next(iter(part))] for index, part in found.items()}
+        return Offered(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
 
     def own_leaves(self) -> dict[str, np.ndarray]:
         """What only this member's checkpoint needs: the second leg's errors of the rows that it owns, by name."""
@@ -275,8 +291,8 @@ class HostOuter:
             np.copyto(kept[name], np.asarray(array))
         return kept
 
-    def _take_over(self, index: int, arrays: Arrays, version: int) -> None:
-        self._held[index], self._versions[index], self._digests[index] = arrays, version, _digest(arrays)
+    def _take_over(self, index: int, arrays: Arrays, version: int, digest: bytes) -> None:
+        self._held[index], self._versions[index], self._digests[index] = arrays, version, digest
         self._errors.pop(index, None)
 
     @staticmethod

@@ -180,6 +180,8 @@ def joined(
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
         record = by_all(lambda: restored(outer, folder, saved["round"]))
+        digest = joint_digest(messages_of_all(outer.digest))
+        by_all(lambda: check_restored(record, digest, folder))
     worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
@@ -235,6 +237,17 @@ def restored(outer: HostOuter, folder: Path, number: int) -> Outer:
             f"({error}). Give it what it had then, or --fresh, and it joins its peers anew."
         ) from None
     return read.outer
+
+
+def check_restored(record: Outer, digest: str, folder: Path) -> Outer:
+    """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
+    if digest != record.digest:
+        raise UserError(
+            f"The outer parameters in {folder} and in those of the island's other hosts are not those of round "
+            f"{record.round}: their digest is {digest}, that of the round {record.digest}. Give --fresh, and it joins "
+            "its peers anew."
+        )
+    return record
 
 
 def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
