@@ -86,12 +86,12 @@ def island():
 
 def test_the_others_are_told_the_same_in_the_same_order(island):
     hands, _, follower = island
-    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Finish(complete=True)]
+    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Restart(10, inherits=True), Finish(complete=True)]
     for order in orders:
         hands.ordered(order)
         hands.granted(None if order is None else len(order))
     assert [follower.order() for _ in orders] == orders
-    assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 1]
+    assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 2, 1]
 
 
 def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):

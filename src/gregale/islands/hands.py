@@ -24,6 +24,7 @@ from gregale.islands.healing import Found, NotAsRecorded, healed
 from gregale.islands.hosts import Host, HostFailed
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
+from gregale.islands.showing import SHOW_SECONDS, Heir, Showing, inherit
 from gregale.islands.worker import Count, Messages, NotFinite, OuterSide, Timeouts, Worker
 
 HEAL_TRIES = 5
@@ -92,6 +93,24 @@ class Hands(Protocol):
 
     def install(self, outer: Outer) -> None:
         """Takes over what was fetched, and serves it."""
+        ...
+
+    @property
+    def heir(self) -> Heir:
+        """Host 0's part of the inner optimizer that was inherited."""
+        ...
+
+    @property
+    def showing(self) -> Showing:
+        """Host 0's part of the inner optimizer that is shown."""
+        ...
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        """Fetches the inner optimizer of a peer for all hosts or for none, if it is wanted; `heir` says which."""
+        ...
+
+    def copies(self) -> list[str]:
+        """Where each host's copy of the own one is, when all have one of the same step. Raises Refused."""
         ...
 
     def close(self) -> None:
@@ -192,6 +211,25 @@ class AllHands:
     def install(self, outer: Outer) -> None:
         self._own.install(outer)
         self._tell("install", outer.to_json())
+
+    @property
+    def heir(self) -> Heir:
+        return self._own.heir
+
+    @property
+    def showing(self) -> Showing:
+        return self._own.showing
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        inherit(self.heir, sources, self._own.token, 1 + len(self._others), self._inherit)
+
+    def _inherit(self, addresses: list[str]) -> list[int]:
+        asked = [host.ask("inherit", [address]) for host, address in zip(self._others, addresses[1:], strict=True)]
+        return [self.heir.fetch(addresses[0]), *(self._fetched(answer) for answer in asked)]
+
+    def copies(self) -> list[str]:
+        address, step = self.showing.wait()
+        return [address, *(host.await_shown(step, SHOW_SECONDS) for host in self._others)]
 
     def close(self) -> None:
         for host in self._others:

@@ -18,8 +18,10 @@ from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
 from gregale.islands.engine.transfer import fetch
 from gregale.islands.healing import Found, NotAsRecorded, healed
+from gregale.islands.inner import Expected
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
+from gregale.islands.showing import Heir, Showing, inherit
 from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
 from gregale.methods.schedule import Schedule
 
@@ -95,6 +97,7 @@ class Worker:
     - `schedule`: which fragment a round has
     - `server`: what peers read of it
     - `host`: the number of this host in its island
+    - `wanted_inner`: the inner optimizer that it wants of a peer when its island heals; empty: it has its own
     """
 
     outer: HostOuter
@@ -103,6 +106,7 @@ class Worker:
     token: bytes
     timeouts: Timeouts
     host: int = 0
+    wanted_inner: Expected = field(default_factory=dict)
     count: Count = field(default_factory=Count)
     _record: Outer | None = None
     _side: OuterSide | None = None
@@ -113,6 +117,10 @@ class Worker:
     _group: tuple[tuple[Peer, ...], Group] | None = None
     _building: str | None = None  # the key of a group that is coming together
     _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self):
+        self.showing = Showing(self.token, self.server.host)
+        self.heir = Heir(self.token, self.wanted_inner, self.timeouts.heal)
 
     @property
     def side(self) -> OuterSide:
@@ -203,9 +211,18 @@ class Worker:
         assert self._offered is not None
         self.outer.take_over(self._offered)
         self._fetched = self._offered = None
+        self.heir.settle()
         self._results.clear()
         self._taken.clear()
         self.publish(outer)
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        """Fetches the inner optimizer of a peer, if it is wanted."""
+        inherit(self.heir, sources, self.token, 1, lambda addresses: [self.heir.fetch(addresses[0])])
+
+    def copies(self) -> list[str]:
+        """Where the copy of the own one is, as soon as there is one. Raises Refused."""
+        return [self.showing.wait().address]
 
     def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
         """The group of these members: the one that there is, or a new one."""
@@ -229,4 +246,5 @@ class Worker:
         """Leaves the group and stops serving."""
         with suppress(GroupFailed):
             self.drop_group()
+        self.showing.close()
         self.server.close()

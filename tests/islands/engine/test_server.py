@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 
@@ -145,6 +146,14 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
         assert time.monotonic() - begin < 1.9
         assert silent.recv(10) == b""
     assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
+    """The copy of an inner optimizer comes at the end of a step."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    answered = threading.Event()
+    server = make_server(on_message=lambda message: {"late": not answered.wait(1.0)})
+    assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 
 def test_connections_are_bounded(make_server, monkeypatch):

@@ -182,7 +182,9 @@ def joined(
         record = by_all(lambda: restored(outer, folder, saved["round"]))
         digest = joint_digest(messages_of_all(outer.digest))
         by_all(lambda: check_restored(record, digest, folder))
-    worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)
+    timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
+    wanted = {} if saved is not None else expected(start.state.method.psdp)
+    worker = Worker(outer, schedule, server, token, timeouts, host, wanted)
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -213,7 +215,6 @@ def joined(
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=Recorder(run.path / ROUNDS, record.round, say),
         stop_asked=lambda: stop.signal_name is not None,
-        wanted_inner={} if saved or len(addresses) > 1 else expected(start.state.method.psdp),
     )
     status.follow(driver)
     driver.start()
