@@ -1,4 +1,4 @@
-"""An island of two hosts inherits the inner optimizer of another over real servers, each host its shards, or nothing."""
+"""An island of two hosts inherits another's inner optimizer over real servers, each host its shards, or nothing."""
 
 from __future__ import annotations
 
