@@ -195,7 +195,7 @@ class Worker:
     def fetch(self, sources: Sequence[Peer]) -> Found:
         """What this host has of the state of peers. Raises TransferFailed."""
         expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-        held = self._fetched or {name: leaf.array for name, leaf in self.outer.leaves().items()}
+        held = self._fetched or {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
         addresses = [source.hosts[self.host] for source in sources]
         fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held)
         self._fetched = fetched.arrays
