@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from gregale.islands import files
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.protocol.headers import Generation, Outer, Peer, seed
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island_outer import HostOuter
+from gregale.methods.island_store import store_of
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
 from tests.methods.islands import LAYERS, Net, on_one_device
@@ -25,8 +27,8 @@ def make():
     """Makes a host that holds the common seed."""
     made = []
 
-    def one() -> Worker:
-        outer = HostOuter(on_one_device(SCHEDULE))
+    def one(memory: str = "host") -> Worker:
+        outer = HostOuter(on_one_device(SCHEDULE), store_of(memory))
         outer.begin(initial_state(outer.island, Net.init).method.psdp.parameters)
         server = Server("127.0.0.1", TOKEN, dict)
         made.append(Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0)))
@@ -39,7 +41,7 @@ def make():
 
 def at_round(worker: Worker, number: int, change: float = 0.0) -> Outer:
     """A host that serves the state of a round; returns its record. `change`: of one value, after it was recorded."""
-    arrays = {name: np.array(held.array) + number for name, held in worker.outer.leaves().items()}
+    arrays = {name: np.asarray(held.array) + number for name, held in worker.outer.leaves().items()}
     worker.outer.load(arrays, dict.fromkeys(arrays, number))
     record = replace(seed(worker.outer.digest), round=number, generation=Generation(1, "line"))
     next(iter(arrays.values())).reshape(-1)[0] += change
@@ -72,3 +74,18 @@ def test_a_record_that_is_none_is_not_the_end(make):
     at_round(spoilt, 4)
     spoilt.server.publish(replace(spoilt.server.shelf._snapshot, facts={"outer": "garbage"}))
     assert joiner.heal([peer(spoilt, "spoilt"), peer(sound, "sound")]) == record
+
+
+@pytest.mark.parametrize("source", ["host", "device"])
+@pytest.mark.parametrize("joiner", ["host", "device"])
+def test_one_heals_from_the_other_wherever_they_keep_it(make, tmp_path, source, joiner):
+    peers, joins = make(source), make(joiner)
+    record = at_round(peers, 3)
+    assert joins.heal([peer(peers, "peer")]) == record
+    joins.install(record)
+    assert joins.outer.digest == record.digest
+    files.write(tmp_path, record, joins.outer.leaves())
+    read = files.read(tmp_path, 3)
+    back = make(source)
+    back.outer.load(read.arrays, read.versions)
+    assert back.outer.digest == record.digest
