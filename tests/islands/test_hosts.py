@@ -15,15 +15,17 @@ from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
 from gregale.islands.hands import AllHands, joint_digest
+from gregale.islands.healing import Found, NotAsRecorded
 from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.orders import Arrive, Finish, Pace, Restart, Show, Take
 from gregale.islands.protocol.headers import Peer, seed
-from gregale.islands.worker import Count, NotFinite, OuterSide
+from gregale.islands.worker import Count, NotFinite, OuterSide, Timeouts
 from gregale.methods.island_outer import Moment
 from gregale.methods.schedule import Schedule
 
 PACE = Pace(Schedule(4, 1, 0, 1), 10, False, 1.0)
 PEERS = (Peer("a", "s", ("a:1", "a:2")), Peer("b", "s", ("b:1", "b:2")))
+OF_ALL = joint_digest(["digest of 0", "digest of 1"])
 KEY = key_of(b"a token", "a word")
 
 
@@ -32,9 +34,11 @@ class Recorded:
 
     def __init__(self, name: str):
         self.name, self.count, self.committed = name, Count(), 0
+        self.timeouts = Timeouts(20.0, 20.0)
         self.log: list[tuple] = []
         self.fails: list[Exception | None] = []
         self.rounds = [7]
+        self.digests: dict[str, str] = {}
 
     @property
     def side(self) -> OuterSide:
@@ -50,11 +54,14 @@ class Recorded:
     def commit(self, key, outer) -> None:
         self.committed += 1
 
-    def heal(self, sources):
+    def fetch(self, sources) -> Found:
+        """Of the first source; `digests`: what a source's arrays have in place of what the record was made of."""
+        self.log.append(("fetch", *(source.name for source in sources)))
         if self.fails and (error := self.fails.pop(0)):
             raise error
         number = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
-        return replace(seed("of all hosts"), round=number)
+        digest = self.digests.get(sources[0].name, f"digest of {self.name}")
+        return Found(replace(seed(OF_ALL), round=number), digest)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.log.append((name, *arguments))
@@ -79,12 +86,12 @@ def island():
 
 def test_the_others_are_told_the_same_in_the_same_order(island):
     hands, _, follower = island
-    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Finish(complete=True)]
+    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Restart(10, inherits=True), Finish(complete=True)]
     for order in orders:
         hands.ordered(order)
         hands.granted(None if order is None else len(order))
     assert [follower.order() for _ in orders] == orders
-    assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 1]
+    assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 2, 1]
 
 
 def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
@@ -140,8 +147,25 @@ def test_hosts_fetch_again_until_they_have_the_same_round(island):
     own.rounds, other.rounds = [7, 9], [8, 9]
     assert hands.heal(PEERS).round == 9
     own.rounds, other.rounds = [10], [11]
-    with pytest.raises(TransferFailed, match=r"different rounds: \[10, 11\]"):
+    with pytest.raises(TransferFailed, match=r"different states, of rounds \[10, 11\]"):
         hands.heal(PEERS)
+
+
+def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source(island):
+    """The digest of a record is of the arrays of all hosts: a host alone could not tell."""
+    hands, (own, other), _ = island
+    other.digests = {"a": "changed"}
+    assert hands.heal(PEERS).round == 7
+    assert own.log == other.log == [("fetch", "a", "b"), ("fetch", "a"), ("fetch", "b")]
+    other.digests["b"] = "changed too"
+    with pytest.raises(TransferFailed, match="round 7 of b have the digest"):
+        hands.heal(PEERS)
+
+
+def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
+    hands, (_, other), _ = island
+    other.fails = [NotAsRecorded("garbage"), None]
+    assert hands.heal(PEERS).round == 7
 
 
 def test_a_host_that_is_lost_fails_what_is_asked_of_it(island):

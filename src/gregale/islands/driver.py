@@ -20,14 +20,13 @@ from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.hands import Hands
-from gregale.islands.inner import Expected, Inner
+from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.round_book import RoundBook
-from gregale.islands.showing import Showing, fetch_inner
 from gregale.islands.turn import Turn
 from gregale.islands.watching import Watch, dead
 from gregale.islands.worker import NotFinite, OuterSide
@@ -44,7 +43,6 @@ class Driver:
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
     - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
-    - `wanted_inner`: the inner optimizer that this island wants of a peer when it heals; empty: it has its own
     """
 
     member: Member
@@ -55,7 +53,6 @@ class Driver:
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
-    wanted_inner: Expected = field(default_factory=dict)
     stop_asked: Callable[[], bool] = lambda: False
     seconds: Seconds = field(default_factory=Seconds)
 
@@ -65,7 +62,6 @@ class Driver:
         self._turn = Turn(self.pace)
         self._refused: str | None = None
         self._failure: BaseException | None = None
-        self._inner: Inner | None = None  # fetched with a state that is not installed yet
         self._left = self._leaving = False
         self._asking = Asking(
             self.coordinator,
@@ -76,7 +72,6 @@ class Driver:
             refused=self._end,
         )
         self._book = RoundBook(self.worker.count, self.record)
-        self._showing = Showing(self.token, self.worker.server.host)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
@@ -177,15 +172,19 @@ class Driver:
         self.post(protocol.Due(number))
 
     def show(self) -> dict[str, Any]:
-        """A joiner asks for the inner optimizer: says where it is, once the trainer has handed it over."""
+        """A joiner asks for the inner optimizer: says where it is, once the trainers have handed it over."""
         with self._changed:
-            self._showing.want()
+            self.worker.showing.want()
             self._changed.notify_all()
-        return self._showing.wait()
+        return {"addresses": self.worker.copies()}
 
     def shown(self, inner: Inner) -> None:
         """Takes a copy of the inner optimizer for who joins."""
-        self._showing.put(inner)
+        self.worker.showing.put(inner)
+
+    def inherited(self) -> Inner | None:
+        """What this host has of a peer's inner optimizer."""
+        return self.worker.heir.take()
 
     def close(self) -> None:
         """Ends the threads; the others see this island go."""
@@ -193,7 +192,6 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        self._showing.close()
         for threads in (self._exchange, self._healing, self._telling):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -203,7 +201,7 @@ class Driver:
     def _order(self) -> Order | None:
         if (arrival := self._turn.arrival(self._leaving)) is not None:
             return arrival
-        if self._showing.is_wanted():
+        if self.worker.showing.is_wanted():
             return Show()
         complete = self.round >= self.pace.rounds and self._turn.all_arrived()
         if self._left or complete:
@@ -276,9 +274,7 @@ class Driver:
         """The state that was fetched is this island's now."""
         self.worker.install(outer)
         self._take_over(outer)
-        self._turn.decided(Restart(outer.round, self._inner))
-        if self._inner is not None:
-            self._inner, self.wanted_inner = None, {}
+        self._turn.decided(Restart(outer.round, self.worker.heir.is_ready))
         self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:
@@ -308,15 +304,13 @@ class Driver:
             self._book.begin()
         try:
             outer = self.worker.heal(sources)
-        except (TransferFailed, ValueError) as error:
+        except TransferFailed as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))
             return
-        inner = fetch_inner(sources, self.token, self.wanted_inner, self.worker.timeouts.heal)
+        self.worker.inherit(sources)
         self.seconds.healing += time.monotonic() - began
-        with self._changed:
-            self._inner = inner
-            self.post(protocol.Healed(outer))
+        self.post(protocol.Healed(outer))
 
     def _tell(self, address: str, number: int) -> None:
         try:

@@ -75,7 +75,13 @@ class Follower:
         return 0
 
     def shown(self, inner: Inner) -> None:
-        """Host 0 shows."""
+        """Shows this host's part of the copy, and tells host 0 where."""
+        address, step = self._worker.showing.put(inner)
+        self._link.send({"shown": address, "step": step})
+
+    def inherited(self) -> Inner | None:
+        """What this host has of a peer's inner optimizer."""
+        return self._worker.heir.take()
 
     def leave(self) -> None:
         """Host 0 leaves, and an order to finish follows."""
@@ -102,8 +108,10 @@ class Follower:
                     self._grants.put(arguments[0])
                 case "reduce":
                     self._exchange.submit(self._guarded, lambda told=message: self._answer(told, self._reduce))
-                case "heal":
-                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._heal))
+                case "fetch":
+                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._fetch))
+                case "inherit":
+                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._inherit))
                 case "commit":
                     self._worker.commit(arguments[0], Outer.from_json(arguments[1]))
                 case "install":
@@ -118,15 +126,19 @@ class Follower:
     def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
         return self._worker.reduce(key, number, _peers(members), weights, name)
 
-    def _heal(self, sources: list) -> Any:
-        return self._worker.heal(_peers(sources)).to_json()
+    def _fetch(self, sources: list) -> Any:
+        outer, digest = self._worker.fetch(_peers(sources))
+        return outer.to_json(), digest
+
+    def _inherit(self, address: str) -> int:
+        return self._worker.heir.fetch(address)
 
     def _answer(self, message: dict[str, Any], work: Callable[..., Any]) -> None:
         count = self._worker.count
         before = count.sent, count.received
         try:
             value = work(*message["with"])
-        except (GroupFailed, NotFinite, TransferFailed, ValueError) as error:
+        except (GroupFailed, NotFinite, TransferFailed) as error:
             self._link.send({"ask": message["ask"], "failed": str(error), "kind": type(error).__name__})
             return
         sent, received = count.sent - before[0], count.received - before[1]

@@ -48,6 +48,10 @@ class Guide(Protocol):
         """Takes a copy of the inner optimizer for who joins."""
         ...
 
+    def inherited(self) -> Inner | None:
+        """What this host has of a peer's inner optimizer, for an order that says so; given once."""
+        ...
+
     def used(self, batches: int) -> int:
         """Examples that so many batches of this process have passed; what is told of it is what host 0 says."""
         ...

@@ -20,9 +20,11 @@ from typing import Any, Protocol
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.healing import Found, NotAsRecorded, healed
 from gregale.islands.hosts import Host, HostFailed
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
+from gregale.islands.showing import SHOW_SECONDS, Heir, Showing, inherit
 from gregale.islands.worker import Count, Messages, NotFinite, OuterSide, Timeouts, Worker
 
 HEAL_TRIES = 5
@@ -86,11 +88,29 @@ class Hands(Protocol):
         ...
 
     def heal(self, sources: Sequence[Peer]) -> Outer:
-        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed, or ValueError."""
+        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed."""
         ...
 
     def install(self, outer: Outer) -> None:
         """Takes over what was fetched, and serves it."""
+        ...
+
+    @property
+    def heir(self) -> Heir:
+        """Host 0's part of the inner optimizer that was inherited."""
+        ...
+
+    @property
+    def showing(self) -> Showing:
+        """Host 0's part of the inner optimizer that is shown."""
+        ...
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        """Fetches the inner optimizer of a peer for all hosts or for none, if it is wanted; `heir` says which."""
+        ...
+
+    def copies(self) -> list[str]:
+        """Where each host's copy of the own one is, when all have one of the same step. Raises Refused."""
         ...
 
     def close(self) -> None:
@@ -163,25 +183,53 @@ class AllHands:
         self._tell("publish", outer.to_json())
 
     def heal(self, sources: Sequence[Peer]) -> Outer:
-        """As `Hands.heal`: of the same round on all hosts, or TransferFailed."""
+        """As `Hands.heal`: with the digest of all hosts' arrays."""
+        return healed(sources, self.timeouts.heal, self._fetch)
+
+    def _fetch(self, sources: Sequence[Peer]) -> Found:
+        """The state of peers, of one record on all hosts. Raises TransferFailed."""
         told = [list(source) for source in sources]
-        found: dict[int, Outer] = {}
+        found: dict[int, Found] = {}
         for _ in range(HEAL_TRIES):
-            newest = max((outer.round for outer in found.values()), default=None)
-            behind = [host for host in self._others if host.number not in found or found[host.number].round != newest]
-            asked = [(host.number, host.ask("heal", [told])) for host in behind]
-            if 0 not in found or found[0].round != newest:
-                found[0] = self._own.heal(sources)
+            newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
+            behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
+            asked = [(host.number, host.ask("fetch", [told])) for host in self._others if host.number in behind]
+            if 0 in behind:
+                found[0] = self._own.fetch(sources)
             for number, answer in asked:
-                found[number] = Outer.from_json(self._fetched(answer))
-            if all(outer == found[0] for outer in found.values()):
-                return found[0]
-        rounds = sorted({outer.round for outer in found.values()})
-        raise TransferFailed(f"the hosts of this island fetched different rounds: {rounds}", {})
+                record, digest = self._fetched(answer)
+                found[number] = Found(Outer.from_json(record), digest)
+            if all(each.outer == found[0].outer for each in found.values()):
+                return Found(found[0].outer, joint_digest([each.digest for _, each in sorted(found.items())]))
+        rounds = sorted({each.outer.round for each in found.values()})
+        raise NotAsRecorded(f"the hosts of this island fetched different states, of rounds {rounds}")
+
+    @staticmethod
+    def _is_behind(found: Found | None, newest: Outer | None) -> bool:
+        return found is None or found.outer != newest
 
     def install(self, outer: Outer) -> None:
         self._own.install(outer)
         self._tell("install", outer.to_json())
+
+    @property
+    def heir(self) -> Heir:
+        return self._own.heir
+
+    @property
+    def showing(self) -> Showing:
+        return self._own.showing
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        inherit(self.heir, sources, self._own.token, 1 + len(self._others), self._inherit)
+
+    def _inherit(self, addresses: list[str]) -> list[int]:
+        asked = [host.ask("inherit", [address]) for host, address in zip(self._others, addresses[1:], strict=True)]
+        return [self.heir.fetch(addresses[0]), *(self._fetched(answer) for answer in asked)]
+
+    def copies(self) -> list[str]:
+        address, step = self.showing.wait()
+        return [address, *(host.await_shown(step, SHOW_SECONDS) for host in self._others)]
 
     def close(self) -> None:
         for host in self._others:
@@ -206,6 +254,8 @@ class AllHands:
         try:
             result = answer.result()
         except HostFailed as failed:
+            if failed.kind == NotAsRecorded.__name__:
+                raise NotAsRecorded(str(failed)) from None
             raise TransferFailed(str(failed), {}) from None
         self.count.received += result["received"]
         return result["value"]

@@ -19,10 +19,11 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from queue import Queue
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.islands.engine.client import Refused
 
 LARGEST_MESSAGE_BYTES = 64 << 20
 GREETING_SECONDS = 10.0
@@ -80,6 +81,7 @@ class Host:
         self._taken: Queue[bool] = Queue()
         self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
         self._numbers, self._lock, self._is_lost = itertools.count(), Lock(), False
+        self._changed, self._shown = Condition(self._lock), ("", -1)
         Thread(target=self._listen, daemon=True, name=f"host-{number}").start()
 
     def tell(self, what: str, arguments: list[Any]) -> None:
@@ -106,6 +108,15 @@ class Host:
         if not self._taken.get():
             self._taken.put(False)  # for who asks next
 
+    def await_shown(self, step: int, seconds: float) -> str:
+        """Where the host shows its copy of the inner optimizer of that step, or of a later one; raises Refused."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost or self._shown[1] >= step, seconds)
+            address, shown = self._shown
+        if shown < step:
+            raise Refused(f"host {self.number} has shown nothing in time")
+        return address
+
     def close(self) -> None:
         """Ends the connection."""
         self._link.close()
@@ -114,12 +125,17 @@ class Host:
         while (message := self._link.receive()) is not None:
             if "took" in message:
                 self._taken.put(True)
+            elif "shown" in message:
+                with self._changed:
+                    self._shown = message["shown"], message["step"]
+                    self._changed.notify_all()
             elif "failed" in message:
                 self._fail(message["ask"], message["failed"], message["kind"])
             else:
                 self._asked.pop(message["ask"])[0].set_result(message)
-        with self._lock:
+        with self._changed:
             self._is_lost = True
+            self._changed.notify_all()
         for number in list(self._asked):
             self._fail(number, LOST, "")
         self._taken.put(False)

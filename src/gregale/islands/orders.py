@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gregale.islands.inner import Inner
 from gregale.methods.schedule import Schedule
 
 
@@ -37,14 +36,14 @@ class Arrive(NamedTuple):
 class Restart(NamedTuple):
     """Order: the whole outer state is a peer's; take all of it for the island's parameters.
 
-    `inner`: a peer's inner optimizer, for an island that has begun with none
+    `inherits`: and with it a peer's inner optimizer (`Guide.inherited`), for an island that has begun with none
     """
 
     round: int
-    inner: Inner | None = None
+    inherits: bool = False
 
     def told(self) -> list[Any]:
-        return [self.round]
+        return [self.round, self.inherits]
 
 
 class Show(NamedTuple):

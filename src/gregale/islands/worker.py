@@ -16,10 +16,13 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
-from gregale.islands.engine.transfer import Fetched, fetch
+from gregale.islands.engine.transfer import fetch
+from gregale.islands.healing import Found, NotAsRecorded, healed
+from gregale.islands.inner import Expected
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
-from gregale.methods.island_outer import HostOuter, Moment, Prepared
+from gregale.islands.showing import Heir, Showing, inherit
+from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
@@ -94,6 +97,7 @@ class Worker:
     - `schedule`: which fragment a round has
     - `server`: what peers read of it
     - `host`: the number of this host in its island
+    - `wanted_inner`: the inner optimizer that it wants of a peer when its island heals; empty: it has its own
     """
 
     outer: HostOuter
@@ -102,15 +106,21 @@ class Worker:
     token: bytes
     timeouts: Timeouts
     host: int = 0
+    wanted_inner: Expected = field(default_factory=dict)
     count: Count = field(default_factory=Count)
     _record: Outer | None = None
     _side: OuterSide | None = None
-    _healed: Fetched | None = None
+    _fetched: Mapping[str, np.ndarray] | None = None
+    _offered: Offered | None = None  # what was fetched, if it fits
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
     _building: str | None = None  # the key of a group that is coming together
     _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self):
+        self.showing = Showing(self.token, self.server.host)
+        self.heir = Heir(self.token, self.wanted_inner, self.timeouts.heal)
 
     @property
     def side(self) -> OuterSide:
@@ -179,23 +189,40 @@ class Worker:
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
     def heal(self, sources: Sequence[Peer]) -> Outer:
-        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed, or ValueError."""
+        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed."""
+        return healed(sources, self.timeouts.heal, self.fetch)
+
+    def fetch(self, sources: Sequence[Peer]) -> Found:
+        """What this host has of the state of peers. Raises TransferFailed."""
         expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-        held = self._healed.arrays if self._healed else {n: leaf.array for n, leaf in self.outer.leaves().items()}
+        held = self._fetched or {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
         addresses = [source.hosts[self.host] for source in sources]
-        self._healed = fetch(addresses, self.token, expected, self.timeouts.heal, held)
-        self.count.received += self._healed.received_bytes
-        self.outer.check(self._healed.arrays, self._healed.versions)
-        return Outer.from_json(self._healed.facts.get("outer"))
+        fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held)
+        self._fetched = fetched.arrays
+        self.count.received += fetched.received_bytes
+        try:
+            self._offered = self.outer.check(fetched.arrays, fetched.versions)
+            return Found(Outer.from_json(fetched.facts.get("outer")), self._offered.digest)
+        except ValueError as error:
+            raise NotAsRecorded(f"what {', '.join(addresses)} gave is no state: {error}") from None
 
     def install(self, outer: Outer) -> None:
-        """Takes over what was fetched, and serves it under this record."""
-        assert self._healed is not None
-        self.outer.load(self._healed.arrays, self._healed.versions)
-        self._healed = None
+        """Takes over what was fetched last, and serves it under this record."""
+        assert self._offered is not None
+        self.outer.take_over(self._offered)
+        self._fetched = self._offered = None
+        self.heir.settle()
         self._results.clear()
         self._taken.clear()
         self.publish(outer)
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        """Fetches the inner optimizer of a peer, if it is wanted."""
+        inherit(self.heir, sources, self.token, 1, lambda addresses: [self.heir.fetch(addresses[0])])
+
+    def copies(self) -> list[str]:
+        """Where the copy of the own one is, as soon as there is one. Raises Refused."""
+        return [self.showing.wait().address]
 
     def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
         """The group of these members: the one that there is, or a new one."""
@@ -219,4 +246,5 @@ class Worker:
         """Leaves the group and stops serving."""
         with suppress(GroupFailed):
             self.drop_group()
+        self.showing.close()
         self.server.close()

@@ -1,6 +1,7 @@
-"""The outer side of an island in host memory: theta, the outer optimizer, and their exchange with devices and peers.
+"""The outer side of an island: theta, the outer optimizer, and their exchange with devices, peers and checkpoints.
 
-`methods/island.py` shows a whole round. Every array belongs to one fragment and one shard, and has a name:
+`methods/island.py` shows a whole round. Every array belongs to one fragment and one shard, and is kept by a store of
+`methods/island_store.py`, in this host's memory or on a device. It has a name:
 
     {fragment}/theta/{path}|{place of the shard along each axis}
     {fragment}/optimizer/{path in the state}
@@ -17,38 +18,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from gregale.axes.layout import is_named
 from gregale.codecs.feedback import Stored
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
-from gregale.communication.pieces import Leaf
-from gregale.communication.rows import Rows, no_error
-from gregale.communication.shards import host_device, keys_here, on_devices, shards_here
-from gregale.methods.fragments import Fragment
+from gregale.communication.rows import no_error
+from gregale.communication.shards import host_device, shards_here
 from gregale.methods.island import Island
+from gregale.methods.island_parts import Part, named, optimizer_names, part_of, shape_of, theta_name
+from gregale.methods.island_store import HostStore, Kept, Store
 from gregale.methods.outer import outer_step
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
-Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
-"""allocate(name, shape, dtype): memory for an array. It is written once, here; arrays of JAX may look into it until the
-last reference is gone, so free it then and never write it again. The same name comes again with each new version."""
+AllKept = dict[str, Kept]
 
 DIGEST_BYTES = 16
 
 
 class Held(NamedTuple):
-    """An array that peers may ask for."""
+    """An array that peers may ask for; `np.asarray` brings it to this host."""
 
-    array: np.ndarray
+    array: Kept
     version: int  # the round of its fragment's last change
 
 
 class Moment(NamedTuple):
     """All arrays of a host at one moment, and the versions of their fragments: references, nothing is copied."""
 
-    held: dict[int, Arrays]  # by fragment, by name
+    held: dict[int, AllKept]  # by fragment, by name
     versions: dict[int, int]
 
 
@@ -56,7 +54,7 @@ class Prepared(NamedTuple):
     """A fragment after its outer step, not taken over yet."""
 
     index: int  # of the fragment
-    arrays: Arrays  # by name
+    arrays: AllKept  # by name
     fragment_digest: bytes
     digest: str  # of the whole outer side, if this is committed
     finite: bool  # whether theta is; infinities or NaN would spoil every island
@@ -64,32 +62,30 @@ class Prepared(NamedTuple):
     error: OwnError  # of the second leg
 
 
-class Part(NamedTuple):
-    """A fragment's arrays on this host, in the abstract."""
+class Offered(NamedTuple):
+    """Whole fragments of a peer or of a checkpoint, which fit."""
 
-    fragment: Fragment
-    tree: Tree  # the fragment's part of the parameters
-    leaves: list[Leaf]  # of it, as one device holds them
-    theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
-    optimizer: Tree  # the outer optimizer's state for such a dictionary
-    rows: dict[str, Rows]  # by key: how messages are cut
+    held: dict[int, Arrays]  # by fragment, by name
+    versions: dict[int, int]
+    digests: dict[int, bytes]
+    digest: str  # of the whole outer side, if they are taken over
 
 
 class HostOuter:
-    """theta and the outer optimizer's state of this host's shards, by fragment, as NumPy arrays.
+    """theta and the outer optimizer's state of this host's shards, by fragment.
 
     Nothing is changed in place: `prepare` makes new arrays, `commit` takes them over.
     One thread calls `prepare`, `commit` and `load`; others may read meanwhile. In an island of many hosts all call
     `begin`, and what brings theta to the devices, in the same order.
 
     - `island`: whose layout, fragments and outer optimizer they are
-    - `allocate`: where arrays live; default: memory of this process
+    - `store`: where arrays are kept; default: memory of this process
     """
 
-    def __init__(self, island: Island, allocate: Allocate | None = None):
+    def __init__(self, island: Island, store: Store | None = None):
         self.island = island
-        self._allocate = allocate or (lambda _, shape, dtype: np.empty(shape, dtype))
-        self._held: dict[int, Arrays] = {}  # by fragment, by name
+        self._store: Store = store or HostStore()
+        self._held: dict[int, AllKept] = {}  # by fragment, by name
         self._versions: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
         self._errors: dict[int, tuple[str, OwnError]] = {}  # with the group whose it is
@@ -105,7 +101,7 @@ class HostOuter:
                 theta |= {key: np.asarray(shard) for key, shard in shards_here(leaf.path, array).items()}
             with jax.default_device(host_device()):
                 optimizer = jax.jit(self.island.outer.init)(theta)
-            self._take_over(index, self._kept(index, theta, optimizer), version=0)
+            self._take_over(index, *self._kept(index, theta, optimizer), version=0)
 
     def now(self) -> Moment:
         """The arrays as they are."""
@@ -117,11 +113,11 @@ class HostOuter:
         - `moment`: as it was then; None: as it is
         """
         part = self.parts[index]
-        held = self._theta(index, moment or self.now())
-        arrays = []
-        for leaf in part.leaves:
-            shape, place = _shape(leaf), NamedSharding(self.island.layout.mesh, leaf.params)
-            arrays.append(leaf.wrap(on_devices(held, leaf.path, shape, place)))
+        held = self._shards(index, moment or self.now())
+        arrays = [
+            leaf.wrap(self._store.on_devices(held, leaf.path, shape_of(leaf), place))
+            for leaf, place in zip(part.leaves, part.places, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(part.tree, is_leaf=is_named), arrays)
 
     def reducer(self, index: int) -> NetworkReducer:
@@ -134,7 +130,7 @@ class HostOuter:
             self.reducer(index).compile()
             nothing = {key: np.zeros(shard.shape, np.float32) for key, shard in part.theta.items()}
             with jax.default_device(host_device()):
-                self._outer_step(self._theta(index, self.now()), self._optimizer(index), nothing)
+                self._outer_step(self._theta(index), self._optimizer(index), nothing)
 
     def error(self, index: int, group: str) -> OwnError | None:
         """What the second leg of a fragment has not sent yet; None if another group reduced it last.
@@ -149,13 +145,12 @@ class HostOuter:
 
         Islands that prepare from the same bits on processors of one kind come to the same bits.
         """
-        part, theta = self.parts[index], self._theta(index, self.now())
+        part, theta = self.parts[index], self._theta(index)
         optimizer = self._optimizer(index)
         gradient = {key: reduced.gradient[key].reshape(shard.shape) for key, shard in part.theta.items()}
         with jax.default_device(host_device()):
             theta, optimizer, finite = self._outer_step(theta, optimizer, gradient)
-        arrays = self._kept(index, theta, optimizer)
-        own = _digest(arrays)
+        arrays, own = self._kept(index, theta, optimizer)
         whole = self._joint_digest({**self._digests, index: own})
         return Prepared(index, arrays, own, whole, bool(finite), group, reduced.error)
 
@@ -182,22 +177,24 @@ class HostOuter:
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name, from the configuration alone: to check what a peer offers."""
-        return {
-            name: (np.dtype(array.dtype), array.shape)
-            for index, part in enumerate(self.parts)
-            for name, array in _named(index, part.theta, part.optimizer).items()
-        }
+        return {name: kind for part in self.parts for name, kind in part.expected().items()}
 
     def load(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> None:
         """Takes over whole fragments of a peer or a checkpoint, as they are; fragments not given stay.
 
         Raises `ValueError` if a fragment is incomplete, of mixed versions, or not as `expected`; nothing changes then.
         """
-        for index, part in self.check(arrays, versions).items():
-            self._take_over(index, part, versions[next(iter(part))])
+        self.take_over(self.check(arrays, versions))
 
-    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> dict[int, Arrays]:
-        """What `load` would take over, by fragment; raises `ValueError` where `load` would."""
+    def take_over(self, offered: Offered) -> None:
+        """Takes over what `check` has found good; fragments that it does not have stay."""
+        for index, arrays in offered.held.items():
+            devices = self.parts[index].devices
+            kept = {name: self._store.adopt(name, array, devices[name]) for name, array in arrays.items()}
+            self._take_over(index, kept, offered.digests[index], offered.versions[index])
+
+    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> Offered:
+        """What `load` would take over; raises `ValueError` where `load` would."""
         expected, found = self.expected(), {}
         for name, array in arrays.items():
             if name not in expected or (array.dtype, array.shape) != expected[name]:
@@ -210,7 +207,9 @@ class HostOuter:
                 raise ValueError(f"fragment {index} lacks {sorted(missing)[0]} and {len(missing) - 1} more")
             if len(rounds := {versions[name] for name in names}) > 1:
                 raise ValueError(f"fragment {index} is of rounds {sorted(rounds)}")
-        return found
+        digests = {index: _digest(part) for index, part in found.items()}
+        rounds = {index: versions[next(iter(part))] for index, part in found.items()}
+        return Offered(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
 
     def own_leaves(self) -> dict[str, np.ndarray]:
         """What only this member's checkpoint needs: the second leg's errors of the rows that it owns, by name."""
@@ -238,17 +237,7 @@ class HostOuter:
     @cached_property
     def parts(self) -> list[Part]:
         """The fragments in the abstract, by number."""
-        return [self._part(self.island.fragment(index)) for index in range(self.island.schedule.fragments)]
-
-    def _part(self, fragment: Fragment) -> Part:
-        island, mesh = self.island, self.island.layout.mesh
-        tree = jax.eval_shape(fragment.take, island.parameters)
-        leaves, theta, rows = island.leaves(fragment), {}, {}
-        for leaf, array in zip(leaves, jax.tree.leaves(tree), strict=True):
-            for key in keys_here(leaf.path, _shape(leaf), NamedSharding(mesh, leaf.params)):
-                theta[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype)
-                rows[key] = island.rows(leaf)
-        return Part(fragment, tree, leaves, theta, jax.eval_shape(island.outer.init, theta), rows)
+        return [part_of(self.island, index) for index in range(self.island.schedule.fragments)]
 
     @cached_property
     def _outer_step(self) -> Callable[..., Any]:
@@ -258,54 +247,35 @@ class HostOuter:
 
         return jax.jit(step)
 
-    def _theta(self, index: int, moment: Moment) -> Arrays:
+    def _shards(self, index: int, moment: Moment) -> AllKept:
+        """theta of a fragment as it is kept, by key."""
         held = moment.held[index]
-        return {key: held[_theta_name(index, key)] for key in self.parts[index].theta}
+        return {key: held[theta_name(index, key)] for key in self.parts[index].theta}
+
+    def _theta(self, index: int) -> Arrays:
+        """theta of a fragment on this host, by key."""
+        return {key: np.asarray(shard) for key, shard in self._shards(index, self.now()).items()}
 
     def _optimizer(self, index: int) -> Tree:
+        """The optimizer's state of a fragment on this host."""
         held, state = self._held[index], self.parts[index].optimizer
-        names = _optimizer_names(index, state)
-        return jax.tree.unflatten(jax.tree.structure(state), [held[name] for name in names])
+        arrays = [np.asarray(held[name]) for name in optimizer_names(index, state)]
+        return jax.tree.unflatten(jax.tree.structure(state), arrays)
 
-    def _kept(self, index: int, theta: Tree, optimizer: Tree) -> Arrays:
-        """Arrays, by name, in memory that is to stay."""
-        kept = {}
-        for name, array in _named(index, theta, optimizer).items():
-            kept[name] = self._allocate(name, array.shape, np.dtype(array.dtype))
-            np.copyto(kept[name], np.asarray(array))
-        return kept
+    def _kept(self, index: int, theta: Tree, optimizer: Tree) -> tuple[AllKept, bytes]:
+        """What the store keeps of these arrays, by name, and their digest."""
+        devices = self.parts[index].devices
+        arrays = {name: np.asarray(array) for name, array in named(index, theta, optimizer).items()}
+        return {name: self._store.keep(name, array, devices[name]) for name, array in arrays.items()}, _digest(arrays)
 
-    def _take_over(self, index: int, arrays: Arrays, version: int) -> None:
-        self._held[index], self._versions[index], self._digests[index] = arrays, version, _digest(arrays)
+    def _take_over(self, index: int, arrays: AllKept, digest: bytes, version: int) -> None:
+        self._held[index], self._versions[index], self._digests[index] = arrays, version, digest
         self._errors.pop(index, None)
 
     @staticmethod
     def _joint_digest(digests: Mapping[int, bytes]) -> str:
         joined = b"".join(digest for _, digest in sorted(digests.items()))
         return blake2b(joined, digest_size=DIGEST_BYTES).hexdigest()
-
-
-def _shape(leaf: Leaf) -> tuple[int, ...]:
-    """Of the whole array."""
-    return tuple(axis.size for axis in leaf.axes)
-
-
-def _theta_name(index: int, key: str) -> str:
-    return f"{index}/theta/{key}"
-
-
-def _optimizer_names(index: int, optimizer: Tree) -> list[str]:
-    """The names of the optimizer's arrays, in the order of its leaves."""
-    paths = jax.tree_util.tree_flatten_with_path(optimizer)[0]
-    return [f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in paths]
-
-
-def _named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
-    """The arrays of both, by name."""
-    names = _optimizer_names(index, optimizer)
-    return {_theta_name(index, key): array for key, array in theta.items()} | dict(
-        zip(names, jax.tree.leaves(optimizer), strict=True)
-    )
 
 
 def _own(index: int, error: OwnError) -> Arrays:

@@ -10,6 +10,7 @@ from gregale.errors import KeyedError
 from gregale.settings import Range, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
+OUTER_MEMORIES = ("host", "device")
 SECONDS = Range(0, 86_400, above=True)
 MOST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -40,6 +41,13 @@ class IslandsConfig(Settings):
         metadata={
             "help": "islands that have to be there for a fleet to begin, anew or from checkpoints",
             "range": whole(1),
+        },
+    )
+    outer_memory: str = field(
+        default="host",
+        metadata={
+            "help": "where outer parameters and the outer optimizer's state are: this host's memory, or its devices",
+            "choices": OUTER_MEMORIES,
         },
     )
     lockstep: bool = field(

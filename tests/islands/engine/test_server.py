@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
+import threading
 import time
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -147,6 +150,14 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 
+def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
+    """The copy of an inner optimizer comes at the end of a step."""
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    answered = threading.Event()
+    server = make_server(on_message=lambda message: {"late": not answered.wait(1.0)})
+    assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
+
+
 def test_connections_are_bounded(make_server, monkeypatch):
     monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
     server = make_server()
@@ -160,6 +171,49 @@ def test_connections_are_bounded(make_server, monkeypatch):
         connection.close()
     time.sleep(0.2)
     assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+class Far:
+    """An array of four pieces that is not here until it is brought."""
+
+    def __init__(self):
+        self.here, self.brought = np.arange(3 * state.PIECE_BYTES // 4 + 5, dtype=np.float32), 0
+        self.shape, self.dtype, self.nbytes = self.here.shape, self.here.dtype, self.here.nbytes
+
+    def __array__(self, dtype=None, copy=None):
+        self.brought += 1
+        return self.here.copy()
+
+
+def test_an_array_from_elsewhere_is_brought_for_its_hash_and_once_for_its_pieces(make_server):
+    server, far = make_server(), Far()
+    server.publish(Snapshot(0, 1, {"far": Leaf(far, 1)}))
+    assert far.brought == 0
+    peer = Peer(server.address, TOKEN, 5.0)
+    leaf = peer.request("GET", "/manifest")["leaves"]["far"]
+    got = bytearray(far.nbytes)
+    for start in range(0, far.nbytes, state.PIECE_BYTES):
+        assert peer.read_into(f"/leaf/{leaf['hash']}", start, memoryview(got)[start : start + state.PIECE_BYTES])
+    assert bytes(got) == far.here.tobytes()
+    assert len(leaf["pieces"]) == 4
+    assert far.brought == 2
+    peer.close()
+
+
+def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
+    """An outer side that somebody has fetched once would else be there twice from then on."""
+    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    server, far = make_server(), Far()
+    server.publish(Snapshot(0, 1, {"far": Leaf(far, 1)}))
+    peer = Peer(server.address, TOKEN, 5.0)
+    leaf = peer.request("GET", "/manifest")["leaves"]["far"]
+    assert peer.read_into(f"/leaf/{leaf['hash']}", 0, memoryview(bytearray(8)))
+    peer.close()
+    gone = weakref.ref(far)
+    del far
+    server.publish(Snapshot(0, 2, {"far": Leaf(np.ones(3, np.float32), 2)}))
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monkeypatch):

@@ -237,6 +237,7 @@ class Handler(BaseHTTPRequestHandler):
         return manifest
 
     def _message(self, body: bytes) -> dict:
+        self.server.set_deadline(self.connection, float("inf"))  # it may be told at the end of a step only
         message = json.loads(body)
         if not isinstance(message, dict):
             raise Refused("a message is a JSON object")

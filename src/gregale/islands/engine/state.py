@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,13 +19,24 @@ PIECE_BYTES = 4 << 20
 # A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
 LEASE_SECONDS = 10.0
 FORMER_SNAPSHOTS = 2
+MOST_BROUGHT = 2
+
+
+class Elsewhere(Protocol):
+    """An array that is not in this host's memory until `np.asarray` brings it: each time anew."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    nbytes: int
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Leaf:
     """One array of the state, and the round that changed it last."""
 
-    array: np.ndarray
+    array: np.ndarray | Elsewhere
     version: int
 
 
@@ -57,8 +69,32 @@ class Served:
     """A snapshot with its manifest, and when somebody last asked for something of it."""
 
     manifest: bytes
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray | Elsewhere]
     asked: float
+
+
+class Brought:
+    """The last arrays from elsewhere whose pieces were asked for: the next pieces are theirs too."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._arrays: list[tuple[Elsewhere, np.ndarray]] = []
+
+    def here(self, array: np.ndarray | Elsewhere) -> np.ndarray:
+        """The array in this host's memory."""
+        if isinstance(array, np.ndarray):
+            return array
+        with self._lock:
+            found = next((here for source, here in self._arrays if source is array), None)
+            if found is None:
+                found = np.asarray(array)
+                self._arrays = [*self._arrays[1 - MOST_BROUGHT :], (array, found)]
+            return found
+
+    def forget(self) -> None:
+        """Lets go of all of them."""
+        with self._lock:
+            self._arrays = []
 
 
 class Shelf:
@@ -69,13 +105,19 @@ class Shelf:
         self._hashing = threading.Lock()
         self._snapshot: Snapshot | None = None
         self._served: list[tuple[Snapshot, Served]] = []
-        self._hashes: dict[str, tuple[np.ndarray, list[str]]] = {}
+        self._hashes: dict[str, tuple[np.ndarray | Elsewhere, list[str]]] = {}
+        self._brought = Brought()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the snapshot. Costs nothing: arrays are hashed when somebody asks for the manifest."""
+        new = snapshot.leaves
         with self._lock:
             self._snapshot = snapshot
+            self._hashes = {
+                name: known for name, known in self._hashes.items() if name in new and new[name].array is known[0]
+            }
             self._forget()
+        self._brought.forget()
 
     def manifest(self) -> bytes | None:
         """The manifest of the newest snapshot as JSON; None before the first."""
@@ -97,11 +139,12 @@ class Shelf:
     def find(self, name: str) -> np.ndarray | None:
         """The array with this hash, if a snapshot that is handed out has it."""
         with self._lock:
-            for _, served in reversed(self._served):
-                if name in served.arrays:
-                    served.asked = time.monotonic()
-                    return served.arrays[name]
-        return None
+            holders = [served for _, served in reversed(self._served) if name in served.arrays]
+            if not holders:
+                return None
+            holders[0].asked = time.monotonic()
+            array = holders[0].arrays[name]
+        return self._brought.here(array)
 
     def _forget(self) -> None:
         """Lets go of former snapshots that nobody asks for any more, and of the oldest if there are too many."""
@@ -114,13 +157,13 @@ class Shelf:
         self._served = former[-FORMER_SNAPSHOTS:] + newest
 
     def _describe(self, snapshot: Snapshot) -> Served:
-        known, self._hashes = self._hashes, {}
+        known, hashes = self._hashes, {}
         leaves, arrays = {}, {}
         for name, leaf in snapshot.leaves.items():
             array, pieces = known.get(name, (None, []))
             if array is not leaf.array:
-                pieces = piece_hashes(leaf.array)
-            self._hashes[name] = leaf.array, pieces
+                pieces = piece_hashes(np.asarray(leaf.array))
+            hashes[name] = leaf.array, pieces
             hashed = leaf_hash(pieces)
             arrays[hashed] = leaf.array
             leaves[name] = {
@@ -131,6 +174,7 @@ class Shelf:
                 "hash": hashed,
                 "pieces": pieces,
             }
+        self._hashes = hashes
         manifest = {
             "generation": snapshot.generation,
             "round": snapshot.round,

@@ -36,6 +36,7 @@ from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
+from gregale.methods.island_store import store_of
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
 from gregale.programs.island.recorder import Recorder
@@ -175,14 +176,18 @@ def joined(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, lambda _, shape, dtype: shm.empty(shape, dtype))
+    outer = HostOuter(island, store_of(islands.outer_memory, lambda _, shape, dtype: shm.empty(shape, dtype)))
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
         record = by_all(lambda: restored(outer, folder, saved["round"]))
-    worker = Worker(outer, schedule, server, token, Timeouts(timing.reduce_seconds, heal_seconds(islands)), host)
+        digest = joint_digest(messages_of_all(outer.digest))
+        by_all(lambda: check_restored(record, digest, folder))
+    timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
+    wanted = {} if saved is not None else expected(start.state.method.psdp)
+    worker = Worker(outer, schedule, server, token, timeouts, host, wanted)
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -213,7 +218,6 @@ def joined(
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=Recorder(run.path / ROUNDS, record.round, say),
         stop_asked=lambda: stop.signal_name is not None,
-        wanted_inner={} if saved or len(addresses) > 1 else expected(start.state.method.psdp),
     )
     status.follow(driver)
     driver.start()
@@ -237,6 +241,17 @@ def restored(outer: HostOuter, folder: Path, number: int) -> Outer:
             f"({error}). Give it what it had then, or --fresh, and it joins its peers anew."
         ) from None
     return read.outer
+
+
+def check_restored(record: Outer, digest: str, folder: Path) -> Outer:
+    """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
+    if digest != record.digest:
+        raise UserError(
+            f"The outer parameters in {folder} and in those of the island's other hosts are not those of round "
+            f"{record.round}: their digest is {digest}, that of the round {record.digest}. Give --fresh, and it joins "
+            "its peers anew."
+        )
+    return record
 
 
 def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:

@@ -67,7 +67,8 @@ class IslandStepper:
                 case Arrive(number, weight, place):
                     self.place = place
                     state = self._arrive(state, number, weight)
-                case Restart(number, inner):
+                case Restart(number, inherits):
+                    inner = self._guide.inherited() if inherits else None
                     state = self._taken_over(self.all_of_theta(state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
@@ -93,7 +94,7 @@ class IslandStepper:
             return state
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
-        step = jax.device_put(np.int32(inner.step), state.step.sharding)
+        step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
         return state._replace(step=step, method=state.method._replace(psdp=psdp))
 
     def _depart(self, state: TrainState, number: int) -> None:

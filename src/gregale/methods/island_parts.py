@@ -1,0 +1,96 @@
+"""What the outer side of an island consists of, in the abstract: arrays by fragment and shard, with their names.
+
+{fragment}/theta/{path}|{place of the shard along each axis}
+{fragment}/optimizer/{path in the state}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gregale.communication.pieces import Leaf
+from gregale.communication.rows import Rows
+from gregale.communication.shards import places_here
+from gregale.methods.fragments import Fragment
+from gregale.methods.island import Island
+
+Tree = Any
+
+
+class Part(NamedTuple):
+    """A fragment's arrays on this host."""
+
+    index: int  # of the fragment
+    fragment: Fragment
+    tree: Tree  # the fragment's part of the parameters
+    leaves: list[Leaf]  # of it, as one device holds them
+    places: list[NamedSharding]  # of each leaf on the devices
+    theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
+    optimizer: Tree  # the outer optimizer's state for such a dictionary
+    rows: dict[str, Rows]  # by key: how messages are cut
+    devices: dict[str, Any]  # by name: a device that has the shard, of what belongs to none, the first
+
+    def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Type and shape of every array by name."""
+        arrays = named(self.index, self.theta, self.optimizer)
+        return {name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every array by name."""
+        return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in self.expected().items()}
+
+
+def part_of(island: Island, index: int) -> Part:
+    """The fragment with this number."""
+    fragment, mesh = island.fragment(index), island.layout.mesh
+    tree = jax.eval_shape(fragment.take, island.parameters)
+    leaves = island.leaves(fragment)
+    places = [NamedSharding(mesh, leaf.params) for leaf in leaves]
+    theta, rows, devices = {}, {}, {}
+    for leaf, place, array in zip(leaves, places, jax.tree.leaves(tree), strict=True):
+        for key, device in places_here(leaf.path, shape_of(leaf), place).items():
+            theta[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype)
+            rows[key], devices[key] = island.rows(leaf), device
+    optimizer = jax.eval_shape(island.outer.init, theta)
+    first = next(iter(devices.values()), None)
+    owners = [next((devices[key] for key in _keys(path) if key in devices), first) for path, _ in _leaves(optimizer)]
+    lie = {theta_name(index, key): device for key, device in devices.items()}
+    lie |= dict(zip(optimizer_names(index, optimizer), owners, strict=True))
+    return Part(index, fragment, tree, leaves, places, theta, optimizer, rows, lie)
+
+
+def shape_of(leaf: Leaf) -> tuple[int, ...]:
+    """Of the whole array."""
+    return tuple(axis.size for axis in leaf.axes)
+
+
+def theta_name(index: int, key: str) -> str:
+    """The name of a shard of theta."""
+    return f"{index}/theta/{key}"
+
+
+def optimizer_names(index: int, optimizer: Tree) -> list[str]:
+    """The names of the optimizer's arrays, in the order of its leaves."""
+    return [
+        f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in _leaves(optimizer)
+    ]
+
+
+def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
+    """The arrays of both, by name."""
+    arrays = zip(optimizer_names(index, optimizer), jax.tree.leaves(optimizer), strict=True)
+    return {theta_name(index, key): array for key, array in theta.items()} | dict(arrays)
+
+
+def _leaves(optimizer: Tree) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(optimizer)[0]
+
+
+def _keys(path: Any) -> list[str]:
+    return [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]

@@ -1,0 +1,129 @@
+"""An island of two hosts inherits another's inner optimizer over real servers, each host its shards, or nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gregale.islands.engine.server import Server
+from gregale.islands.follower import Follower
+from gregale.islands.hands import AllHands
+from gregale.islands.hosts import Door, connect, key_of
+from gregale.islands.inner import Inner
+from gregale.islands.orders import Pace, Restart, Show
+from gregale.islands.protocol.headers import Peer
+from gregale.islands.worker import Timeouts, Worker
+from gregale.methods.schedule import Schedule
+
+TOKEN = b"a token of the fleet"
+SCHEDULE = Schedule(4, 1, 0, 1)
+PACE = Pace(SCHEDULE, 10, False, 1.0)
+
+
+class Island:
+    """Two hosts without an outer side, whose trainers are after so many `steps`."""
+
+    def __init__(self, stack: ExitStack, steps: tuple[int, int] = (5, 5)):
+        self.steps, self.has_lost_one = steps, False
+        self.workers = [self._worker(host) for host in (0, 1)]
+        door, links = Door("127.0.0.1", key_of(TOKEN, "a word")), []
+        coming = Thread(target=lambda: links.append(connect(door.address, key_of(TOKEN, "a word"), 1)))
+        coming.start()
+        self.hands = AllHands(self.workers[0], door.hosts(1, 20.0))
+        coming.join()
+        self.follower = Follower(self.workers[1], links[0], PACE)
+        self.follower.start()
+        stack.callback(self.follower.close)
+        stack.callback(self.hands.close)
+
+    def _worker(self, host: int) -> Worker:
+        server = Server("127.0.0.1", TOKEN, self._shown)
+        expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
+        outer: Any = Unused()
+        return Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+
+    def _shown(self, message: dict) -> dict:
+        """What a driver does with this message, and its trainers."""
+        assert message == {"kind": "inner"}
+        self.hands.showing.want()
+        self.hands.ordered(Show())
+        self.hands.showing.put(optimizer(0, self.steps[0]))
+        if not self.has_lost_one:
+            assert self.follower.order() == Show()
+            self.follower.shown(optimizer(1, self.steps[1]))
+        return {"addresses": self.hands.copies()}
+
+    def peer(self) -> Peer:
+        return Peer("peer", "session", tuple(worker.server.address for worker in self.workers))
+
+    def inherited(self) -> list[Inner | None]:
+        """What the trainers get with the state that is installed now."""
+        self.hands.heir.settle()
+        order = Restart(3, self.hands.heir.is_ready)
+        self.hands.ordered(order)
+        assert self.follower.order() == order
+        return [take() if order.inherits else None for take in (self.hands.heir.take, self.follower.inherited)]
+
+
+class Unused:
+    """An outer side that nobody asks for anything."""
+
+    def now(self) -> None:
+        return None
+
+
+def optimizer(host: int, step: int) -> Inner:
+    """A host's shards after so many steps."""
+    moments = np.full((3, 2), 10 * step + host, np.float32)
+    return Inner(step, {f"inner/mu|{host}": moments, "inner/count|": np.array(step)})
+
+
+@pytest.fixture
+def make():
+    with ExitStack() as stack:
+        yield lambda *steps: Island(stack, *steps)
+
+
+def same(found: Inner | None, expected: Inner) -> None:
+    assert found is not None
+    assert found.step == expected.step
+    assert found.arrays.keys() == expected.arrays.keys()
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def test_each_host_gets_the_shards_of_its_counterpart(make):
+    peer, joiner = make(), make()
+    joiner.hands.inherit([peer.peer()])
+    own, other = joiner.inherited()
+    same(own, optimizer(0, 5))
+    same(other, optimizer(1, 5))
+    assert not joiner.hands.heir.wants, "it has an optimizer of its own now"
+    assert joiner.inherited() == [None, None]
+
+
+def test_copies_of_different_steps_are_of_no_use(make):
+    """Moments of one step with those of another would be an optimizer that nobody has trained."""
+    torn, joiner = make((5, 6)), make()
+    joiner.hands.inherit([torn.peer()])
+    assert joiner.inherited() == [None, None]
+    assert joiner.hands.heir.wants, "it may get one when it heals again"
+
+
+def test_another_source_gives_what_the_first_one_cannot(make):
+    torn, lost, whole, joiner = make((5, 6)), make(), make((8, 8)), make()
+    lost.has_lost_one = True
+    lost.follower.close()
+    joiner.hands.inherit([each.peer() for each in (torn, lost, whole)])
+    same(joiner.inherited()[1], optimizer(1, 8))
+
+
+def test_what_one_host_cannot_fetch_none_uses(make):
+    peer, joiner = make(), make()
+    joiner.workers[1].heir._expected["inner/nu|1"] = (2,), np.dtype(np.float32)
+    joiner.hands.inherit([peer.peer()])
+    assert joiner.inherited() == [None, None]

@@ -1,0 +1,20 @@
+"""What `gregale island` makes sure of before it joins a fleet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.islands.protocol.headers import seed
+from gregale.programs.island.command import check_restored
+
+
+def test_what_was_saved_has_to_be_of_one_round_on_all_hosts():
+    """Each file has its hash, but host 0's and host 1's may be of two lines of the fleet."""
+    record = replace(seed("of all hosts"), round=4)
+    assert check_restored(record, "of all hosts", Path("outer")) is record
+    with pytest.raises(UserError, match=r"outer .* are not those of round 4: .* --fresh"):
+        check_restored(record, "of two rounds", Path("outer"))
