@@ -51,6 +51,7 @@ class Seen(NamedTuple):
 
     island: str
     round: int
+    generation: int
     digest: str
     members: tuple[str, ...]
     healed: bool
@@ -190,6 +191,7 @@ class Fleet:
                 seen = Seen(
                     island.name,
                     int(each["round"]),
+                    int(each["generation"]),
                     str(each["digest"]),
                     tuple(each["members"]),  # type: ignore[arg-type]
                     bool(each["healed"]),
@@ -223,10 +225,13 @@ class Fleet:
         return self.wait(together, seconds, f"a round of {', '.join(names)}")
 
     def check(self) -> int:
-        """Returns how many rounds two islands have both committed; AssertionError if they differ in one of them."""
-        digests: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+        """Returns how many rounds two islands have both committed; AssertionError if they differ in one of them.
+
+        A new generation may begin with the last one's round and other leases of the data: these are two.
+        """
+        digests: dict[tuple[int, int], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         for each in self.observe():
-            digests[each.round][each.digest].add(each.island)
+            digests[each.generation, each.round][each.digest].add(each.island)
         different = {number: dict(found) for number, found in digests.items() if len(found) > 1}
         assert not different, f"islands have committed different states: {different}"
         return sum(len(next(iter(found.values()))) > 1 for found in digests.values())
