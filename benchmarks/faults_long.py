@@ -44,12 +44,13 @@ class Life:
             status = ask_status(island.address, token, 2.0)
         except (OSError, PeerUnreachable, Refused):
             return
+        if status["state"] == "starting":
+            return
         now, lost = time.monotonic(), status["waiting_seconds"] + status["healing_seconds"]
         if (before := self.last.get(island.process.pid)) is not None and now - before[0] < ANSWERS_WITHIN:
             self.lived += now - before[0]
             self.lost += lost - before[1]
-        if status["state"] != "starting":
-            self.last[island.process.pid] = now, lost
+        self.last[island.process.pid] = now, lost
 
 
 def tokens(fleet: Fleet) -> float:
