@@ -123,7 +123,9 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=Begin(
-            Generation(1, fingerprint(view)), len(right), tuple(Report(h.name, h.holder, h.used) for h in right)
+            generation=Generation(1, fingerprint(view)),
+            voters=len(right),
+            reports=tuple(Report(h.name, h.holder, h.used) for h in right),
         ),
         top=right[0],
         current=frozenset(header.identity for header in right),

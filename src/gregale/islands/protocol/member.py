@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
-from gregale.islands.protocol.ledger import advance
+from gregale.islands.protocol.ledger import Ledger
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
 
@@ -141,7 +141,7 @@ class Member(Standing):
         self._waiting_for = False
         decision = self._decide(event.view, self.rules)
         # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
-        self._numbers, repeated = decision.after(self._numbers)
+        self._asks, repeated = decision.after(self._asks)
         mine = decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
             self._seen = 0
@@ -171,7 +171,7 @@ class Member(Standing):
         elif isinstance(plan, Turn):
             self._turn(view, plan, decision)
         else:
-            self.outer = replace(self.outer, ledger=plan.ledger(self.rules))
+            self.outer = replace(self.outer, ledger=plan.ledger_after(Ledger(), self.rules))
             self._rename(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
@@ -232,7 +232,7 @@ class Member(Standing):
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
-            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
+            self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
         self._group = tuple(peer for peer in decision.sources if peer.identity in plan.there)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
-from gregale.islands.protocol.plans import NO_NUMBERS, Decision, Form
+from gregale.islands.protocol.plans import NO_ASKS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
 
 
@@ -58,7 +58,7 @@ class Standing:
         self._group: tuple[Peer, ...] = ()  # who made the newest round with this member, if it did
         self._missing: frozenset[str] = frozenset()  # those of them that are waited for
         self._gone: frozenset[str] = frozenset()  # dead
-        self._numbers = NO_NUMBERS  # the asks in the last view
+        self._asks = NO_ASKS  # that it saw, its own and others'
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
