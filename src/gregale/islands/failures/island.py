@@ -38,9 +38,16 @@ class Island:
 
     def tell(self, event: m.Event) -> None:
         """An event reaches the member; its actions are carried out."""
-        if not self.alive:
-            return
-        for action in self.member.handle(m.Tick(self.world.now)) + self.member.handle(event):
+        if self.alive:
+            self._carry_out(self.member.handle(m.Tick(self.world.now)) + self.member.handle(event))
+
+    def tick(self) -> None:
+        """Nothing happens but that time has passed."""
+        if self.alive:
+            self._carry_out(self.member.handle(m.Tick(self.world.now)))
+
+    def _carry_out(self, actions: list[m.Action]) -> None:
+        for action in actions:
             carry_out = getattr(self, f"_do_{type(action).__name__.lower()}", None)
             if carry_out:
                 carry_out(action)
@@ -55,7 +62,7 @@ class Island:
     def _woken(self, at: float) -> None:
         if at == self._wake_at:
             self._wake_at = math.inf
-            self.tell(m.Tick(self.world.now))
+            self.tick()
 
     # The coordinator and the peers.
 

@@ -108,7 +108,7 @@ class World:
         island = Island(self, number, f"s{self._processes}")
         self._living[island.identity] = island
         self._healthy.add(island.identity)
-        island.tell(m.Tick(self.now))
+        island.tick()
 
     def _die(self, outage: Outage) -> None:
         island = next((each for each in self._living.values() if each.number == outage.island), None)

@@ -7,12 +7,15 @@ behind asks, is told by the view whom to heal from, and goes on asking while it 
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
 from gregale.islands.protocol.ledger import Ledger
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
+
+HANDLERS = {kind: f"_on_{kind.__name__.lower()}" for kind in get_args(m.Event)}
 
 
 class Member(Standing):
@@ -29,7 +32,7 @@ class Member(Standing):
         """What is to be done now that `event` happened, in this order."""
         self._actions = []
         if not self._done:
-            getattr(self, f"_on_{type(event).__name__.lower()}")(event)
+            getattr(self, HANDLERS[type(event)])(event)
             self._ask_if_needed()
         return self._actions
 
