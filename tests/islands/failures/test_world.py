@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gregale.islands.failures.fleet import Fleet, Outage, Site, draw_outages, draw_sites
+from gregale.islands.failures.outcome import Recovery
 from gregale.islands.failures.world import World
 from gregale.islands.protocol.settings import LAN
 from gregale.methods.schedule import Schedule
@@ -91,6 +92,20 @@ def test_the_same_seed_gives_the_same_run():
     # Every second of every island is in one of the shares.
     assert one.goodput + one.lost + one.down + one.joining + one.waiting == pytest.approx(1.0)
     assert one.joining > 0
+
+
+def test_a_seed_gives_what_it_gave_before():
+    # Whatever makes the simulator or the protocol faster changes nothing of this.
+    outages = draw_outages(20, 0.5 * HOUR, 120.0, 1500.0, seed=3)
+    found = World(fleet_of(fragments=2), outages, 1500.0).run()
+    assert (found.deaths, found.rounds, found.failed_reduces, found.generations) == (17, 29, 0, 5)
+    assert found.goodput == pytest.approx(0.8870578217218882, rel=1e-12)
+    assert found.lost == pytest.approx(0.028614679952664125, rel=1e-12)
+    assert found.joining == pytest.approx(0.020271597005322328, rel=1e-12)
+    assert (found.state_bytes, found.waiting) == (296e9, 0.0)
+    assert found.bytes_per_round == pytest.approx(1890359168.241966, rel=1e-12)
+    assert found.rejoin == Recovery(pytest.approx(195.39976413506514), pytest.approx(218.0991890326044), 2)
+    assert found.commit == Recovery(pytest.approx(34.66979239764714), pytest.approx(57.99902449914259), 1)
 
 
 def test_a_thousand_islands():
