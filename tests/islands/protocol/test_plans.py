@@ -3,7 +3,7 @@
 import random
 
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import Generation, Header, View
+from gregale.islands.protocol.headers import Generation, Header, Peer, View
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 from gregale.islands.protocol.plans import NO_ASKS, Form, Turn
 from gregale.islands.protocol.settings import Rules
@@ -36,7 +36,7 @@ def test_asks_are_remembered_as_by_one_dictionary_a_member():
 
 
 def test_the_next_ledger_is_made_once_for_all():
-    turn = Turn(Generation(2, "g"), frozenset(), None, False, reports=REPORTS)
+    turn = Turn(Generation(2, "g"), (), None, False, reports=REPORTS)
     form = Form("k", 1, (), (), (), 2, frozenset(), reports=REPORTS)
     for plan in (turn, form):
         ledger = plan.ledger_after(Ledger(), RULES)
@@ -44,3 +44,11 @@ def test_the_next_ledger_is_made_once_for_all():
         assert plan.ledger_after(Ledger(), RULES) is ledger
         assert plan.ledger_after(ledger, RULES) == advance(ledger, REPORTS, RULES.lot)
         assert plan.ledger_after(Ledger(), Rules()) == advance(Ledger(), REPORTS, Lot()) != ledger
+
+
+def test_who_is_missing_is_found_once_for_all_who_share_a_group(header):
+    a, b = Peer("a", "s", ("a:1",)), Peer("b", "s", ("b:1",))
+    decision, group = decide(View(7, (header("a"), header("c"))), Rules()), (a, b)
+    assert decision.missing(group) == (b,)
+    assert decision.missing(group) is decision.missing(group)
+    assert decision.missing((a,)) == ()

@@ -187,7 +187,7 @@ class Member(Standing):
             self._waiting_since = self._now
             self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
         if plan.missing and self._voter:
-            missing = tuple(peer for peer in self._group if peer.identity not in decision.headers)
+            missing = decision.missing(self._group)
             self._missing = frozenset(peer.identity for peer in missing)
             self._do(m.Find(missing))
 
@@ -238,7 +238,7 @@ class Member(Standing):
             self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
-        self._group = tuple(peer for peer in decision.sources if peer.identity in plan.there)
+        self._group = plan.members
 
     def _heal_later(self, decision: Decision) -> None:
         """Others commit in this view what this member does not hold: the next view says from whom to heal."""

@@ -42,15 +42,20 @@ class Settle:
 
 @dataclass(frozen=True)
 class Turn(Leasing):
-    """A new generation of those in `there`; with the held result `settle`, if there is one, else the same state.
+    """A new generation of `members`; with the held result `settle`, if there is one, else the same state.
 
-    Then those who are there get new leases of the data, which a fleet that all had left has handed back.
+    Then they get new leases of the data, which a fleet that all had left has handed back.
     """
 
     generation: Generation
-    there: frozenset[str]
+    members: tuple[Peer, ...]
     settle: Settle | None
     waited: bool
+
+    @cached_property
+    def there(self) -> frozenset[str]:
+        """The identities of the members; made once for all who share this plan."""
+        return frozenset(peer.identity for peer in self.members)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,9 @@ class Decision:
     headers: dict[str, Header] = field(default_factory=dict)
     _seen: dict[int, tuple[Asks, Asks, bool]] = field(default_factory=dict, compare=False, repr=False)
     _overtaken: dict[int, tuple[Numbers, Numbers, bool]] = field(default_factory=dict, compare=False, repr=False)
+    _missing: dict[int, tuple[tuple[Peer, ...], tuple[Peer, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def slowest(self) -> float:
@@ -141,6 +149,13 @@ class Decision:
     def addresses(self) -> tuple[str, ...]:
         """The leaders'."""
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
+
+    def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
+        """Who of a group is not in the view; made once for all who have the same one."""
+        if id(group) not in self._missing:
+            missing = tuple(peer for peer in group if peer.identity not in self.headers)
+            self._missing[id(group)] = (group, missing)
+        return self._missing[id(group)][1]
 
     @cached_property
     def _asked(self) -> Numbers:
