@@ -73,8 +73,8 @@ def test_every_field_has_its_help():
     ("fields", "fleet", "message"),
     [
         ({"failures": 0.0}, {}, "failures is 0; it has to be above 0"),
-        ({"sites": 10_000}, {}, "fleet.rounds 40 x sites 10000 x 1 bandwidths are more than 100,000"),
-        ({"plot": Path("a.svg"), "sites": 600}, {}, "1 bandwidths x 7 times between failures, for the plot, are more"),
+        ({"sites": 10_000}, {}, "fleet.rounds 40 x sites 10000 x 1 bandwidths are more than 300,000"),
+        ({"plot": Path("a.svg"), "sites": 1100}, {}, "1 bandwidths x 7 times between failures, for the plot, are more"),
         ({"overlap_steps": 100}, {}, "overlap_steps: 100 must be below period_steps = 100"),
         ({}, {"fragments": 110}, "fleet.fragments: 110 are too many for 108 layers .* at most 100"),
         ({"drop_out": ["1:50"]}, {}, "drop_out: it does not go with failures"),

@@ -21,7 +21,7 @@ from gregale.timeline.model import Workload
 from gregale.timeline.payload import bytes_per_parameter
 from gregale.timeline.plot import plot_goodput, short
 
-MOST_ISLAND_ROUNDS = 100_000  # a minute or so
+MOST_ISLAND_ROUNDS = 300_000  # a minute or two
 MOST_DEATHS = 20_000
 FACTORS = tuple(10 ** (each / 3) for each in range(-3, 4))  # of the hours between failures, in a plot
 OUTER_BYTES = 8  # a parameter: itself and the outer momentum, float32
@@ -110,7 +110,7 @@ def main(config: FleetConfig, mtbf_hours: float, scenario: Scenario, as_json: bo
         curves = f" x {len(hours)} times between failures, for the plot," if plot else ""
         raise UserError(
             f"fleet.rounds {config.rounds} x sites {islands} x {len(bandwidths)} bandwidths{curves} are more than "
-            f"{MOST_ISLAND_ROUNDS:,}, which take a minute or so. Fewer rounds show the same, less exactly."
+            f"{MOST_ISLAND_ROUNDS:,}, which take a minute or two. Fewer rounds show the same, less exactly."
         )
     schedule = _schedule(config, scenario)
     spreads = config.speed_spread, config.link_spread
