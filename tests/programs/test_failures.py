@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_the_bytes_are_the_codecs(capsys):
     assert run["goodput"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_plot_is_goodput_by_hours_between_failures(capsys, tmp_path, as_json):
+    path = tmp_path / "failures.svg"
+    fields = {**SMALL, "codec": "int4", "plot": path, "json": as_json}
+    assert main(SimulateConfig(fleet=FleetConfig(rounds=6), **fields)) == 0
+    out = capsys.readouterr().out
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    if not as_json:
+        assert "Goodput, by the hours between two failures" in out
+        assert "0.431" in out
+        return
+    found = json.loads(out)
+    hours, curves = found["plot_mtbf_hours"], found["plot_goodput"]
+    assert (hours[0], hours[3], hours[-1]) == (pytest.approx(0.2), 2.0, pytest.approx(20.0))
+    assert {name: curve[3] for name, curve in curves.items()} == {
+        name: run["goodput"] for name, run in found["runs"].items()
+    }
+    assert all(curve[0] < curve[-1] for curve in curves.values())
+    assert all(len(curve) == 7 for curve in curves.values())
+
+
 def test_the_tables_and_a_link_too_slow_for_joiners(capsys):
     fields = {**SMALL, "bandwidth": [1.0, 100.0]}
     assert main(SimulateConfig(fleet=FleetConfig(rounds=4), **fields)) == 0
@@ -51,7 +73,8 @@ def test_every_field_has_its_help():
     ("fields", "fleet", "message"),
     [
         ({"failures": 0.0}, {}, "failures is 0; it has to be above 0"),
-        ({"sites": 10_000}, {}, "fleet.rounds 40 x sites 10000 x 1 bandwidths are more than 100,000"),
+        ({"sites": 10_000}, {}, "fleet.rounds 40 x sites 10000 x 1 bandwidths are more than 300,000"),
+        ({"plot": Path("a.svg"), "sites": 1100}, {}, "1 bandwidths x 7 times between failures, for the plot, are more"),
         ({"overlap_steps": 100}, {}, "overlap_steps: 100 must be below period_steps = 100"),
         ({}, {"fragments": 110}, "fleet.fragments: 110 are too many for 108 layers .* at most 100"),
         ({"drop_out": ["1:50"]}, {}, "drop_out: it does not go with failures"),

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,9 +19,11 @@ from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
 from gregale.timeline.model import Workload
 from gregale.timeline.payload import bytes_per_parameter
+from gregale.timeline.plot import plot_goodput, short
 
-MOST_ISLAND_ROUNDS = 100_000  # a minute or so
+MOST_ISLAND_ROUNDS = 300_000  # a minute or two
 MOST_DEATHS = 20_000
+FACTORS = tuple(10 ** (each / 3) for each in range(-3, 4))  # of the hours between failures, in a plot
 OUTER_BYTES = 8  # a parameter: itself and the outer momentum, float32
 SECONDS = Range(0, 1e9, above=True)
 
@@ -95,53 +98,71 @@ class Scenario:
     latency_seconds: float
 
 
-def main(config: FleetConfig, mtbf_hours: float, scenario: Scenario, as_json: bool) -> int:
-    """Simulates, and prints tables or JSON; 0.
+def main(config: FleetConfig, mtbf_hours: float, scenario: Scenario, as_json: bool, plot: Path | None = None) -> int:
+    """Simulates, prints tables or JSON, and draws goodput against the hours between failures if asked to; 0.
 
     Raises:
         UserError: something does not fit together, or would take too long.
     """
+    hours = [mtbf_hours * factor for factor in FACTORS] if plot else [mtbf_hours]
     islands, bandwidths = scenario.islands, scenario.gbit_per_second
-    if islands * config.rounds * len(bandwidths) > MOST_ISLAND_ROUNDS:
+    if islands * config.rounds * len(bandwidths) * len(hours) > MOST_ISLAND_ROUNDS:
+        curves = f" x {len(hours)} times between failures, for the plot," if plot else ""
         raise UserError(
-            f"fleet.rounds {config.rounds} x sites {islands} x {len(bandwidths)} bandwidths are more than "
-            f"{MOST_ISLAND_ROUNDS:,}, which take a minute or so. Fewer rounds show the same, less exactly."
+            f"fleet.rounds {config.rounds} x sites {islands} x {len(bandwidths)} bandwidths{curves} are more than "
+            f"{MOST_ISLAND_ROUNDS:,}, which take a minute or two. Fewer rounds show the same, less exactly."
         )
     schedule = _schedule(config, scenario)
     spreads = config.speed_spread, config.link_spread
     sites = draw_sites(islands, scenario.workload.step_seconds, 1e9 / 8, spreads, config.seed)
     seconds = schedule.round_step(config.rounds - 1) * min(site.step_seconds for site in sites)
-    deaths = islands * seconds / (3600 * mtbf_hours + config.restart_seconds)
+    deaths = islands * seconds / (3600 * min(hours) + config.restart_seconds)
     if deaths > MOST_DEATHS:
         raise UserError(
-            f"failures: {islands} islands, each failing every {mtbf_hours:g} hours, are about {deaths:,.0f} deaths in "
+            f"failures: {islands} islands, each failing every {min(hours):g} hours, are about {deaths:,.0f} deaths in "
             f"{seconds / 3600:.1f} hours; up to {MOST_DEATHS:,} are simulated. Fewer fleet.rounds, or rarer failures."
         )
-    outages = draw_outages(islands, 3600 * mtbf_hours, config.restart_seconds, seconds, config.seed)
-    fleets = {each: _fleet(config, scenario, schedule, _at(sites, each)) for each in bandwidths}
-    interval = config.checkpoint_seconds or best_interval(max(config.save_seconds, 1.0), 3600 * mtbf_hours / islands)
-    checkpoints = Checkpoints(interval, config.save_seconds, config.reform_seconds)
-    found: dict[str, Outcome] = {
-        f"islands, {each:g} Gbit/s": World(fleet, outages, seconds).run() for each, fleet in fleets.items()
-    }
-    for name, elastic in (("elastic data-parallel", True), ("plain data-parallel", False)):
-        found[name] = data_parallel(fleets[bandwidths[0]], outages, seconds, checkpoints, elastic)
+    fleets = {f"islands, {each:g} Gbit/s": _fleet(config, scenario, schedule, _at(sites, each)) for each in bandwidths}
+    runs = {each: _runs(config, each, fleets, seconds) for each in hours}
+    found = runs[mtbf_hours]
     report = {
         "model": asdict(scenario.workload),
         "sites": islands,
         "mtbf_hours": mtbf_hours,
         "seconds": seconds,
         "codec": scenario.codec,
-        "checkpoint_seconds": interval,
+        "checkpoint_seconds": _checkpoints(config, mtbf_hours, islands).interval_seconds,
         "period_seconds": schedule.period * min(site.step_seconds for site in sites),
-        "heal_seconds": {f"islands, {each:g} Gbit/s": _heal_seconds(fleet) for each, fleet in fleets.items()},
+        "heal_seconds": {name: _heal_seconds(fleet) for name, fleet in fleets.items()},
         "runs": {name: asdict(outcome) for name, outcome in found.items()},
     }
+    if plot:
+        goodput = {name: [runs[each][name].goodput for each in hours] for name in found}
+        report |= {"plot_mtbf_hours": hours, "plot_goodput": goodput}
+        title = f"{islands:,} islands, {scenario.workload.parameters / 1e9:g}B parameters"
+        plot_goodput(plot, hours, goodput, title)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _print(report, found)
     return 0
+
+
+def _checkpoints(config: FleetConfig, mtbf_hours: float, islands: int) -> Checkpoints:
+    interval = config.checkpoint_seconds or best_interval(max(config.save_seconds, 1.0), 3600 * mtbf_hours / islands)
+    return Checkpoints(interval, config.save_seconds, config.reform_seconds)
+
+
+def _runs(config: FleetConfig, mtbf_hours: float, fleets: dict[str, Fleet], seconds: float) -> dict[str, Outcome]:
+    """Every way of training with the same failures: islands by their links, and data-parallel."""
+    first = next(iter(fleets.values()))  # links cost data-parallel nothing
+    islands = len(first.sites)
+    outages = draw_outages(islands, 3600 * mtbf_hours, config.restart_seconds, seconds, config.seed)
+    checkpoints = _checkpoints(config, mtbf_hours, islands)
+    found: dict[str, Outcome] = {name: World(fleet, outages, seconds).run() for name, fleet in fleets.items()}
+    for name, elastic in (("elastic data-parallel", True), ("plain data-parallel", False)):
+        found[name] = data_parallel(first, outages, seconds, checkpoints, elastic)
+    return found
 
 
 def _schedule(config: FleetConfig, scenario: Scenario) -> Schedule:
@@ -229,6 +250,10 @@ def _print(report: dict, found: dict[str, Outcome]) -> None:
     ]
     title = "Rounds; from a death to the others' next commit and to its own next contribution (mean / 95%)"
     print_table(console, title, headings, rows)
+    if "plot_goodput" in report:
+        headings = ("", *(short(each) for each in report["plot_mtbf_hours"]))
+        rows = [(name, *(f"{each:.1%}" for each in curve)) for name, curve in report["plot_goodput"].items()]
+        print_table(console, "Goodput, by the hours between two failures of an island", headings, rows)
     for name, seconds in report["heal_seconds"].items():
         if seconds > report["period_seconds"]:
             console.print(

@@ -23,7 +23,7 @@ from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_ba
 
 MOST_STEPS = 1_000_000
 MOST_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
-TIMELINE_ONLY = ("links", "site_step_seconds", "drop_out", "plot", "timeline")
+TIMELINE_ONLY = ("links", "site_step_seconds", "drop_out", "timeline")
 SECONDS = Range(0, 1e9, above=True)
 GBIT_PER_SECOND = Range(0, 1e9, above=True)
 
@@ -129,7 +129,12 @@ class SimulateConfig(Settings):
     )
     fleet: FleetConfig = field(default_factory=FleetConfig, metadata={"help": "What `failures` simulates."})
     json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
-    plot: Path | None = field(default=None, metadata={"help": "Draw utilisation against bandwidth: .svg or .png."})
+    plot: Path | None = field(
+        default=None,
+        metadata={
+            "help": "Draw utilisation against bandwidth, with `failures` goodput against their hours: .svg or .png."
+        },
+    )
     timeline: Path | None = field(
         default=None, metadata={"help": "Draw compute and transfers of a few steps: .svg or .png."}
     )
@@ -253,7 +258,7 @@ def _with_failures(config: SimulateConfig, mtbf_hours: float, workload: Workload
         gbit_per_second=config.bandwidth or [config.timeline_bandwidth],
         latency_seconds=config.latency_seconds,
     )
-    return failures.main(config.fleet, mtbf_hours, scenario, config.json)
+    return failures.main(config.fleet, mtbf_hours, scenario, config.json, config.plot)
 
 
 def _title(workload: Workload, sites: int) -> str:

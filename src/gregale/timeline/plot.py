@@ -50,17 +50,55 @@ def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[st
         UserError: matplotlib is not installed, or the suffix is another.
     """
     figure = new_figure(path, (7.5, 4.5))
-    axes = figure.subplots()
-    for (label, utilisation), colour in zip(curves.items(), LINE_COLOURS, strict=False):
-        axes.plot(gbit_per_second, utilisation, label=label, color=colour, linewidth=1.8)
-    axes.set_xscale("log")
-    axes.set_ylim(0, 1.03)
+    axes = _draw_shares(figure, gbit_per_second, curves, title)
     axes.set_xlabel("bandwidth between sites, Gbit/s")
     axes.set_ylabel("compute utilisation")
+    save_figure(figure, path)
+
+
+def plot_goodput(path: Path, mtbf_hours: Sequence[float], curves: Mapping[str, Sequence[float]], title: str) -> None:
+    """Draw goodput against the hours between two failures of an island, a line for each way of training.
+
+    Args:
+        path: the picture, .svg or .png.
+        mtbf_hours: rising, drawn on a logarithmic axis.
+        curves: by label, the goodput at each of them.
+        title: heading.
+
+    Raises:
+        UserError: matplotlib is not installed, or the suffix is another.
+    """
+    figure = new_figure(path, (7.5, 4.5))
+    axes = _draw_shares(figure, mtbf_hours, curves, title, marker="o")
+    axes.set_xticks(mtbf_hours, [short(each) for each in mtbf_hours])
+    axes.minorticks_off()
+    axes.set_xlabel("mean hours between two failures of an island")
+    axes.set_ylabel("goodput")
+    save_figure(figure, path)
+
+
+def short(number: float) -> str:
+    """Three digits of it, for an axis or a heading: 21.5, 1,000."""
+    return f"{float(f'{number:.3g}'):,g}"
+
+
+def _draw_shares(
+    figure: "Figure",
+    x: np.ndarray | Sequence[float],
+    curves: Mapping[str, np.ndarray] | Mapping[str, Sequence[float]],
+    title: str,
+    marker: str = "",
+) -> "Axes":
+    """Lines from 0 to 1 over a logarithmic axis, and what they are below."""
+    axes = figure.subplots()
+    for (label, shares), colour in zip(curves.items(), LINE_COLOURS, strict=False):
+        axes.plot(x, shares, label=label, color=colour, linewidth=1.8, marker=marker, markersize=5)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.03)
     axes.set_title(title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    save_figure(figure, path)
+    return axes
 
 
 def plot_timeline(path: Path, intervals: Mapping[str, Sequence[Interval]], steps: int, title: str) -> None:

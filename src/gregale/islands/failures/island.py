@@ -1,6 +1,5 @@
 """A modelled island: a real member of the protocol, with a model of its trainer and of its driver."""
 
-import math
 from typing import TYPE_CHECKING
 
 from gregale.islands.failures.trainer import Trainer
@@ -8,6 +7,7 @@ from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.standing import Identity
+from gregale.islands.simulator.process import Process
 
 if TYPE_CHECKING:
     from gregale.islands.failures.world import World
@@ -15,65 +15,47 @@ if TYPE_CHECKING:
 LEAST_TICK_SECONDS = 0.005  # as the driver
 
 
-class Island:
-    """One process of one island: it ends with its death.
+class Island(Process):
+    """A process of an island whose trainer and driver are modelled.
 
     - `told`: the newest round of which a peer has said that it is due
     """
 
     def __init__(self, world: "World", number: int, session: str):
-        self.world, self.number, self.name = world, number, f"i{number:05d}"
+        self.world, self.number, name = world, number, f"i{number:05d}"
         self.site = world.fleet.sites[number]
-        self.started = world.now
-        identity = Identity(self.name, session, "config", "1", (self.name,))
-        self.identity = f"{self.name}/{session}"
-        self.member = Member(identity, seed("seed"), world.fleet.timing, world.rules, decide=world.decide)
+        identity = Identity(name, session, "config", "1", (name,))
+        member = Member(identity, seed("seed"), world.fleet.timing, world.rules, decide=world.decide)
+        super().__init__(world, member, LEAST_TICK_SECONDS)
         self.trainer = Trainer(self.site.step_seconds, world.fleet.schedule.fragments)
-        self.alive, self.told = True, NO_ROUND
+        self.told = NO_ROUND
         self.reducing: str | None = None
-        self._asking = 0
         self._wanted: int | None = None  # the round whose message is taken at the next boundary, or under way
         self._departed = 0  # steps at the newest message
-        self._interval, self._wake_at = 0, math.inf
+        self._interval = 0
 
     def tell(self, event: m.Event) -> None:
         """An event reaches the member; its actions are carried out."""
-        if not self.alive:
-            return
-        for action in self.member.handle(m.Tick(self.world.now)) + self.member.handle(event):
+        if self.alive:
+            self._carry_out(self.member.handle(m.Tick(self.world.now)) + self.member.handle(event))
+
+    def tick(self) -> None:
+        """Nothing happens but that time has passed."""
+        if self.alive:
+            self._carry_out(self.member.handle(m.Tick(self.world.now)))
+
+    def _carry_out(self, actions: list[m.Action]) -> None:
+        for action in actions:
             carry_out = getattr(self, f"_do_{type(action).__name__.lower()}", None)
             if carry_out:
                 carry_out(action)
-        self._wake()
-
-    def _wake(self) -> None:
-        at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
-        if at < self._wake_at:
-            self._wake_at = at
-            self.world.later(at - self.world.now, lambda: self._woken(at))
-
-    def _woken(self, at: float) -> None:
-        if at == self._wake_at:
-            self._wake_at = math.inf
-            self.tell(m.Tick(self.world.now))
+        self.wake_in_time()
 
     # The coordinator and the peers.
 
     def _do_ask(self, action: m.Ask) -> None:
-        self._asking = number = action.header.asked
         self.world.ask(action.header)
-        self.world.later(self.member.timing.ask_seconds, lambda: self._give_up(number))
-
-    def _give_up(self, number: int) -> None:
-        if self._asking == number:
-            self._asking = 0
-            self.tell(m.NoView("no answer"))
-
-    def answer(self, number: int, event: m.Seen) -> None:
-        """The coordinator's answer to an ask."""
-        if self._asking == number:
-            self._asking = 0
-            self.tell(event)
+        self.begin_to_ask(action.header.asked)
 
     def _do_tellpeers(self, action: m.TellPeers) -> None:
         self.world.tell_peers(action)

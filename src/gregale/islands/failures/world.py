@@ -16,7 +16,6 @@ the protocol (`gregale.islands.simulator`).
 """
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gregale.islands.failures.fleet import Fleet, Outage
@@ -28,6 +27,7 @@ from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View
 from gregale.islands.protocol.plans import Decision
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.simulator.coordinator import Coordinator
+from gregale.islands.simulator.process import Clock
 
 NOTICE_SECONDS = 0.5  # measured: all survivors know of a kill -9 within 0.4 s
 COORDINATOR_TICK_SECONDS = 0.1
@@ -67,14 +67,14 @@ class Books:
     commits: list[float] = field(default_factory=list)
 
 
-class World:
+class World(Clock):
     """One run of a fleet for `seconds` from its beginning."""
 
     def __init__(self, fleet: Fleet, outages: tuple[Outage, ...], seconds: float):
+        super().__init__()
         self.fleet, self.outages, self.seconds = fleet, outages, seconds
         self.rules = Rules(fleet.minimum, start=len(fleet.sites))
-        self.now, self._count, self._processes = 0.0, 0, 0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._processes = 0
         self._coordinator, self._healthy, self._polling = Coordinator(fleet.timing.join_seconds), set(), False
         self._living: dict[str, Island] = {}  # by identity
         self._exchanges: dict[str, Exchange] = {}
@@ -90,16 +90,11 @@ class World:
         for number in range(len(self.fleet.sites)):
             self._start(number)
         while self._began is None or self.now < self._began + self.seconds:
-            at, _, what = heapq.heappop(self._queue)
+            at, _, what = heapq.heappop(self.queue)
             self.now = at if self._began is None else min(at, self._began + self.seconds)
             if at == self.now:
                 what()
         return self._outcome()
-
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Something happens after a while."""
-        self._count += 1
-        heapq.heappush(self._queue, (self.now + seconds, self._count, what))
 
     # Processes.
 
@@ -108,7 +103,7 @@ class World:
         island = Island(self, number, f"s{self._processes}")
         self._living[island.identity] = island
         self._healthy.add(island.identity)
-        island.tell(m.Tick(self.now))
+        island.tick()
 
     def _die(self, outage: Outage) -> None:
         island = next((each for each in self._living.values() if each.number == outage.island), None)

@@ -123,7 +123,9 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=Begin(
-            Generation(1, fingerprint(view)), len(right), tuple(Report(h.name, h.holder, h.used) for h in right)
+            generation=Generation(1, fingerprint(view)),
+            voters=len(right),
+            reports=tuple(Report(h.name, h.holder, h.used) for h in right),
         ),
         top=right[0],
         current=frozenset(header.identity for header in right),
@@ -204,7 +206,7 @@ def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
     there = voters if witness else there  # a view in which all voters still have the old state shows that nobody turned
     return Turn(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        there=frozenset(header.identity for header in there),
+        members=tuple(_peer(header) for header in there),
         settle=Settle(best.key, best.digest) if best else None,
         waited=not witness,
         reports=tuple(Report(each.name, each.holder, each.used) for each in there),

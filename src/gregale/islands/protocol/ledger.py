@@ -59,13 +59,15 @@ class Lease:
 
     def after(self, used: int) -> "Lease":
         """The lease when its holder has used so many examples in all."""
-        spans, use = [], max(used - self.used, 0)
+        if used <= self.used:
+            return self
+        spans, use = [], used - self.used
         for start, stop in self.spans:
             taken = min(use, stop - start)
             use -= taken
             if start + taken < stop:
                 spans.append((start + taken, stop))
-        return replace(self, used=max(used, self.used), spans=tuple(spans))
+        return replace(self, used=used, spans=tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)

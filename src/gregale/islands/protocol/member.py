@@ -7,12 +7,15 @@ behind asks, is told by the view whom to heal from, and goes on asking while it 
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
-from gregale.islands.protocol.ledger import advance
+from gregale.islands.protocol.ledger import Ledger
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
+
+HANDLERS = {kind: f"_on_{kind.__name__.lower()}" for kind in get_args(m.Event)}
 
 
 class Member(Standing):
@@ -29,7 +32,7 @@ class Member(Standing):
         """What is to be done now that `event` happened, in this order."""
         self._actions = []
         if not self._done:
-            getattr(self, f"_on_{type(event).__name__.lower()}")(event)
+            getattr(self, HANDLERS[type(event)])(event)
             self._ask_if_needed()
         return self._actions
 
@@ -141,7 +144,7 @@ class Member(Standing):
         self._waiting_for = False
         decision = self._decide(event.view, self.rules)
         # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
-        self._numbers, repeated = decision.after(self._numbers)
+        self._asks, repeated = decision.after(self._asks)
         mine = decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
             self._seen = 0
@@ -171,7 +174,7 @@ class Member(Standing):
         elif isinstance(plan, Turn):
             self._turn(view, plan, decision)
         else:
-            self.outer = replace(self.outer, ledger=plan.ledger(self.rules))
+            self.outer = replace(self.outer, ledger=plan.ledger_after(Ledger(), self.rules))
             self._rename(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
@@ -184,7 +187,7 @@ class Member(Standing):
             self._waiting_since = self._now
             self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
         if plan.missing and self._voter:
-            missing = tuple(peer for peer in self._group if peer.identity not in decision.headers)
+            missing = decision.missing(self._group)
             self._missing = frozenset(peer.identity for peer in missing)
             self._do(m.Find(missing))
 
@@ -232,10 +235,10 @@ class Member(Standing):
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
-            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
+            self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self._enter(view, m.Publish(self.outer))
-        self._group = tuple(peer for peer in decision.sources if peer.identity in plan.there)
+        self._group = plan.members
 
     def _heal_later(self, decision: Decision) -> None:
         """Others commit in this view what this member does not hold: the next view says from whom to heal."""

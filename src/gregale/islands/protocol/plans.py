@@ -2,29 +2,34 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from gregale.islands.protocol.headers import Generation, Header, Peer
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 from gregale.islands.protocol.settings import Rules
 
-Numbers = dict[str, int]
-NO_NUMBERS: Numbers = {}  # of who saw no view yet; never changed
+
+@dataclass(frozen=True, kw_only=True)
+class Leasing:
+    """A plan with which the ledger goes on."""
+
+    reports: tuple[Report, ...]
+    _ledgers: dict[tuple[str, Lot], Ledger] = field(default_factory=dict, compare=False, repr=False)
+
+    def ledger_after(self, ledger: Ledger, rules: Rules) -> Ledger:
+        """The ledger that this plan brings; made once for all who share it."""
+        key = ledger.digest(), rules.lot
+        if key not in self._ledgers:
+            self._ledgers[key] = advance(ledger, self.reports, rules.lot)
+        return self._ledgers[key]
 
 
 @dataclass(frozen=True)
-class Begin:
+class Begin(Leasing):
     """The fleet begins from the common seed; who is there gets a first lease of the data."""
 
     generation: Generation
     voters: int
-    reports: tuple[Report, ...]
-    _ledgers: dict[Lot, Ledger] = field(default_factory=dict, compare=False, repr=False)
-
-    def ledger(self, rules: Rules) -> Ledger:
-        """The ledger that the fleet begins with; made once for all who share this plan."""
-        if rules.lot not in self._ledgers:
-            self._ledgers[rules.lot] = advance(Ledger(), self.reports, rules.lot)
-        return self._ledgers[rules.lot]
 
 
 @dataclass(frozen=True)
@@ -36,22 +41,26 @@ class Settle:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A new generation of those in `there`; with the held result `settle`, if there is one, else the same state.
+class Turn(Leasing):
+    """A new generation of `members`; with the held result `settle`, if there is one, else the same state.
 
-    Then those who are there get new leases of the data, which a fleet that all had left has handed back.
+    Then they get new leases of the data, which a fleet that all had left has handed back.
     """
 
     generation: Generation
-    there: frozenset[str]
+    members: tuple[Peer, ...]
     settle: Settle | None
     waited: bool
-    reports: tuple[Report, ...]
+
+    @cached_property
+    def there(self) -> frozenset[str]:
+        """The identities of the members; made once for all who share this plan."""
+        return frozenset(peer.identity for peer in self.members)
 
 
 @dataclass(frozen=True)
-class Form:
-    """A group reduces the next round."""
+class Form(Leasing):
+    """A group reduces the next round; a commit of it brings the next ledger."""
 
     key: str
     ballot: int
@@ -59,9 +68,7 @@ class Form:
     weights: tuple[float, ...]
     electors: tuple[str, ...]
     voters: int
-    reports: tuple[Report, ...]
     leaving: frozenset[str]
-    _ledgers: dict[str, Ledger] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def identities(self) -> tuple[str, ...]:
@@ -72,12 +79,6 @@ class Form:
     def ranks(self) -> dict[str, int]:
         """The rank of each member, by identity."""
         return {who: rank for rank, who in enumerate(self.identities)}
-
-    def ledger_after(self, ledger: Ledger, rules: Rules) -> Ledger:
-        """The ledger that a commit of this reduce brings."""
-        if ledger.digest() not in self._ledgers:
-            self._ledgers[ledger.digest()] = advance(ledger, self.reports, rules.lot)
-        return self._ledgers[ledger.digest()]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,22 @@ class Wait:
 
 
 Plan = Begin | Settle | Turn | Form | Wait
+
+
+Numbers = dict[str, int]  # of asks, by identity; never changed once made
+
+
+class Asks(NamedTuple):
+    """The newest asks of all members that one has seen: those in its newest view, and `others`, which go before them.
+
+    `others` are the asks of who was seen before and is not in that view, or newer than there.
+    """
+
+    newest: Numbers
+    others: Numbers
+
+
+NO_ASKS = Asks({}, {})  # of who saw no view yet
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,11 @@ class Decision:
     refused: dict[str, str]
     differ: frozenset[str] = frozenset()
     headers: dict[str, Header] = field(default_factory=dict)
-    _after: dict[int, tuple[Numbers, Numbers, bool]] = field(default_factory=dict, compare=False, repr=False)
+    _seen: dict[int, tuple[Asks, Asks, bool]] = field(default_factory=dict, compare=False, repr=False)
+    _overtaken: dict[int, tuple[Numbers, Numbers, bool]] = field(default_factory=dict, compare=False, repr=False)
+    _missing: dict[int, tuple[tuple[Peer, ...], tuple[Peer, ...]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def slowest(self) -> float:
@@ -129,14 +150,36 @@ class Decision:
         """The leaders'."""
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
 
-    def after(self, numbers: Numbers) -> tuple[Numbers, bool]:
-        """The newest asks of all members seen, this view's and those before (`numbers`); whether one here is not new.
+    def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
+        """Who of a group is not in the view; made once for all who have the same one."""
+        if id(group) not in self._missing:
+            missing = tuple(peer for peer in group if peer.identity not in self.headers)
+            self._missing[id(group)] = (group, missing)
+        return self._missing[id(group)][1]
 
-        Members that saw the same views have the same `numbers`: computed once for them.
+    @cached_property
+    def _asked(self) -> Numbers:
+        return {who: header.asked for who, header in self.headers.items()}
+
+    def after(self, asks: Asks) -> tuple[Asks, bool]:
+        """The newest asks of all members seen, this view's and those before (`asks`); whether one here is not new.
+
+        What members have in common is computed once: nearly all saw the same view before, and many saw the same ones
+        before that.
         """
-        if id(numbers) not in self._after:
-            asked = {who: header.asked for who, header in self.headers.items()}
-            repeated = any(numbers.get(who, 0) >= number for who, number in asked.items())
-            newest = numbers | {who: max(number, numbers.get(who, 0)) for who, number in asked.items()}
-            self._after[id(numbers)] = (numbers, newest, repeated)
-        return self._after[id(numbers)][1:]
+        if id(asks) not in self._seen:
+            others, repeated = self._after_view(asks.newest)
+            new = self._asked
+            repeated = repeated or any(number >= new.get(who, number + 1) for who, number in asks.others.items())
+            others = others | {who: number for who, number in asks.others.items() if number > new.get(who, 0)}
+            self._seen[id(asks)] = (asks, Asks(new, others), repeated)
+        return self._seen[id(asks)][1:]
+
+    def _after_view(self, old: Numbers) -> tuple[Numbers, bool]:
+        """What of the view before this one is not in this one, or newer there; whether an ask here is not new."""
+        if id(old) not in self._overtaken:
+            new = self._asked
+            repeated = any(number >= new.get(who, number + 1) for who, number in old.items())
+            others = {who: number for who, number in old.items() if number > new.get(who, 0)}
+            self._overtaken[id(old)] = (old, others, repeated)
+        return self._overtaken[id(old)][1:]

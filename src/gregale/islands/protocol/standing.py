@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
-from gregale.islands.protocol.plans import NO_NUMBERS, Decision, Form
+from gregale.islands.protocol.plans import NO_ASKS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
 
 
@@ -58,7 +58,7 @@ class Standing:
         self._group: tuple[Peer, ...] = ()  # who made the newest round with this member, if it did
         self._missing: frozenset[str] = frozenset()  # those of them that are waited for
         self._gone: frozenset[str] = frozenset()  # dead
-        self._numbers = NO_NUMBERS  # the asks in the last view
+        self._asks = NO_ASKS  # that it saw, its own and others'
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
@@ -142,10 +142,12 @@ class Standing:
 
     def next_tick(self) -> float:
         """When the next `Tick` is needed, if nothing else happens before."""
-        times = [self._leave_by, self._reducing[1] if self._reducing else None]
-        if not self._reducing:
-            times += [self._ping_at if self._own and self._due else None]
-            if not self._waiting_for:
-                wanted = self._due or self._held or self._attentive
-                times += [max(self._retry_at, 0.0 if self._snapshot else self._grace_end) if wanted else None]
-        return min((max(time, self._now) for time in times if time is not None), default=math.inf)
+        times = [math.inf if self._leave_by is None else self._leave_by]
+        if self._reducing:
+            times.append(self._reducing[1])
+        else:
+            if self._own and self._due:
+                times.append(self._ping_at)
+            if not self._waiting_for and (self._due or self._held or self._attentive):
+                times.append(max(self._retry_at, 0.0 if self._snapshot else self._grace_end))
+        return max(self._now, min(times))

@@ -1,7 +1,6 @@
 """An island in the simulated world: a real member, with a model of its engine and of its trainer."""
 
 import hashlib
-import math
 import random
 from typing import TYPE_CHECKING
 
@@ -9,11 +8,13 @@ from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.standing import Identity
+from gregale.islands.simulator.process import Process
 
 if TYPE_CHECKING:
     from gregale.islands.simulator.world import World
 
 SEED = "seed"
+LEAST_TICK_SECONDS = 0.01
 
 
 def hashed(*parts: object) -> str:
@@ -21,23 +22,22 @@ def hashed(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
-class Node:
-    """One start of one island: it ends with its death, or when it left."""
+class Node(Process):
+    """A process of an island whose engine and trainer are modelled. It may be paused, and hears nothing then."""
 
     def __init__(self, world: "World", name: str, session: str, interval: float, step: float):
-        self.world, self.name = world, name
-        self.interval, self.step_seconds = interval, step
+        self.world, self.interval, self.step_seconds = world, interval, step
         identity = Identity(name, session, "config", "1", (name,))
-        self.member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules, decide=world.decide)
-        self.identity = f"{name}/{session}"
-        self.alive, self.paused, self.final = True, False, False  # final: its trainer makes no more steps
+        member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules, decide=world.decide)
+        super().__init__(world, member, LEAST_TICK_SECONDS)
+        self.paused, self.final = False, False  # final: its trainer makes no more steps
         self.kept: list[m.Event] = []  # what happened while it was paused
         self.previous = self.member.outer  # the record before the newest one
-        self.asking, self.asked_weight = 0, 0.0
+        self.asked_weight = 0.0
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
         self.used, self.position = 0, 0
-        self.contribution, self.due_number, self.wake_at = "", 0, math.inf
+        self.contribution, self.due_number = "", 0
         self.cut_off_at: float | None = None
 
     def tell(self, event: m.Event) -> None:
@@ -54,36 +54,21 @@ class Node:
             world.log(f"{self.name}: {event} -> {actions}")
         for action in actions:
             getattr(self, f"_do_{type(action).__name__.lower()}")(action)
-        self._wake()
+        self.wake_in_time()
 
-    def _wake(self) -> None:
-        at = max(self.member.next_tick(), self.world.now + 0.01)
-        if self.alive and at < self.wake_at:
-            self.wake_at = at
-            self.world.later(at - self.world.now, lambda: self._woken(at))
-
-    def _woken(self, at: float) -> None:
-        if at == self.wake_at:
-            self.wake_at = math.inf
-            self.tell(m.Tick(self.world.now))
+    def tick(self) -> None:
+        """Nothing happens but that time has passed."""
+        self.tell(m.Tick(self.world.now))
 
     def _do_ask(self, action: m.Ask) -> None:
-        self.asking = action.header.asked
         self.asked_weight = action.header.weight
         self.world.ask(self, action.header)
-        number = self.asking
-        self.world.later(self.world.timing.ask_seconds, lambda: self._give_up(number))
-
-    def _give_up(self, number: int) -> None:
-        if self.asking == number:
-            self.asking = 0
-            self.tell(m.NoView("no answer"))
+        self.begin_to_ask(action.header.asked)
 
     def answer(self, number: int, event: m.Seen) -> None:
-        """The coordinator's answer to an ask arrives."""
-        if self.asking == number and not self.paused:
-            self.asking = 0
-            self.tell(event)
+        """As any process's; a paused one does not hear it."""
+        if not self.paused:
+            super().answer(number, event)
 
     def _do_tellpeers(self, action: m.TellPeers) -> None:
         for name in action.addresses:

@@ -19,6 +19,7 @@ from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError, Invariants
 from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
+from gregale.islands.simulator.process import Clock
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -45,12 +46,13 @@ class Weather:
     delay: float = 0.01
 
 
-class World:
+class World(Clock):
     """One schedule. `member_class` lets tests plant mistakes."""
 
     examples = 6
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
+        super().__init__()
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
@@ -63,8 +65,6 @@ class World:
             failing=rng.choice((0.0, 0.05, 0.3)),
             stale=rng.choice((0.0, 0.2)),
         )
-        self.now, self.count = 0.0, 0
-        self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.invariants = Invariants()
         self.coordinator = Coordinator(TIMING.join_seconds)
         self.up, self.polling = True, False
@@ -79,11 +79,6 @@ class World:
         """For whoever replays the schedule."""
         if self.trace is not None:
             self.trace.append(f"{self.now:7.3f} {line}")
-
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Something happens after a while."""
-        self.count += 1
-        heapq.heappush(self.queue, (self.now + seconds, self.count, what))
 
     def run_until(self, end: float) -> None:
         """Everything that happens before `end`."""
@@ -102,7 +97,7 @@ class World:
         self.nodes[name] = node
         self.states[node.identity] = seed(SEED)
         self.log(f"{name} starts as {node.identity}")
-        node.tell(m.Tick(self.now))
+        node.tick()
 
     def kill(self, name: str) -> None:
         """A process dies."""
@@ -125,10 +120,10 @@ class World:
             kept, node.kept = node.kept, []
             if node.asking:
                 number = node.asking
-                self.later(0.1, lambda: node._give_up(number))
+                self.later(0.1, lambda: node.give_up(number))
             for event in kept:
                 node.tell(event)
-            node.tell(m.Tick(self.now))
+            node.tick()
             node.begin_interval()
 
     # Network.
