@@ -94,17 +94,17 @@ def test_the_same_seed_gives_the_same_run():
 
 
 def test_a_seed_gives_what_it_gave_before():
-    # Whatever makes the simulator or the protocol faster changes nothing of this.
+    # Whatever makes the simulator or the protocol faster changes nothing of this; another decision may.
     outages = draw_outages(20, 0.5 * HOUR, 120.0, 1500.0, seed=3)
     found = World(fleet_of(fragments=2), outages, 1500.0).run()
-    assert (found.deaths, found.rounds, found.failed_reduces, found.generations) == (17, 29, 0, 5)
+    assert (found.deaths, found.rounds, found.failed_reduces, found.generations) == (17, 29, 0, 0)
     assert found.goodput == pytest.approx(0.8870578217218882, rel=1e-12)
     assert found.lost == pytest.approx(0.028614679952664125, rel=1e-12)
     assert found.joining == pytest.approx(0.020271597005322328, rel=1e-12)
     assert (found.state_bytes, found.waiting) == (296e9, 0.0)
     assert found.bytes_per_round == pytest.approx(1890359168.241966, rel=1e-12)
     times = [(each.mean_seconds, each.percentile_95_seconds) for each in (found.rejoin, found.commit)]
-    assert times[0] == pytest.approx((193.2664308017319, 217.3639432460327), rel=1e-12)
+    assert times[0] == pytest.approx((193.10643080173196, 217.3639432460327), rel=1e-12)
     assert times[1] == pytest.approx((29.669792397647527, 49.99902449914305), rel=1e-12)
     assert (found.rejoin.open, found.commit.open) == (2, 1)
 

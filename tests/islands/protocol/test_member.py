@@ -202,3 +202,14 @@ def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
     turned = seen(3 * retry)
     assert only(turned, m.Publish).outer.generation.number == 2
     assert "Ask" in kinds(turned)  # it makes its round alone
+
+
+def test_one_that_saw_every_view_while_it_waited_knows_that_nobody_went_on():
+    """Each death changes the view's id: waiting views in between are no gap."""
+    a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
+    a.handle(m.Due())
+    a.handle(m.Snapshot(0, 1.0, 1))
+    assert a.handle(view(a, id=2)) == []  # the others may only be late
+    a.handle(m.Tick(a.timing.retry_seconds))
+    turned = a.handle(view(a, id=3))
+    assert only(turned, m.Publish).outer.generation.number == 2

@@ -165,6 +165,9 @@ class Member(Standing):
         plan = decision.plan
         if isinstance(plan, Wait):
             self._wait(plan, decision)
+            # Nobody acts on such a view: who was in every view until this one still is.
+            if self._seen and view.id - self._seen in (0, 1):
+                self._seen = view.id
             return
         self._waiting_since, self._missing = None, frozenset()
         if isinstance(plan, Form):
