@@ -32,11 +32,17 @@ ROW_TOKENS = 4 * 32
 
 @dataclass
 class Life:
-    """What an island said of itself: seconds that it lived, and those of them in which it waited or healed."""
+    """What islands said of themselves: seconds of training, and those of them in which they waited or healed.
+
+    What a process takes from its start to its first step in the fleet is `joining`: it is of one that was dead.
+    """
 
     lived: float = 0.0
     lost: float = 0.0
+    joining: float = 0.0
     last: dict[int, tuple[float, float]] = field(default_factory=dict)  # by process: when, and lost until then
+    begun: dict[int, float] = field(default_factory=dict)  # by process: when it was heard first
+    joined: int = 0  # processes
 
     def see(self, island: Island, token: bytes) -> None:
         """Asks once; what lies between two answers of a process counts, unless they are too far apart."""
@@ -44,9 +50,13 @@ class Life:
             status = ask_status(island.address, token, 2.0)
         except (OSError, PeerUnreachable, Refused):
             return
-        if status["state"] == "starting":
+        now = time.monotonic()
+        if status["state"] != "training":
+            self.begun.setdefault(island.process.pid, now)
             return
-        now, lost = time.monotonic(), status["waiting_seconds"] + status["healing_seconds"]
+        lost = status["waiting_seconds"] + status["healing_seconds"]
+        if (begun := self.begun.pop(island.process.pid, None)) is not None:
+            self.joining, self.joined = self.joining + now - begun, self.joined + 1
         if (before := self.last.get(island.process.pid)) is not None and now - before[0] < ANSWERS_WITHIN:
             self.lived += now - before[0]
             self.lost += lost - before[1]
@@ -106,13 +116,15 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
                 time.sleep(0.5)
             fleet.check()
         compared, trained, disturbed = fleet.check(), tokens(fleet), loss(fleet)
-    beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
     goodput = 1 - life.lost / life.lived
     print(
         f"\n{faults} faults in {options.soak:g} minutes; {compared} rounds compared, none differs.\n"
-        f"Goodput of the living: {goodput:.1%} of {life.lived:.0f} s.\n"
-        f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}."
+        f"Goodput of the living: {goodput:.1%} of {life.lived:.0f} s; {life.joined} times a process joined, "
+        f"{life.joining / max(1, life.joined):.1f} s after its server answered.",
+        flush=True,
     )
+    beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
+    print(f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}.")
     return int(goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
 
 
