@@ -9,6 +9,9 @@ in that of the windows without a limit before and after it, the median over the 
 both alike. The exchange of the model (17 MB in float32, 2.8 s at 50 Mbit/s) is far above what such a link carries in
 one of its steps.
 
+An island's step takes at least PACE seconds (`doomed.py`), as if its device were not the processor that all of this
+shares: else the codecs and TCP would slow the steps down. PSDP's is as it is.
+
 The prediction is the timeline's: its step is the method's own measured one with no limit, so that it says what the link
 costs and nothing of what the processor does; its link is what TCP brings through such a one, each way while both are
 used. Results so far are in FOLDER/windows.json; `--only METHOD` measures one anew.
@@ -30,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from fleet import DOOMED
 
 from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.protocol.settings import LAN
@@ -47,6 +51,7 @@ PORT = 29_640
 START_SECONDS = 300.0
 SECONDS = {"reduce_seconds": 120, "heartbeat_seconds": 30}  # nobody is to be left out, however busy the machine
 WINDOW_SECONDS = 240.0
+PACE = 0.25
 CONFIG = {
     "steps": 1_000_000,
     "model": {"type": "llama", "layers": LAYERS, "hidden": 256, "heads": 4, "kv_heads": 4, "mlp": 1024},
@@ -147,7 +152,7 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
             own = f"{name}-{number}"
             command = ["island", str(path), "--name", own, "--islands.name", own, "--islands.bind", site.address]
             command += ["--islands.lighthouse", lighthouse.address, "--fresh"]
-            processes.append(start(command, folder / f"{own}.log", site.command))
+            processes.append(paced([*site.command, *DOOMED, *command], folder / f"{own}.log"))
         yield Steps(folder / "runs" / f"{name}-0", processes)
         rounds = (folder / "runs" / f"{name}-0" / "rounds.jsonl").read_text().splitlines()
         assert all(len(json.loads(line)["members"]) == SITES for line in rounds), "a round was made by one alone"
@@ -155,6 +160,13 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
     finally:
         kill(processes)
         end([lighthouse.process])
+
+
+def paced(command: Sequence[str], log: Path) -> subprocess.Popen:
+    """Starts an island whose steps take at least `PACE` seconds."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "DOOM": str(log.with_suffix(".doom")), "PACE": str(PACE)}
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment)
 
 
 def write(path: Path, config: Mapping) -> Path:
