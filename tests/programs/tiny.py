@@ -43,6 +43,7 @@ SMALL_QUICKSTART = [
     "--model.hidden=64",
     "--model.mlp=128",
     "--batch.sequence_length=32",
+    "--batch.size=16",
     "--batch.microbatches=2",
     "--compute.unroll=1",
     "--compute.remat=full",
