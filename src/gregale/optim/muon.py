@@ -12,10 +12,11 @@ import optax
 from haliax import NamedArray
 from jax.typing import ArrayLike
 
-from gregale.axes.layout import Layout
+from gregale.audit.traffic import Transfer
+from gregale.axes.layout import Layout, is_named
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
 from gregale.optim.matrices import MatrixAxesOf, map_parameters, matrix_axes
-from gregale.optim.orthogonal import orthogonalise
+from gregale.optim.orthogonal import exchanges, orthogonalise
 from gregale.settings import DECAY, above, at_least, restated, whole
 
 MUON, ADAMW = "muon", "adamw"
@@ -71,6 +72,12 @@ class MuonConfig(OptimizerConfig):
             gathered=_partition(labels, {MUON: muon, ADAMW: optax.identity()}),
             learning_rate=schedule,
         )
+
+    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+        """Every matrix is brought together inside of a replica, and its update spread again."""
+        sides = [(leaf, matrix_axes_of(leaf)) for leaf in jax.tree.leaves(parameters, is_leaf=is_named)]
+        named = [(leaf, of) for leaf, of in sides if isinstance(leaf, NamedArray) and of is not None]
+        return [transfer for leaf, of in named for transfer in exchanges(leaf, of, layout)]
 
     def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
         """`scale * orthogonal(leaf)` for every matrix of a stack."""

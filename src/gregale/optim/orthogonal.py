@@ -10,6 +10,7 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import Layout
 from gregale.optim.matrices import MatrixAxes
 
@@ -36,7 +37,7 @@ def orthogonalise(
     batch = [axis for axis in range(array.ndim) if axis not in inputs + outputs]
     order = batch + inputs + outputs
     spec = layout.spec(leaf.axes, layout.params) if layout is not None and named else PartitionSpec()
-    split = [(1 + i, spec[axis]) for i, axis in enumerate(inputs + outputs) if axis < len(spec) and spec[axis]]
+    split = _split(leaf, sides, layout)
 
     def shards(local: jax.Array) -> jax.Array:
         ordered = local.transpose(order)
@@ -52,6 +53,39 @@ def orthogonalise(
     else:
         result = jax.shard_map(shards, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
     return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
+
+
+def exchanges(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> list[Transfer]:
+    """What `orthogonalise` sends, in closed form, the same on every backend: all-to-alls of float32, there and back.
+
+    Each goes over the mesh axes of one axis of the matrix that they split; with `devices` the product of all of them
+    and `matrices` the stack on a device, its bytes are
+
+        4 * inputs * outputs * ceil(matrices / devices)
+
+    So bytes do not fall with more devices than matrices: zero matrices fill up the stack.
+    """
+
+    def here(axes) -> int:
+        """Values of an array with these axes on a device."""
+        split = layout.mesh_axes(axes, layout.params)
+        return prod(axis.size for axis in axes) // prod(layout.mesh.shape[each] for each in split)
+
+    split = _split(leaf, sides, layout)
+    devices = prod(layout.mesh.shape[each] for _, mesh_axes in split for each in mesh_axes)
+    matrix = [axis for axis in leaf.axes if axis.name in sides.inputs + sides.outputs]
+    matrices = here([axis for axis in leaf.axes if axis not in matrix])
+    size = FLOAT32 * prod(axis.size for axis in matrix) * -(-matrices // devices)
+    crossed = [tuple(axis for axis in layout.mesh.axis_names if axis in mesh_axes) for _, mesh_axes in split]
+    return [Transfer("whole matrices", "all-to-all", axes, size, 2) for axes in crossed]
+
+
+def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> list[tuple[int, tuple[str, ...]]]:
+    """The axes of [matrices, *inputs, *outputs] that the mesh splits, by their places, each with its mesh axes."""
+    if layout is None or not isinstance(leaf, NamedArray):
+        return []
+    mesh_axes = [layout.mesh_axes([str(axis)], layout.params) for side in sides for axis in side]
+    return [(place, axes) for place, axes in enumerate(mesh_axes, 1) if axes]
 
 
 def _bring_together(stack: jax.Array, split: list) -> jax.Array:
