@@ -34,8 +34,8 @@ def small_setup(sizes: tuple[int, ...], microbatches: int = 2, compute=None, mod
         model=replace(MODEL, **(model or {})),
         compute=replace(COMPUTE, **(compute or {})),
         batch=BatchConfig(size=32, sequence_length=16, microbatches=microbatches),
-        **(others or {}),
     )
+    config = replace(config, **(others or {}))
     return set_up(config, 257, make_mesh(config.mesh, jax.devices()[: prod(sizes)]))
 
 
@@ -43,8 +43,12 @@ def small_step(*arguments, **changes) -> StepShape:
     return step_shape(small_setup(*arguments, **changes))
 
 
-def audited(setup: Setup) -> Audit:
-    """The audit of the step that `train` runs; of DiLoCo, of one in which nothing is sent or applied."""
+def lowered_step(setup: Setup) -> jax.stages.Lowered:
+    """The step that `train` runs; of DiLoCo, one in which nothing is sent or applied."""
     during = setup.method.actions(1).during
-    lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
-    return audit(lowered.compile(compiler_options=FAST), setup.layout.mesh)
+    return setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
+
+
+def audited(setup: Setup) -> Audit:
+    """The audit of that step."""
+    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh)

@@ -80,8 +80,10 @@ def test_bytes_by_hand():
     each = 4 * 16 * 32
     there_and_back = [Transfer("whole matrices", "all-to-all", (axis,), each, 2) for axis in ("data", "model")]
     assert CONFIG.transfers(up, layout) == there_and_back
-    assert CONFIG.transfers({"norm": tree(0)["norm"]}, layout) == []
-    assert AdamWConfig().transfers(up, layout) == []
+    assert CONFIG.update_bytes(up, layout) == 3 * each // 4 + 4 * 2 * (16 * 32 + 16 * 16), "shards; x, x x^T, twice"
+    norm = {"norm": tree(0)["norm"]}
+    assert CONFIG.transfers(norm, layout) == AdamWConfig().transfers(up, layout) == []
+    assert CONFIG.update_bytes(norm, layout) == AdamWConfig().update_bytes(up, layout) == 0
 
 
 @pytest.mark.parametrize(

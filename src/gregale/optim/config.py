@@ -122,6 +122,14 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         del parameters, layout, matrix_axes_of
         return []
 
+    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+        """What `gathered` takes on a device beside the updates that it is given, in closed form; 0 if next to nothing.
+
+        The arguments are those of `build`.
+        """
+        del parameters, layout, matrix_axes_of
+        return 0
+
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
         """The schedule step -> learning rate of a run of so many steps."""
         with below("schedule"):

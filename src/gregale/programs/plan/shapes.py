@@ -115,7 +115,9 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
     """The memory in closed form of a step whose layers are scanned."""
-    return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
+    step = step_shape(setup)
+    update = setup.config.optimizer.update_bytes(step.weights, step.layout)
+    return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
