@@ -32,7 +32,6 @@ SPREAD = {
         {"layers": 5, "qk_norm": True, "attention_bias": True},
         MUON,
     ),
-    "Muon, replicas only": ((2, 1, 1), 1, {}, {}, MUON),
     "Muon, a pipeline": ((1, 2, 1, 2), 1, {}, {"layers": 2}, {**MUON, "pipeline": PipelineConfig()}),
     "Muon, replicas that DiLoCo joins": ((2, 2, 2), 1, {}, {"layers": 5}, {**MUON, "sync": DilocoConfig()}),
 }
