@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import jax
 
@@ -20,9 +21,12 @@ COMPUTE = ComputeConfig(dtype="float32", unroll=1, loss_block=24)
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def small_setup(sizes: tuple[int, int, int], microbatches: int = 2, compute=None, model=None) -> Setup:
-    """A step on a mesh (replica, data, model); `compute` and `model` change fields of the small configuration."""
-    names = dict(zip(("replica", "data", "model"), sizes, strict=True))
+def small_setup(sizes: tuple[int, ...], microbatches: int = 2, compute=None, model=None, others=None) -> Setup:
+    """A step on a mesh (replica, data, model[, stage]).
+
+    `compute` and `model` change fields of these parts of the small configuration, `others` those of all of it.
+    """
+    names = dict(zip(("replica", "data", "model", "stage"), sizes, strict=False))
     config = TrainConfig(
         name="small",
         steps=10,
@@ -31,15 +35,20 @@ def small_setup(sizes: tuple[int, int, int], microbatches: int = 2, compute=None
         compute=replace(COMPUTE, **(compute or {})),
         batch=BatchConfig(size=32, sequence_length=16, microbatches=microbatches),
     )
-    count = sizes[0] * sizes[1] * sizes[2]
-    return set_up(config, 257, make_mesh(config.mesh, jax.devices()[:count]))
+    config = replace(config, **(others or {}))
+    return set_up(config, 257, make_mesh(config.mesh, jax.devices()[: prod(sizes)]))
 
 
 def small_step(*arguments, **changes) -> StepShape:
     return step_shape(small_setup(*arguments, **changes))
 
 
+def lowered_step(setup: Setup) -> jax.stages.Lowered:
+    """The step that `train` runs; of DiLoCo, one in which nothing is sent or applied."""
+    during = setup.method.actions(1).during
+    return setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
+
+
 def audited(setup: Setup) -> Audit:
-    """The audit of the step that `train` runs."""
-    lowered = setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup))
-    return audit(lowered.compile(compiler_options=FAST), setup.layout.mesh)
+    """The audit of that step."""
+    return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh)

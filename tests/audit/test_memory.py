@@ -6,8 +6,10 @@ from jax.sharding import PartitionSpec as P
 
 from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memory
 from gregale.audit.step import ACCELERATOR, CPU
-from gregale.programs.plan.shapes import tree_bytes
-from tests.audit.steps import small_setup, small_step
+from gregale.optim import MuonConfig
+from gregale.programs.plan.shapes import estimate, tree_bytes
+from gregale.services.config import BatchConfig
+from tests.audit.steps import FAST, lowered_step, small_setup, small_step
 
 
 def test_bytes_on_a_device_follow_the_sharding():
@@ -55,3 +57,13 @@ def test_each_policy_saves_what_it_says():
 def test_more_microbatches_take_less():
     sizes = [estimate_memory(small_step((2, 2, 2), count), 0, CPU).peak for count in (1, 2, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_muon_takes_what_its_matrices_take():
+    """Of a step with few tokens the update is the peak: 8 layers on 4 devices, two whole matrices each at a time."""
+    wide = {"layers": 8, "hidden": 256, "mlp": 1024}
+    setup = small_setup((1, 4, 1), 1, {"remat": "full"}, wide, {"optimizer": MuonConfig(), "batch": BatchConfig(8, 16)})
+    found = estimate(setup, CPU)
+    assert found.update > found.saved + found.tables + found.working
+    compiled = lowered_step(setup).compile(compiler_options=FAST)
+    assert found.peak == pytest.approx(compiler_memory(compiled).peak, rel=0.05)

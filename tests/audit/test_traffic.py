@@ -5,9 +5,13 @@ import pytest
 
 from gregale.audit.step import ACCELERATOR, CPU
 from gregale.audit.traffic import Transfer, bytes_by_axes, expected_transfers, sent_bytes
-from gregale.programs.plan.shapes import step_shape
+from gregale.communication.pipeline.config import PipelineConfig
+from gregale.methods.config import DilocoConfig
+from gregale.optim import MuonConfig
+from gregale.programs.plan.shapes import step_transfers
 from tests.audit.steps import audited, small_setup, small_step
 
+MUON = {"optimizer": MuonConfig(iterations=1)}
 SPREAD = {
     "three axes, recomputed": ((2, 2, 2), 2, {"remat": "full"}, {}),
     "gathered once a step, four microbatches": ((1, 2, 4), 4, {"remat": "none", "gather": "per_step"}, {}),
@@ -20,6 +24,16 @@ SPREAD = {
     "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "none", "unroll": 3}, {}),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}, {}),
     "replicas only": ((8, 1, 1), 2, {"remat": "full"}, {}),
+    "Muon, more devices than layers": ((1, 2, 4), 1, {}, {}, MUON),
+    "Muon, biases, norms of heads, replicas": (
+        (2, 2, 1),
+        1,
+        {},
+        {"layers": 5, "qk_norm": True, "attention_bias": True},
+        MUON,
+    ),
+    "Muon, a pipeline": ((1, 2, 1, 2), 1, {}, {"layers": 2}, {**MUON, "pipeline": PipelineConfig()}),
+    "Muon, replicas that DiLoCo joins": ((2, 2, 2), 1, {}, {"layers": 5}, {**MUON, "sync": DilocoConfig()}),
 }
 
 
@@ -27,7 +41,7 @@ SPREAD = {
 def test_closed_form_is_what_the_compiled_step_sends(name):
     setup = small_setup(*SPREAD[name])
     found = audited(setup)
-    expected = expected_transfers(step_shape(setup), CPU)
+    expected = step_transfers(setup, CPU)
     assert {axes: size for axes, size in found.bytes_by_axes().items() if axes} == bytes_by_axes(expected)
 
     kinds, expected_kinds = Counter(), Counter()

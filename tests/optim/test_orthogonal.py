@@ -1,7 +1,10 @@
 """Muon on a mesh: whole matrices come together by all-to-all, and nothing but the updates crosses `replica`."""
 
 import re
+from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
+from math import prod
 
 import haliax as hax
 import jax
@@ -10,9 +13,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.axes.layout import standard_layout
+from gregale.audit import audit
+from gregale.audit.traffic import Transfer
+from gregale.axes.layout import Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
-from gregale.optim import MuonConfig
+from gregale.optim import AdamWConfig, MuonConfig, Optimizer
 
 Layers, Embed, Heads, HeadSize, Mlp = (
     Axis("layers", 3),
@@ -46,10 +51,11 @@ def expected(seed: int):
 
 
 def layout_of(**sizes: int):
-    return standard_layout(make_mesh(MeshConfig(**sizes)))
+    """The layout of a mesh of as many of the devices as it takes."""
+    return standard_layout(make_mesh(MeshConfig(**{"data": 1, **sizes}), jax.devices()[: prod(sizes.values())]))
 
 
-def compiled(optimizer, layout):
+def compiled(optimizer: Optimizer, layout: Layout):
     """The gathered part, compiled for updates and parameters under `params`, and its arguments."""
     parameters, updates = (jax.device_put(tree(seed), layout.shardings(tree(seed), layout.params)) for seed in (0, 1))
     shardings = layout.shardings(updates, layout.params)
@@ -65,6 +71,40 @@ def test_on_a_mesh_the_updates_are_those_of_one_device(sizes):
     for name, update in step(*arguments).items():
         np.testing.assert_allclose(update.array, expected(1)[name].array, rtol=1e-5, atol=1e-7, err_msg=name)
     assert set(COLLECTIVE.findall(step.as_text())) == {"all-to-all"}, "and these run over data and model only"
+
+
+def test_bytes_by_hand():
+    """Three layers on four devices: one matrix each, whole, and one of them has zeros."""
+    layout = layout_of(replica=2, data=2, model=2)
+    up = {"up": tree(0)["up"]}
+    each = 4 * 16 * 32
+    there_and_back = [Transfer("whole matrices", "all-to-all", (axis,), each, 2) for axis in ("data", "model")]
+    assert CONFIG.transfers(up, layout) == there_and_back
+    assert CONFIG.update_bytes(up, layout) == 3 * each // 4 + 4 * 2 * (16 * 32 + 16 * 16), "shards; x, x x^T, twice"
+    norm = {"norm": tree(0)["norm"]}
+    assert CONFIG.transfers(norm, layout) == AdamWConfig().transfers(up, layout) == []
+    assert CONFIG.update_bytes(norm, layout) == AdamWConfig().update_bytes(up, layout) == 0
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"replica": 2, "data": 2, "model": 2},
+        {"stage": 2, "data": 2, "model": 2},
+        {"replica": 2, "data": 2},
+        {"data": 8},
+        {"model": 4},
+        {"replica": 2},
+    ],
+)
+def test_closed_form_is_what_the_compiled_update_sends(sizes):
+    layout = layout_of(**sizes)
+    step, _ = compiled(replace(CONFIG, iterations=1).build(tree(0), 10, layout), layout)
+    found = Counter((each.kind, each.axes, each.bytes) for each in audit(step, layout.mesh).collectives)
+    expected = Counter()
+    for each in CONFIG.transfers(tree(0), layout):
+        expected[each.kind, tuple(axis for axis in each.axes if layout.mesh.shape[axis] > 1), each.bytes] += each.times
+    assert found == Counter({key: count for key, count in expected.items() if key[1]})
 
 
 def test_without_the_layout_the_partitioner_spreads_the_products_over_the_mesh():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -67,6 +67,7 @@ class Estimate:
         saved: what layers keep for the backward pass.
         tables: embedding and head, gathered; with `per_step` all weights.
         working: the largest set that is alive at once beside them: one layer's backward pass, or the loss.
+        update: what the optimizer takes beside the buffers, when all that was there for the gradients is gone.
     """
 
     arguments: int
@@ -74,17 +75,19 @@ class Estimate:
     saved: int
     tables: int
     working: int
+    update: int
 
     @property
     def peak(self) -> int:
-        return sum(asdict(self).values())
+        return self.arguments + self.buffers + max(self.saved + self.tables + self.working, self.update)
 
 
-def estimate_memory(step: StepShape, arguments: int, backend: Backend) -> Estimate:
+def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: int = 0) -> Estimate:
     """Memory of a PSDP step in closed form; `arguments` are the bytes of state and batch on one device.
 
-    The peak is in the backward pass of a layer, or in the loss if the vocabulary is large. Attention is taken as what
-    XLA makes of it by itself: scores are held for all heads of a microbatch. A fused kernel holds none.
+    The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if that
+    needs whole matrices: it takes `update` beside the updates. Attention is taken as what XLA makes of it by itself:
+    scores are held for all heads of a microbatch. A fused kernel holds none.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     gathered = step.weights if step.per_step else step.single()
@@ -96,6 +99,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend) -> Estima
         saved=step.layers * _saved_values(step) * step.compute_bytes,
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
         working=max(_layer(step, backend), _loss(step)),
+        update=update,
     )
 
 

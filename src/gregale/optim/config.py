@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import draccus
 import optax
 
+from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout
 from gregale.errors import below
 from gregale.optim.clipping import clip_by_norm
@@ -115,6 +116,19 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
             optax.scale_by_learning_rate(schedule),
         )
         return replace(Optimizer.of(sharded), learning_rate=schedule)
+
+    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+        """What `gathered` of the optimizer sends in a step, in closed form; the arguments are those of `build`."""
+        del parameters, layout, matrix_axes_of
+        return []
+
+    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+        """What `gathered` takes on a device beside the updates that it is given, in closed form; 0 if next to nothing.
+
+        The arguments are those of `build`.
+        """
+        del parameters, layout, matrix_axes_of
+        return 0
 
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
         """The schedule step -> learning rate of a run of so many steps."""

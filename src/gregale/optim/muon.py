@@ -12,10 +12,12 @@ import optax
 from haliax import NamedArray
 from jax.typing import ArrayLike
 
-from gregale.axes.layout import Layout
+from gregale.audit.memory import bytes_on_device
+from gregale.audit.traffic import Transfer
+from gregale.axes.layout import Layout, is_named
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
-from gregale.optim.matrices import MatrixAxesOf, map_parameters, matrix_axes
-from gregale.optim.orthogonal import orthogonalise
+from gregale.optim.matrices import MatrixAxes, MatrixAxesOf, map_parameters, matrix_axes
+from gregale.optim.orthogonal import exchanges, iteration_bytes, orthogonalise
 from gregale.settings import DECAY, above, at_least, restated, whole
 
 MUON, ADAMW = "muon", "adamw"
@@ -72,6 +74,17 @@ class MuonConfig(OptimizerConfig):
             learning_rate=schedule,
         )
 
+    def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
+        """Every matrix is brought together inside of a replica, and its update spread again."""
+        matrices = _matrices(parameters, matrix_axes_of)
+        return [transfer for leaf, sides in matrices for transfer in exchanges(leaf, sides, layout)]
+
+    def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+        """The updates of all matrices, in shards, and the iterations on the parameter with the largest."""
+        matrices = _matrices(parameters, matrix_axes_of)
+        shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
+        return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
+
     def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
         """`scale * orthogonal(leaf)` for every matrix of a stack."""
         sides = matrix_axes_of(leaf)
@@ -80,6 +93,12 @@ class MuonConfig(OptimizerConfig):
         scale = max(1, fan_out / fan_in) ** 0.5 if self.rms is None else self.rms * max(fan_in, fan_out) ** 0.5
         result = orthogonalise(leaf, sides, layout, self.iterations, self.epsilon)
         return jax.tree.map(lambda array: array * scale, result)
+
+
+def _matrices(parameters, matrix_axes_of: MatrixAxesOf) -> list[tuple[NamedArray, MatrixAxes]]:
+    """The named matrices, which a mesh splits, with their sides."""
+    leaves = [leaf for leaf in jax.tree.leaves(parameters, is_leaf=is_named) if isinstance(leaf, NamedArray)]
+    return [(leaf, sides) for leaf in leaves if (sides := matrix_axes_of(leaf)) is not None]
 
 
 def _size(leaf: NamedArray | jax.Array, axis: str | int) -> int:

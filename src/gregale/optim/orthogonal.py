@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 import jax
@@ -10,8 +11,11 @@ from haliax import NamedArray
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from gregale.audit.traffic import FLOAT32, Transfer
 from gregale.axes.layout import Layout
 from gregale.optim.matrices import MatrixAxes
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz (Jordan, 2024)
 
 
 def orthogonalise(
@@ -36,7 +40,7 @@ def orthogonalise(
     batch = [axis for axis in range(array.ndim) if axis not in inputs + outputs]
     order = batch + inputs + outputs
     spec = layout.spec(leaf.axes, layout.params) if layout is not None and named else PartitionSpec()
-    split = [(1 + i, spec[axis]) for i, axis in enumerate(inputs + outputs) if axis < len(spec) and spec[axis]]
+    split = _split(leaf, sides, layout)
 
     def shards(local: jax.Array) -> jax.Array:
         ordered = local.transpose(order)
@@ -52,6 +56,54 @@ def orthogonalise(
     else:
         result = jax.shard_map(shards, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
     return NamedArray(result, leaf.axis_names) if isinstance(leaf, NamedArray) else result
+
+
+def exchanges(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> list[Transfer]:
+    """What `orthogonalise` sends, in closed form, the same on every backend: all-to-alls of float32, there and back.
+
+    There is one each way for every axis of the matrix that is split, over its mesh axes. With `devices` the product of
+    the sizes of all these mesh axes, and `matrices` the stack on a device, the bytes of each are
+
+        4 * inputs * outputs * ceil(matrices / devices)
+
+    So they do not fall with more devices than matrices: zero matrices fill up the stack.
+    """
+    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
+    size = FLOAT32 * matrices * inputs * outputs
+    crossed = [
+        tuple(axis for axis in layout.mesh.axis_names if axis in axes) for _, axes in _split(leaf, sides, layout)
+    ]
+    return [Transfer("whole matrices", "all-to-all", axes, size, 2) for axes in crossed]
+
+
+def iteration_bytes(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
+    """Bytes that an iteration takes on a device: matrices before and after it, `x x^T` and the polynomial of that.
+
+    `4 * 2 * (inputs * outputs + min(inputs, outputs)^2)` for each matrix.
+    """
+    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
+    return FLOAT32 * 2 * matrices * (inputs * outputs + min(inputs, outputs) ** 2)
+
+
+def _iterated_on(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> tuple[int, int, int]:
+    """The whole matrices that a device iterates on, some of which may be zero; their inputs; their outputs."""
+    inputs, outputs = (prod(leaf.resolve_axis(str(axis)).size for axis in side) for side in sides)
+    devices = _devices(layout, [axes for _, axes in _split(leaf, sides, layout)])
+    batch = [axis for axis in leaf.axes if axis.name not in sides.inputs + sides.outputs]
+    stack = prod(axis.size for axis in batch) // _devices(layout, [layout.mesh_axes(batch, layout.params)])
+    return -(-stack // devices), inputs, outputs
+
+
+def _devices(layout: Layout, mesh_axes: Iterable[tuple[str, ...]]) -> int:
+    return prod(layout.mesh.shape[axis] for axes in mesh_axes for axis in axes)
+
+
+def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> list[tuple[int, tuple[str, ...]]]:
+    """The axes of [matrices, *inputs, *outputs] that the mesh splits, by their places, each with its mesh axes."""
+    if layout is None or not isinstance(leaf, NamedArray):
+        return []
+    mesh_axes = [layout.mesh_axes([str(axis)], layout.params) for side in sides for axis in side]
+    return [(place, axes) for place, axes in enumerate(mesh_axes, 1) if axes]
 
 
 def _bring_together(stack: jax.Array, split: list) -> jax.Array:
@@ -71,8 +123,13 @@ def _spread_again(stack: jax.Array, split: list) -> jax.Array:
 
 
 def _newton_schulz(stack: jax.Array, iterations: int, epsilon: float) -> jax.Array:
-    """[matrices, inputs, outputs]: with no momentum of its own, optax's transformation is the iteration alone."""
+    """[matrices, inputs, outputs]: with no momentum of its own, optax's transformation is the iteration alone.
+
+    With coefficients for each iteration it is a loop. Unrolled, as it is with one set of them, the compiler keeps the
+    products of all iterations, and of all parameters at the same time.
+    """
     transformation = scale_by_muon(
+        ns_coeffs=(COEFFICIENTS,) * iterations,
         ns_steps=iterations,
         beta=0.0,
         nesterov=False,

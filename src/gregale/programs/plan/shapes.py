@@ -15,7 +15,7 @@ from gregale.audit.pipeline_traffic import pipelined
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, PipelineShape, StepShape
-from gregale.audit.traffic import Transfer, expected_transfers, sent_bytes
+from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
 from gregale.axes.layout import REPLICA, is_named
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES, LlamaConfig
@@ -115,7 +115,9 @@ def tree_bytes(setup: Setup) -> Bytes:
 
 def estimate(setup: Setup, backend: Backend) -> Estimate:
     """The memory in closed form of a step whose layers are scanned."""
-    return estimate_memory(step_shape(setup), tree_bytes(setup).arguments, backend)
+    step = step_shape(setup)
+    update = setup.config.optimizer.update_bytes(step.weights, step.layout)
+    return estimate_memory(step, tree_bytes(setup).arguments, backend, update)
 
 
 def step_transfers(setup: Setup, backend: Backend, method: Method | None = None) -> list[Transfer]:
@@ -123,7 +125,8 @@ def step_transfers(setup: Setup, backend: Backend, method: Method | None = None)
     step = step_shape(setup, method)
     averages = (method or setup.method).traffic(step).averages
     stack = None if step.pipeline is None else pipelined(step, step.pipeline, backend)
-    return expected_transfers(step, backend, averages, stack)
+    own = kept(step, setup.config.optimizer.transfers(step.weights, step.layout))
+    return [*expected_transfers(step, backend, averages, stack), *own]
 
 
 def estimated_link_bytes(setup: Setup) -> dict[str, float]:
