@@ -15,7 +15,6 @@ from gregale.axes.layout import BATCH
 from gregale.errors import UserError
 from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.model.execution import UNROLL, execution
-from gregale.model.kernels.choice import kernels_for
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.llama import Llama, parameter_count
@@ -243,11 +242,11 @@ def test_parameter_count_is_the_closed_form():
 
 def test_execution_follows_the_configuration():
     layout = layout_of(2, 2, 2)
-    run = execution(ComputeConfig(dtype="bfloat16", remat="attention", loss_block=7), layout)
+    run = execution(ComputeConfig(dtype="bfloat16", remat="attention", loss_block=7), layout, LlamaConfig())
     assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "attention", 7)
-    assert (run.kernels, run.unroll) == (kernels_for("cpu", "auto", "auto", jnp.bfloat16), UNROLL["cpu"])
+    assert (run.kernels, run.unroll) == (CPU, UNROLL["cpu"])
     assert run.layout == layout.inside_replica()
-    assert execution(ComputeConfig(unroll=1), layout).unroll == 1
+    assert execution(ComputeConfig(unroll=1), layout, LlamaConfig()).unroll == 1
 
 
 @pytest.mark.parametrize(

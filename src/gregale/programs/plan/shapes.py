@@ -57,7 +57,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         remat=compute.remat if config.pipeline is None else config.pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
-        unrolled=execution(compute, setup.layout).unroll >= model.layers,
+        unrolled=execution(compute, setup.layout, model).unroll >= model.layers,
         pipeline=pipeline_shape(setup),
     )
 
