@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, Layout
+from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.choice import Task, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
@@ -24,13 +25,19 @@ from gregale.model.kernels.plain import PLAIN
 # Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
 
+CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # what spares the attention a second forward pass
+
 REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
     "none": False,
     "full": True,
-    "attention": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME]),
+    "context": CONTEXT,
+    "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
+    "attention": CONTEXT,  # the older name
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
+
+TO_HOST = ("offload", "context_offload")  # policies that move what they save to the host's memory
 
 # Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
 UNROLL = {"cpu": 4}
@@ -121,15 +128,23 @@ class Execution:
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:
     """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica.
 
-    Raises `UserError` if the attention that is asked for does not fit the devices or the model.
+    Raises `UserError` if the attention that is asked for does not fit the devices or the model, or if the compiler
+    cannot unroll what the policy does.
     """
     device = layout.mesh.devices.flat[0]
+    unroll = config.unroll or UNROLL.get(device.platform, 1)
+    if device.platform == "tpu" and config.remat in TO_HOST and unroll > 1:
+        raise UserError(
+            f"compute.remat is {config.remat} and compute.unroll is {unroll}: the TPU compiler ends in an internal error "
+            "where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or compute.remat: "
+            "context."
+        )
     dtype = jnp.dtype(DTYPES[config.dtype])
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,
         remat=config.remat,
-        unroll=config.unroll or UNROLL.get(device.platform, 1),
+        unroll=unroll,
         kernels=kernels_for(Task(device, config.rules, dtype, model.head_width), config.attention),
         loss_block=config.loss_block,
     )
