@@ -135,9 +135,9 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
     unroll = config.unroll or UNROLL.get(device.platform, 1)
     if device.platform == "tpu" and config.remat in TO_HOST and unroll > 1:
         raise UserError(
-            f"compute.remat is {config.remat} and compute.unroll is {unroll}: the TPU compiler ends in an internal error "
-            "where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or compute.remat: "
-            "context."
+            f"compute.remat is {config.remat} and compute.unroll is {unroll}: the TPU compiler ends in an internal "
+            "error where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or "
+            "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
     return Execution(

@@ -58,14 +58,14 @@ def test_splash_knows_its_chip():
 @pytest.mark.parametrize(
     ("device", "attention", "options", "words"),
     [
-        (CPU, "splash", {}, "splash, but it runs on TPUs, and the devices are of the platform cpu. `auto` would take blocked"),
+        (CPU, "splash", {}, "it runs on TPUs, and the devices are of the platform cpu. `auto` would take blocked"),
         (CPU, "cudnn", {"rules": "plain"}, "runs on NVIDIA GPUs, .* platform cpu. `auto` would take xla"),
         (V5E, "cudnn", {}, "platform tpu. `auto` would take splash"),
         (A100, "cudnn", {"dtype": jnp.float32}, "it has no float32; compute.dtype: bfloat16 would work"),
-        (A100, "cudnn", {"head_size": 192}, "a multiple of 8 wide and 128 at most on a NVIDIA A100, and the model's are 192"),
-        (H100, "cudnn", {"head_size": 100}, "a multiple of 8 wide and 256 at most on a NVIDIA H100, and the model's are 100"),
+        (A100, "cudnn", {"head_size": 192}, "of 8 wide and 128 at most on a NVIDIA A100, and the model's are 192"),
+        (H100, "cudnn", {"head_size": 100}, "of 8 wide and 256 at most on a NVIDIA H100, and the model's are 100"),
     ],
-)  # fmt: skip
+)
 def test_a_form_that_does_not_fit_is_refused_by_name(device, attention, options, words):
     with pytest.raises(UserError, match=f"^compute.attention is .*{words}.*here.$"):
         chosen(device, attention, **options)

@@ -32,7 +32,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
 
 
 def seen(segments: jax.Array, window: int | None) -> jax.Array:
-    """Which keys are of a token's segment and in its window, whatever comes after it: [batch, 1, position, position]."""
+    """Which keys are of a token's segment and not before its window: [batch, 1, position, position]."""
     same = segments[:, None, :, None] == segments[:, None, None, :]
     if window is None:
         return same
