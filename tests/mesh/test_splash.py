@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from gregale.communication.accumulate import accumulate
 from gregale.communication.pipeline.config import PipelineConfig, pipelined_execution
@@ -32,6 +36,29 @@ def sums(kernels: Kernels, sizes: dict[str, int], pipeline: PipelineConfig | Non
     return jax.device_get(
         jax.jit(lambda model, batch: accumulate(loss, model, batch, layout, 1, lambda x: x))(model, batch)
     )
+
+
+def running_kernels(jaxpr) -> Counter:
+    """Kernels by name, the beginning of it, whose results are used."""
+    used = {id(var) for equation in jaxpr.eqns for var in equation.invars} | {id(var) for var in jaxpr.outvars}
+    found = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(equation.params):
+                found += running_kernels(inner)
+        elif any(id(var) in used for var in equation.outvars):
+            found["_".join(equation.params["name"].split("_")[:3])] += 1
+    return found
+
+
+@pytest.mark.parametrize(("remat", "passes"), [("full", 2), ("context", 1), ("context_offload", 1), ("none", 1)])
+def test_what_context_saves_spares_the_second_forward_pass(remat, passes):
+    layout = layout_of()
+    run = Execution(layout=layout.inside_replica(), kernels=SPLASH, remat=remat)
+    gradient = jax.grad(lambda model, batch: model.loss(batch, run)[0])
+    traced = jax.make_jaxpr(gradient)(small_model(MODEL), token_batch(rows=2)).jaxpr
+    used, _ = dce_jaxpr(traced, [True] * len(traced.outvars))
+    assert running_kernels(used) == {"splash_mha_fwd": passes, "splash_mha_dkv": 1}
 
 
 @pytest.mark.parametrize(

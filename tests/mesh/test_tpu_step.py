@@ -10,12 +10,14 @@ import pytest
 
 from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit
+from gregale.audit.hlo import parse
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution
 from gregale.programs.plan.devices import Target, topology_target
+from gregale.programs.plan.report import kernels_of
 from gregale.programs.plan.shapes import abstract_batch, tree_bytes
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.run.setup import set_up
@@ -91,6 +93,20 @@ def test_gradients_of_embedding_and_head_are_summed_in_the_loop(plan):
     inside = [each for each in plan.step.audit.over("data") if each.loop and each.kind != "all-gather"]
     table = CONFIG.model.hidden * TOKENS // 2
     assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) >= 2
+
+
+def test_attention_is_a_kernel_on_each_devices_heads(plan):
+    assert kernels_of(plan.setup) == {"rules": "plain", "attention": "splash"}
+    kernels = [
+        instruction
+        for computation in parse(plan.step.text).computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "custom-call" and instruction.name.startswith("splash_mha")
+    ]
+    assert {each.name.split("_")[2] for each in kernels} == {"fwd", "dkv"}
+    heads, width = CONFIG.model.heads // 2, CONFIG.model.HeadSize.size
+    for each in kernels:
+        assert any(shape.sizes[-3:] == (heads, CONFIG.batch.sequence_length, width) for shape in each.shapes)
 
 
 def test_what_a_user_sees_for_a_wrong_topology():

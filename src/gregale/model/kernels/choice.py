@@ -13,6 +13,7 @@ from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.gpu import cudnn
 from gregale.model.kernels.kernels import Attend, Kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
 from gregale.model.kernels.tpu.splash import Splash
 
 
@@ -51,7 +52,11 @@ class Form:
 
 
 def _off_tpu(task: Task) -> str | None:
-    return None if task.platform == "tpu" else f"it runs on TPUs, and the devices are of the platform {task.platform}"
+    if task.platform != "tpu":
+        return f"it runs on TPUs, and the devices are of the platform {task.platform}"
+    if task.head_size > LARGEST_HEAD_SIZE:
+        return f"its blocks are for heads of {LARGEST_HEAD_SIZE} at most, and the model's are {task.head_size}"
+    return None
 
 
 def _off_cudnn(task: Task) -> str | None:

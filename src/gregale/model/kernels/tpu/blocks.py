@@ -13,6 +13,8 @@ ROWS = 1024
 LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
 LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more of what the mask hides than they save
 
+LARGEST_HEAD_SIZE = 256  # with which these blocks fit, in bfloat16 and in float32
+
 FUSED_UP_TO = 8192  # tokens; the fused backward pass keeps a dq for each block of keys: 8 GiB at 32k of an 8B model
 FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow window saves
 

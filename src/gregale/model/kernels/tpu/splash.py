@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +33,8 @@ class Splash:
         blocks = blocks_for(self.device_kind, length, window)
         q = (q * head_size**-0.5).astype(q.dtype)
         q, k, v = (_filled(x, blocks.length).swapaxes(1, 2) for x in (q, k, v))
-        kernel = _kernel(blocks, heads, window, self.interpret)
-        if segments is None:
-            attended = jax.vmap(kernel)(q, k, v)
-        else:
-            ids = jnp.pad(segments, ((0, 0), (0, blocks.length - length)))
-            attended = jax.vmap(kernel)(q, k, v, _segment_ids(ids))
+        ids = None if segments is None else _segment_ids(segments, blocks.length)
+        attended: Any = jax.vmap(_kernel(blocks, heads, window, self.interpret))(q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
 
@@ -48,9 +45,10 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, more)))
 
 
-def _segment_ids(ids: jax.Array):
+def _segment_ids(segments: jax.Array, length: int):
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
+    ids = jnp.pad(segments, ((0, 0), (0, length - segments.shape[1])))
     return SegmentIds(q=ids, kv=ids)
 
 
