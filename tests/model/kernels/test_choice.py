@@ -24,6 +24,7 @@ class Device:
 CPU = Device("cpu")
 V5E = Device("tpu", "TPU v5 lite")
 A100, H100 = Device("gpu", "NVIDIA A100", "8.0"), Device("gpu", "NVIDIA H100", "9.0")
+MI300 = Device("gpu", "AMD Instinct MI300X", "gfx942")
 
 
 def chosen(device: Device, attention: str = "auto", rules: str = "auto", dtype=jnp.bfloat16, head_size: int = 128):
@@ -45,6 +46,7 @@ def chosen(device: Device, attention: str = "auto", rules: str = "auto", dtype=j
         ("xla", "plain", chosen(A100, head_size=256)),
         ("xla", "plain", chosen(A100, head_size=100)),
         ("xla", "plain", chosen(A100, dtype=jnp.float32)),
+        ("xla", "plain", chosen(MI300)),
     ],
 )
 def test_the_fastest_form_that_fits(name, rules, found):
@@ -63,6 +65,7 @@ def test_splash_knows_its_chip():
         (CPU, "cudnn", {"rules": "plain"}, "runs on NVIDIA GPUs, .* platform cpu. `auto` would take xla"),
         (V5E, "cudnn", {}, "platform tpu. `auto` would take splash"),
         (V5E, "splash", {"head_size": 512}, "heads of 256 at most, and the model's are 512. `auto` would take xla"),
+        (MI300, "cudnn", {}, "it runs on NVIDIA GPUs, and the devices are AMD Instinct MI300X. `auto` would take xla"),
         (A100, "cudnn", {"dtype": jnp.float32}, "it has no float32; compute.dtype: bfloat16 would work"),
         (A100, "cudnn", {"head_size": 192}, "of 8 wide and 128 at most on a NVIDIA A100, and the model's are 192"),
         (H100, "cudnn", {"head_size": 100}, "of 8 wide and 256 at most on a NVIDIA H100, and the model's are 100"),

@@ -62,9 +62,10 @@ def _off_tpu(task: Task) -> str | None:
 def _off_cudnn(task: Task) -> str | None:
     if task.platform != "gpu":
         return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
+    if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
+        return f"it runs on NVIDIA GPUs, and the devices are {task.device.device_kind}"
     if task.dtype == jnp.float32:
         return "it has no float32; compute.dtype: bfloat16 would work"
-    most = cudnn.largest_head_size(task.device.compute_capability)
     if task.head_size > most or task.head_size % cudnn.HEAD_SIZE_MULTIPLE:
         return (
             f"its heads are a multiple of {cudnn.HEAD_SIZE_MULTIPLE} wide and {most} at most on a "

@@ -40,7 +40,9 @@ def seen(segments: jax.Array, window: int | None) -> jax.Array:
     return same & (places[:, None] - places[None, :] < window)
 
 
-def largest_head_size(compute_capability: str) -> int:
-    """Of a GPU by its compute capability, such as `8.0`."""
-    after = int(compute_capability.partition(".")[0]) >= HOPPER
-    return LARGEST_HEAD_SIZE_FROM_HOPPER if after else LARGEST_HEAD_SIZE
+def largest_head_size(compute_capability: str) -> int | None:
+    """Of a GPU by its compute capability, such as `8.0`; None: it is not NVIDIA's (`gfx942`)."""
+    generation = compute_capability.partition(".")[0]
+    if not generation.isdecimal():
+        return None
+    return LARGEST_HEAD_SIZE_FROM_HOPPER if int(generation) >= HOPPER else LARGEST_HEAD_SIZE
