@@ -86,8 +86,8 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     """Memory of a PSDP step in closed form; `arguments` are the bytes of state and batch on one device.
 
     The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if that
-    needs whole matrices: it takes `update` beside the updates. Attention that is no kernel is taken as what XLA makes of
-    it by itself: scores are held for all heads of a microbatch.
+    needs whole matrices: it takes `update` beside the updates. Attention that is no kernel is taken as what XLA makes
+    of it by itself: scores are held for all heads of a microbatch.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     gathered = step.weights if step.per_step else step.single()
