@@ -110,6 +110,13 @@ def test_attention_is_a_kernel_on_each_devices_heads(plan):
         assert any(shape.sizes[-3:] == (heads, CONFIG.batch.sequence_length, width) for shape in each.shapes)
 
 
+@pytest.mark.parametrize("remat", ["offload", "context_offload"])
+def test_what_the_compiler_cannot_unroll_is_refused(target, remat):
+    compute = replace(CONFIG.compute, remat=remat, unroll=2)
+    with pytest.raises(UserError, match=f"compute.remat is {remat} and compute.unroll is 2: .*unroll: 1 would work"):
+        plan_step(replace(CONFIG, compute=compute), TOKENS, target)
+
+
 def test_what_a_user_sees_for_a_wrong_topology():
     for name, slices, message in [
         ("v5x:2x2", 1, "'v5x:2x2' is not FAMILY:SHAPE"),
