@@ -88,7 +88,7 @@ class Ours:
     name = "gregale"
 
     def __init__(self, case: Case):
-        run = execution(case.setup.config.compute, unbatched(case.setup.layout))
+        run = execution(case.setup.config.compute, unbatched(case.setup.layout), case.setup.config.model)
         vocabulary = case.setup.Vocab.size
         self._generator = Generator(replace(run, weights_ready=True), vocabulary, vocabulary)  # no token ends a text
         self._apart = jax.jit(lambda model: run.gathered(model).unstacked())(case.model)

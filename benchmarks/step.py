@@ -172,7 +172,7 @@ def gregale_model() -> Llama:
 
 
 def gregale_execution(layout: Layout, unroll: int) -> Execution:
-    return execution(ComputeConfig(dtype="float32", remat="none", unroll=unroll), layout)
+    return execution(ComputeConfig(dtype="float32", remat="none", unroll=unroll), layout, MODEL)
 
 
 def gregale_step(layout: Layout, unroll: int) -> Psdp:

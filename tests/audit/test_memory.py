@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -48,10 +50,19 @@ def test_each_policy_saves_what_it_says():
     def saved(remat):
         return estimate_memory(small_step((2, 2, 2), compute={"remat": remat}), 0, ACCELERATOR).saved
 
-    order = ["offload", "full", "attention", "projections", "none"]
+    order = ["offload", "full", "context", "projections", "none"]
     sizes = [saved(remat) for remat in order]
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 0
+    assert [saved("context_offload"), saved("attention")] == sizes[1:3]
+
+
+def test_a_kernel_of_attention_holds_no_scores():
+    step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "none"})
+    with_scores, without = (estimate_memory(replace(step, scores=scores), 0, ACCELERATOR) for scores in (True, False))
+    scores = 4 * 16 * 16 * 4  # of two rows a microbatch and device, half of the heads
+    assert with_scores.saved - without.saved == 3 * 2 * scores * 4
+    assert with_scores.working > without.working
 
 
 def test_more_microbatches_take_less():

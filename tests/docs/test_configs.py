@@ -28,6 +28,8 @@ class Device:
     id: int
     process_index: int = 0
     platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+    compute_capability: str = "9.0"
 
 
 def check(path: Path, *overrides: str) -> None:

@@ -10,12 +10,14 @@ import pytest
 
 from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit
+from gregale.audit.hlo import parse
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution
 from gregale.programs.plan.devices import Target, topology_target
+from gregale.programs.plan.report import kernels_of
 from gregale.programs.plan.shapes import abstract_batch, tree_bytes
 from gregale.programs.plan.step import Plan, plan_step
 from gregale.programs.run.setup import set_up
@@ -24,11 +26,12 @@ from gregale.services.config import BatchConfig, TrainConfig
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
 MICROBATCHES = 4
+MODEL = LlamaConfig(layers=4, hidden=1024, heads=4, kv_heads=2, mlp=1024, vocabulary=8192)
 CONFIG = TrainConfig(
     name="scaled-quickstart",
     steps=300,
     mesh=MeshConfig(replica=2, data=2, model=2),
-    model=LlamaConfig(layers=4, hidden=1024, heads=4, kv_heads=2, mlp=1024, vocabulary=8192),
+    model=MODEL,
     compute=ComputeConfig(dtype="bfloat16", remat="none"),
     batch=BatchConfig(size=32, sequence_length=128, microbatches=MICROBATCHES),
 )
@@ -67,7 +70,7 @@ def test_nothing_crosses_slices_inside_the_microbatch_loop(plan):
     inside = plan.step.audit.inside_loops()
     assert len(inside) > 10
     assert {each.link for each in inside} == {INSIDE}
-    assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * CONFIG.model.layers}
+    assert {each.times for each in inside} >= {MICROBATCHES, MICROBATCHES * MODEL.layers}
 
 
 def test_the_conventional_accumulation_crosses_them_in_every_microbatch(conventional):
@@ -89,8 +92,29 @@ def test_each_update_crosses_once_and_is_sent_behind_compute(plan):
 def test_gradients_of_embedding_and_head_are_summed_in_the_loop(plan):
     """Moved out of it, their buffers would not be split over `data`."""
     inside = [each for each in plan.step.audit.over("data") if each.loop and each.kind != "all-gather"]
-    table = CONFIG.model.hidden * TOKENS // 2
+    table = MODEL.hidden * TOKENS // 2
     assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) >= 2
+
+
+def test_attention_is_a_kernel_on_each_devices_heads(plan):
+    assert kernels_of(plan.setup) == {"rules": "plain", "attention": "splash"}
+    kernels = [
+        instruction
+        for computation in parse(plan.step.text).computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "custom-call" and instruction.name.startswith("splash_mha")
+    ]
+    assert {each.name.split("_")[2] for each in kernels} == {"fwd", "dkv"}
+    heads, width = MODEL.heads // 2, MODEL.HeadSize.size
+    for each in kernels:
+        assert any(shape.sizes[-3:] == (heads, CONFIG.batch.sequence_length, width) for shape in each.shapes)
+
+
+@pytest.mark.parametrize("remat", ["offload", "context_offload"])
+def test_what_the_compiler_cannot_unroll_is_refused(target, remat):
+    compute = replace(CONFIG.compute, remat=remat, unroll=2)
+    with pytest.raises(UserError, match=f"compute.remat is {remat} and compute.unroll is 2: .*unroll: 1 would work"):
+        plan_step(replace(CONFIG, compute=compute), TOKENS, target)
 
 
 def test_what_a_user_sees_for_a_wrong_topology():

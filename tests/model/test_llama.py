@@ -15,7 +15,6 @@ from gregale.axes.layout import BATCH
 from gregale.errors import UserError
 from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
 from gregale.model.execution import UNROLL, execution
-from gregale.model.kernels.choice import kernels_for
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.llama import Llama, parameter_count
@@ -131,8 +130,8 @@ def saved_bytes(remat: str) -> int:
 
 
 def test_remat_policies_save_as_much_as_their_names_say():
-    saved = {remat: saved_bytes(remat) for remat in ("none", "projections", "attention", "full")}
-    assert saved["full"] < saved["attention"] < saved["projections"] < saved["none"]
+    saved = {remat: saved_bytes(remat) for remat in ("none", "projections", "context", "full")}
+    assert saved["full"] < saved["context"] < saved["projections"] < saved["none"]
 
 
 def value_and_gradients_in(dtype, config: LlamaConfig):
@@ -243,11 +242,11 @@ def test_parameter_count_is_the_closed_form():
 
 def test_execution_follows_the_configuration():
     layout = layout_of(2, 2, 2)
-    run = execution(ComputeConfig(dtype="bfloat16", remat="attention", loss_block=7), layout)
-    assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "attention", 7)
-    assert (run.kernels, run.unroll) == (kernels_for("cpu", "auto", "auto", jnp.bfloat16), UNROLL["cpu"])
+    run = execution(ComputeConfig(dtype="bfloat16", remat="context", loss_block=7), layout, LlamaConfig())
+    assert (run.dtype, run.remat, run.loss_block) == (jnp.bfloat16, "context", 7)
+    assert (run.kernels, run.unroll) == (CPU, UNROLL["cpu"])
     assert run.layout == layout.inside_replica()
-    assert execution(ComputeConfig(unroll=1), layout).unroll == 1
+    assert execution(ComputeConfig(unroll=1), layout, LlamaConfig()).unroll == 1
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_execution_follows_the_configuration():
         (lambda: LlamaConfig(layers=0), ["layers is 0", "from 1 to"]),
         (lambda: ComputeConfig(dtype="float16"), ["dtype is 'float16'", "float32, bfloat16"]),
         (lambda: ComputeConfig(gather="never"), ["gather is 'never'", "per_layer, per_step"]),
-        (lambda: ComputeConfig(remat="some"), ["remat is 'some'", "none, full, attention"]),
+        (lambda: ComputeConfig(remat="some"), ["remat is 'some'", "none, full, context"]),
         (lambda: ComputeConfig(attention="flash"), ["attention is 'flash'", "auto, xla, cudnn"]),
         (lambda: ComputeConfig(loss_block=0), ["loss_block is 0"]),
     ],

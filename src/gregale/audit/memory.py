@@ -86,8 +86,8 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     """Memory of a PSDP step in closed form; `arguments` are the bytes of state and batch on one device.
 
     The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if that
-    needs whole matrices: it takes `update` beside the updates. Attention is taken as what XLA makes of it by itself:
-    scores are held for all heads of a microbatch. A fused kernel holds none.
+    needs whole matrices: it takes `update` beside the updates. Attention that is no kernel is taken as what XLA makes
+    of it by itself: scores are held for all heads of a microbatch.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     gathered = step.weights if step.per_step else step.single()
@@ -104,7 +104,9 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
 
 
 def _scores(step: StepShape) -> int:
-    """Attention scores of one layer on one device: [rows, heads, position, position]."""
+    """Attention scores of one layer on one device: [rows, heads, position, position]; a kernel holds none."""
+    if not step.scores:
+        return 0
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
@@ -113,11 +115,11 @@ def _saved_values(step: StepShape) -> int:
     tokens, heads = step.tokens, step.heads * step.head_size // step.mesh["model"]
     carry = tokens * step.embed
     match step.remat:
-        case "full":
+        case "full" | "context_offload":
             return carry
         case "offload":
             return 0
-        case "attention":
+        case "context" | "attention":
             return carry + tokens * heads
         case "projections":
             return carry + tokens * (4 * heads + 2 * step.mlp + 2 * step.embed)

@@ -72,6 +72,7 @@ class StepShape:
         per_step: weights are gathered once a step, not once a layer.
         loss_block: tokens whose logits are held at a time.
         unrolled: no loop over layers is left.
+        scores: attention holds its scores; a kernel does not.
         pipeline: of the layers; None: they are scanned.
     """
 
@@ -88,6 +89,7 @@ class StepShape:
     per_step: bool
     loss_block: int
     unrolled: bool = False
+    scores: bool = True
     pipeline: PipelineShape | None = None
 
     @property

@@ -20,7 +20,8 @@ STAGE, DATA, MODEL = "stage", "data", "model"
 SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
 FLOAT32 = 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
-RECOMPUTED_SUMS = {"full": 1, "attention": 1, "offload": 1}  # the attention's output projection runs again
+# The attention's output projection runs again.
+RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
 
 
 @dataclass(frozen=True)

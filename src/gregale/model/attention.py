@@ -80,7 +80,7 @@ class Attention(eqx.Module):
         """Causal attention of a whole sequence, and its output projection: [Batch, Position, Embed]."""
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
-        attended = execution.kernels.attend(q.array, k.array, v.array, ids, self.config.sliding_window)
+        attended = execution.attend(q.array, k.array, v.array, ids, self.config.sliding_window)
         return execution.kernels.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
 
 

@@ -12,9 +12,9 @@ from gregale.axes.layout import EMBED, LAYERS
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, above, at_least, whole
 
-REMAT = ("none", "full", "attention", "projections", "offload")
+REMAT = ("none", "full", "context", "context_offload", "attention", "projections", "offload")
 RULES = ("auto", "plain")
-ATTENTION = ("auto", "xla", "cudnn")
+ATTENTION = ("auto", "splash", "cudnn", "xla")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -33,6 +33,11 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
         """Configuration key -> (meaning, axis) of every axis that a mesh may split, but for the vocabulary."""
         return {}
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head; 0: there is no attention."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,10 @@ class LlamaConfig(ModelConfig):
         return Axis("head_size", self.head_size or self.hidden // self.heads)
 
     @property
+    def head_width(self) -> int:
+        return self.HeadSize.size
+
+    @property
     def Mlp(self) -> Axis:
         return Axis("mlp", self.mlp)
 
@@ -273,7 +282,7 @@ class ComputeConfig(Settings):
     remat: str = field(
         default="full",
         metadata={
-            "help": "what a layer saves for its backward pass, by name",
+            "help": "what a layer saves for its backward pass, by name; attention is the older name of context",
             "choices": REMAT,
             "aliases": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
         },
@@ -288,7 +297,7 @@ class ComputeConfig(Settings):
     attention: str = field(
         default="auto",
         metadata={
-            "help": "attention; auto: cudnn on GPU, in blocks on CPU (rules auto), else xla",
+            "help": "attention; auto: the fastest that fits: splash on TPU, cudnn on GPU, the rule on CPU, else xla",
             "choices": ATTENTION,
             "aliases": ("attn_implementation", "flash_attention", "attention_backend"),
         },

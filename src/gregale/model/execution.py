@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import Layout
-from gregale.model.config import DTYPES, ComputeConfig
-from gregale.model.kernels.choice import kernels_for
+from gregale.axes.layout import BATCH, Layout
+from gregale.errors import UserError
+from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
+from gregale.model.kernels.choice import Task, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.plain import PLAIN
 
 # Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
 
+CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # what spares the attention a second forward pass
+
 REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
     "none": False,
     "full": True,
-    "attention": ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME]),
+    "context": CONTEXT,
+    "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
+    "attention": CONTEXT,  # the older name
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
+
+TO_HOST = ("offload", "context_offload")  # policies that move what they save to the host's memory
 
 # Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
 UNROLL = {"cpu": 4}
@@ -67,6 +76,27 @@ class Execution:
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
 
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None):
+        """Causal self-attention, see `Attend`; a kernel runs on each device, with its rows and its heads.
+
+        The partitioner would bring all operands of a kernel together. Axes that are mapped around this (`replica`, and
+        a pipeline's `stage` and `data`) stay where they lie.
+        """
+        if not self.kernels.opaque:
+            return self.kernels.attend(q, k, v, segments, window)
+        query, key, ids = (
+            self.layout.spec((BATCH, "position", *rest), self.layout.compute)
+            for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
+        )
+        run: Any = jax.shard_map(
+            partial(self.kernels.attend, window=window),
+            mesh=self.layout.mesh,
+            in_specs=(query, key, key, ids),
+            out_specs=query,
+            check_vma=False,
+        )
+        return run(q, k, v, segments)
+
     def run_layers(self, block: LayerFunction, Layers: Axis, x: NamedArray, weights, rows) -> NamedArray:
         """`x = block(x, weights[i], rows, execution)` for every i along the layers.
 
@@ -95,16 +125,27 @@ class Execution:
         return hax.scan(block, Layers, remat=REMAT_POLICIES[self.remat], unroll=unroll)(carry, *stacked)
 
 
-def execution(config: ComputeConfig, layout: Layout) -> Execution:
-    """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica."""
-    platform = layout.mesh.devices.flat[0].platform
+def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:
+    """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica.
+
+    Raises `UserError` if the attention that is asked for does not fit the devices or the model, or if the compiler
+    cannot unroll what the policy does.
+    """
+    device = layout.mesh.devices.flat[0]
+    unroll = config.unroll or UNROLL.get(device.platform, 1)
+    if device.platform == "tpu" and config.remat in TO_HOST and unroll > 1:
+        raise UserError(
+            f"compute.remat is {config.remat} and compute.unroll is {unroll}: the TPU compiler ends in an internal "
+            "error where a loop that moves values to the host is unrolled. compute.unroll: 1 would work, or "
+            "compute.remat: context."
+        )
     dtype = jnp.dtype(DTYPES[config.dtype])
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,
         remat=config.remat,
-        unroll=config.unroll or UNROLL.get(platform, 1),
-        kernels=kernels_for(platform, config.rules, config.attention, dtype),
+        unroll=unroll,
+        kernels=kernels_for(Task(device, config.rules, dtype, model.head_width), config.attention),
         loss_block=config.loss_block,
     )
 

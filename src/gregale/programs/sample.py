@@ -39,7 +39,7 @@ class Sampler:
         if self._device is not None:
             layout = standard_layout(make_mesh(MeshConfig(data=1), [self._device]))
         self._mesh, self._tokenizer = setup.layout.mesh, tokenizer
-        self._execution = execution(config.compute, unbatched(layout))
+        self._execution = execution(config.compute, unbatched(layout), config.model)
         self._whole = config.compute.gather == "per_step" or layout.mesh.shape["data"] * layout.mesh.shape["stage"] == 1
         run = replace(self._execution, weights_ready=self._whole)
         self._generator = Generator(run, tokenizer.vocabulary_size, tokenizer.end_of_document)

@@ -12,10 +12,17 @@ from gregale.communication.pipeline.stack import Pipeline, pipelined
 from gregale.communication.pipeline.stage import STAGE
 from gregale.communication.pipeline.window import GatherLevel
 from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
+from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.settings import Settings, whole
 
 # What an iteration keeps for the backward pass beside the stages' inputs, by the names that a layer gives.
-SAVED: dict[str, tuple[str, ...]] = {"full": (), "attention": ("attention",), "projections": tuple(PROJECTIONS)}
+# `attention` is the older name of `context`.
+SAVED: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "context": (ATTENTION_NAME,),
+    "attention": (ATTENTION_NAME,),
+    "projections": tuple(PROJECTIONS),
+}
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,110 @@
-"""Which form of the operations a platform gets."""
+"""Which form of the operations a device gets: the one place that chooses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
 import jax.numpy as jnp
 
+from gregale.errors import UserError
 from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import plain_kernels
+from gregale.model.kernels.gpu import cudnn
+from gregale.model.kernels.kernels import Attend, Kernels
+from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
+from gregale.model.kernels.tpu.splash import Splash
 
 
-def kernels_for(platform: str, rules: str, attention: str, dtype: jnp.dtype) -> Kernels:
-    """The operations for a platform (`cpu`, `gpu`, `tpu`).
+@dataclass(frozen=True)
+class Task:
+    """What the operations are chosen for.
 
-    Arguments:
+    - `device`: one of those that compute, of JAX or described by a topology
     - `rules`: `auto` (the platform's own, if it has any) or `plain`
-    - `attention`: `auto` (the platform's fastest), `xla` or `cudnn`
-    - `dtype`: of activations; cuDNN has none in float32
+    - `dtype`: of activations
+    - `head_size`: width of a head of attention
     """
-    if platform == "cpu" and rules == "auto" and attention != "cudnn":
-        return cpu_kernels(blocked=attention == "auto")
-    fast = platform == "gpu" and dtype != jnp.float32
-    chosen = ("cudnn" if fast else "xla") if attention == "auto" else attention
-    return plain_kernels("cudnn" if chosen == "cudnn" else "xla")
+
+    device: Any
+    rules: str
+    dtype: jnp.dtype
+    head_size: int
+
+    @property
+    def platform(self) -> str:
+        return self.device.platform
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of attention.
+
+    - `misfit(task)`: why it cannot be used, as the end of a sentence; None: it can
+    - `attend(task)`: what computes it
+    - `opaque`: see `Kernels`
+    """
+
+    misfit: Callable[[Task], str | None]
+    attend: Callable[[Task], Attend]
+    opaque: bool
+
+
+def _off_tpu(task: Task) -> str | None:
+    if task.platform != "tpu":
+        return f"it runs on TPUs, and the devices are of the platform {task.platform}"
+    if task.head_size > LARGEST_HEAD_SIZE:
+        return f"its blocks are for heads of {LARGEST_HEAD_SIZE} at most, and the model's are {task.head_size}"
+    return None
+
+
+def _off_cudnn(task: Task) -> str | None:
+    if task.platform != "gpu":
+        return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
+    if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
+        return f"it runs on NVIDIA GPUs, and the devices are {task.device.device_kind}"
+    if task.dtype == jnp.float32:
+        return "it has no float32; compute.dtype: bfloat16 would work"
+    if task.head_size > most or task.head_size % cudnn.HEAD_SIZE_MULTIPLE:
+        return (
+            f"its heads are a multiple of {cudnn.HEAD_SIZE_MULTIPLE} wide and {most} at most on a "
+            f"{task.device.device_kind}, and the model's are {task.head_size}"
+        )
+    return None
+
+
+def _off_rules(task: Task) -> str | None:
+    return None if _own_rules(task) else "it is one of the CPU's rules of differentiation"
+
+
+def _own_rules(task: Task) -> bool:
+    return task.platform == "cpu" and task.rules == "auto"
+
+
+# Fastest first. `blocked` is not asked for by name: it is one of the rules (`compute.rules`).
+FORMS = {
+    "splash": Form(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
+    "cudnn": Form(_off_cudnn, lambda task: cudnn.attend, opaque=True),
+    "blocked": Form(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
+    "xla": Form(lambda task: None, lambda task: PLAIN.attend, opaque=False),
+}
+
+
+def kernels_for(task: Task, attention: str) -> Kernels:
+    """The operations for a task.
+
+    `attention`: the name of a form, or `auto`: the fastest that fits
+
+    Raises `UserError` if the form that is asked for by name does not fit.
+    """
+    name = _fastest(task) if attention == "auto" else attention
+    form = FORMS[name]
+    if (misfit := form.misfit(task)) is not None:
+        raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
+    rules = cpu_kernels() if _own_rules(task) else PLAIN
+    return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
+
+
+def _fastest(task: Task) -> str:
+    return next(name for name, form in FORMS.items() if form.misfit(task) is None)

@@ -44,11 +44,14 @@ class Kernels:
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
     - `cos_sin(angle)`: cosine and sine of angles in radians, float32
+    - `opaque`: attention is a kernel, which the partitioner cannot split: it has to be run on each device's own rows
+      and heads (`Execution.attend` does)
     - `attend`: causal self-attention; the single queries of generation have a form of their own, `Cache.attend`
     """
 
     rules: str
     attention: str
+    opaque: bool
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]

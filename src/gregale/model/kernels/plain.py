@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -13,9 +10,6 @@ from haliax.nn import Linear
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
-
-Implementation = Literal["xla", "cudnn"]
-"""Of `jax.nn.dot_product_attention`."""
 
 
 def project(layer: Linear, x: NamedArray) -> NamedArray:
@@ -40,30 +34,22 @@ def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def attend(q, k, v, segments: jax.Array | None, window: int | None, *, implementation: Implementation) -> jax.Array:
+def attend(q, k, v, segments: jax.Array | None, window: int | None) -> jax.Array:
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    local = None if window is None else (window - 1, 0)
     attended = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
+        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="xla"
     )
     return checkpoint_name(attended, ATTENTION_NAME)
 
 
-def plain_kernels(implementation: Implementation) -> Kernels:
-    return Kernels(
-        rules="plain",
-        attention=implementation,
-        project=project,
-        swiglu=swiglu,
-        rms_norm=rms_norm,
-        cos_sin=cos_sin,
-        attend=partial(attend, implementation=implementation),
-    )
-
-
-PLAIN = plain_kernels("xla")
+PLAIN = Kernels(
+    rules="plain",
+    attention="xla",
+    opaque=False,
+    project=project,
+    swiglu=swiglu,
+    rms_norm=rms_norm,
+    cos_sin=cos_sin,
+    attend=attend,
+)

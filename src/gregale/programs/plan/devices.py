@@ -116,8 +116,9 @@ def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:
     """The configuration to compile: on simulated devices, as an accelerator would run it if it is meant for one.
 
     The rules of differentiation, and how many layers of a scan are unrolled, are left to the platform; simulated in
-    place of an accelerator, they are those of accelerators.
+    place of an accelerator, they are those of accelerators; but XLA:CPU has none of their kernels of attention.
     """
     if target.simulated and config.cpu_devices is None:
-        return replace(config, compute=replace(config.compute, rules="plain", unroll=config.compute.unroll or 1))
+        compute = replace(config.compute, rules="plain", attention="xla", unroll=config.compute.unroll or 1)
+        return replace(config, compute=compute)
     return config

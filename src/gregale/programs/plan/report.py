@@ -62,7 +62,7 @@ def report_of(
 
 def kernels_of(setup: Setup) -> dict[str, str]:
     """The form of the model's operations: whose rules of differentiation, and which attention."""
-    kernels = execution(setup.config.compute, setup.layout).kernels
+    kernels = execution(setup.config.compute, setup.layout, setup.config.model).kernels
     return {"rules": kernels.rules, "attention": kernels.attention}
 
 

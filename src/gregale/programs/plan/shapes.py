@@ -44,6 +44,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     config, method = setup.config, method or setup.method
     model, batch, compute = config.model, config.batch, config.compute
     assert isinstance(model, LlamaConfig)
+    run = execution(compute, setup.layout, model)
     return StepShape(
         layout=method.inside,
         weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
@@ -57,7 +58,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         remat=compute.remat if config.pipeline is None else config.pipeline.remat,
         per_step=compute.gather == "per_step",
         loss_block=compute.loss_block,
-        unrolled=execution(compute, setup.layout).unroll >= model.layers,
+        unrolled=run.unroll >= model.layers,
+        scores=not run.kernels.opaque,
         pipeline=pipeline_shape(setup),
     )
 

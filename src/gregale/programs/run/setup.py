@@ -108,7 +108,7 @@ class Setup:
 
     def evaluation_execution(self) -> Execution:
         """How held-out losses are computed: all replicas share the batch, nothing is differentiated."""
-        inside = execution(self.config.compute, self.layout)
+        inside = execution(self.config.compute, self.layout, self.config.model)
         return Execution(**{**vars(inside), "layout": self.layout, "remat": "none"})
 
 
@@ -231,7 +231,7 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
 
 def psdp_on(config: TrainConfig, model, layout: Layout) -> Psdp:
     """The PSDP step of a configuration on a layout, the whole one or one replica's."""
-    run = execution(config.compute, layout)
+    run = execution(config.compute, layout, config.model)
     if config.pipeline is not None:
         run = pipelined_execution(config.pipeline, run)
     per_step = config.compute.gather == "per_step"

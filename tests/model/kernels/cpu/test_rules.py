@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -15,13 +13,9 @@ from haliax.nn import Linear
 from gregale.model.attention import linear
 from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS, blocks
 from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import PLAIN
+from tests.model.kernels.forms import assert_equal, value_and_gradients
 
 CPU = cpu_kernels()
-FLOAT32_TOLERANCE = 1e-5  # of an array's largest value
-# An array's rounding to bfloat16 alone, of its norm; a rule may be so much further off than the plain form by chance.
-BFLOAT16_ROUNDING = 1.5e-3
 Batch, Position = Axis("batch", 2), Axis("position", 6)
 Embed, Mlp, Heads, HeadSize = Axis("embed", 8), Axis("mlp", 24), Axis("heads", 3), Axis("head_size", 4)
 
@@ -32,43 +26,8 @@ def normal(seed: int, *axes: Axis):
     return hax.random.normal(jax.random.key(seed), axes)
 
 
-def as_dtype(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
-
-
-def value_and_gradients(function: Callable, arguments: tuple) -> list[np.ndarray]:
-    """The output, and the gradients by all floating arguments of a sum of the output with fixed random weights."""
-
-    def run(arguments):
-        output, backward = jax.vjp(
-            lambda floats: function(*jax.tree.unflatten(structure, merged(floats))), floating(arguments)
-        )
-        weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(99), x.shape).astype(x.dtype), output)
-        return output, backward(weights)
-
-    structure = jax.tree.structure(arguments)
-
-    def floating(tree):
-        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in jax.tree.leaves(tree)]
-
-    def merged(floats):
-        return [x if new is None else new for x, new in zip(jax.tree.leaves(arguments), floats, strict=True)]
-
-    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(jax.jit(run)(arguments))]
-
-
-def assert_equal(form: Callable[[Kernels], Callable], arguments: tuple, dtype) -> None:
-    """In float32 the rule is the plain form; in bfloat16 it is as near to float32's as the plain form is."""
-    narrow = as_dtype(arguments, dtype)
-    exact = value_and_gradients(form(PLAIN), as_dtype(narrow, jnp.float32))
-    found, plain = (value_and_gradients(form(kernels), narrow) for kernels in (CPU, PLAIN))
-    assert len(found) == len(exact)
-    for ours, theirs, right in zip(found, plain, exact, strict=True):
-        if dtype == jnp.float32:
-            np.testing.assert_allclose(ours, right, rtol=0, atol=FLOAT32_TOLERANCE * np.abs(right).max())
-        else:
-            error, plain_error = (np.linalg.norm(each - right) for each in (ours, theirs))
-            assert error <= plain_error + BFLOAT16_ROUNDING * np.linalg.norm(right)
+def assert_rule(form, arguments: tuple, dtype) -> None:
+    assert_equal(form, CPU, arguments, dtype)
 
 
 @each_dtype
@@ -84,7 +43,7 @@ def assert_equal(form: Callable[[Kernels], Callable], arguments: tuple, dtype) -
 )
 def test_projections(In, Out, bias, dtype):
     layer = linear(In, Out, 1.0, jax.random.key(0), bias=bias)
-    assert_equal(
+    assert_rule(
         lambda kernels: lambda weight, bias, x: kernels.project(Linear(weight, bias, In, Out), x),
         (layer.weight, layer.bias, normal(1, Batch, Position, *In)),
         dtype,
@@ -94,7 +53,7 @@ def test_projections(In, Out, bias, dtype):
 @each_dtype
 def test_swiglu(dtype):
     gate, up = (4 * normal(seed, Batch, Position, Mlp) for seed in (0, 1))
-    assert_equal(lambda kernels: kernels.swiglu, (gate, up.rearrange((Mlp, Batch, Position))), dtype)
+    assert_rule(lambda kernels: kernels.swiglu, (gate, up.rearrange((Mlp, Batch, Position))), dtype)
 
 
 def test_swiglu_is_finite_far_out():
@@ -105,7 +64,7 @@ def test_swiglu_is_finite_far_out():
 
 @each_dtype
 def test_rms_norm(dtype):
-    assert_equal(
+    assert_rule(
         lambda kernels: lambda x, weight: kernels.rms_norm(x, weight, 1e-3),
         (3 * normal(0, Batch, Position, Embed), normal(1, Embed)),
         dtype,
@@ -138,7 +97,7 @@ def test_attention(length, window, heads, packed, dtype):
     def form(kernels):
         return lambda q, k, v: kernels.attend(q, k, v, segments, window)
 
-    assert_equal(form, (q, k, v), dtype)
+    assert_rule(form, (q, k, v), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 10_000])
@@ -171,4 +130,4 @@ def test_rules_under_vmap_scan_and_remat():
 
         return hax.vmap(run, "replica")
 
-    assert_equal(form, (x,), jnp.float32)
+    assert_rule(form, (x,), jnp.float32)

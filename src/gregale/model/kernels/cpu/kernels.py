@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gregale.model.kernels import plain
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
@@ -11,14 +10,14 @@ from gregale.model.kernels.cpu.swiglu import swiglu
 from gregale.model.kernels.kernels import Kernels
 
 
-def cpu_kernels(blocked: bool = True) -> Kernels:
-    """The rules; `blocked`: also for attention, which else has the plain form."""
+def cpu_kernels() -> Kernels:
     return Kernels(
         rules="cpu",
-        attention="blocked" if blocked else plain.PLAIN.attention,
+        attention="blocked",
+        opaque=False,
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
         cos_sin=cos_sin,
-        attend=attend if blocked else plain.PLAIN.attend,
+        attend=attend,
     )

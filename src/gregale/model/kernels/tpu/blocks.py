@@ -1,0 +1,54 @@
+"""Sizes of the splash kernels' blocks, by chip, length and window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = 128  # values that a vector unit takes side by side; blocks are multiples of it
+COMPUTED = (512, 384, 256, 128)  # keys of a block that are computed with at a time: the most that divide it
+
+# Rows of a block, as its scratch fits a kernel's share of vector memory without an option of the compiler. 2048 would
+# need `xla_tpu_scoped_vmem_limit_kib` on the chips that are not named.
+ROWS = 1024
+LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
+LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more of what the mask hides than they save
+
+LARGEST_HEAD_SIZE = 256  # with which these blocks fit, in bfloat16 and in float32
+
+FUSED_UP_TO = 8192  # tokens; the fused backward pass keeps a dq for each block of keys: 8 GiB at 32k of an 8B model
+FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow window saves
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a row of tokens is cut.
+
+    - `length`: tokens of a row, filled up to whole blocks
+    - `size`: tokens of a block, of queries and of keys
+    - `compute`: keys of a block that are computed with at a time
+    - `fused`: the backward pass computes dq together with dk and dv
+    """
+
+    length: int
+    size: int
+    compute: int
+    fused: bool
+
+
+def blocks_for(device_kind: str, length: int, window: int | None) -> Blocks:
+    """The blocks for rows of `length` tokens on a chip, all of one size and as few as the most rows allow.
+
+    Blocks are as even as their multiples allow, so that little is filled up, and hardly longer than a window.
+    """
+    most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
+    if window is not None:
+        most = min(most, max(FEWEST_IN_WINDOW, _up(window, 2 * LANES)))
+    count = -(-length // most)
+    size = -(-length // count)
+    size = _up(size, LANES if size <= COMPUTED[0] else 2 * LANES)
+    compute = next(keys for keys in COMPUTED if size % keys == 0)
+    return Blocks(-(-length // size) * size, size, compute, fused=length <= FUSED_UP_TO)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,64 @@
+"""A form of an operation against the plain one, values and gradients: what the tests of all forms share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.plain import PLAIN
+
+FLOAT32_TOLERANCE = 1e-5  # of an array's largest value
+# An array's rounding to bfloat16 alone, of its norm; a rule may be so much further off than the plain form by chance.
+BFLOAT16_ROUNDING = 1.5e-3
+
+
+def as_dtype(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def value_and_gradients(function: Callable, arguments: tuple) -> list[np.ndarray]:
+    """The output, and the gradients by all floating arguments of a sum of the output with fixed random weights."""
+
+    def run(arguments):
+        output, backward = jax.vjp(
+            lambda floats: function(*jax.tree.unflatten(structure, merged(floats))), floating(arguments)
+        )
+        weights = jax.tree.map(lambda x: jax.random.normal(jax.random.key(99), x.shape).astype(x.dtype), output)
+        return output, backward(weights)
+
+    structure = jax.tree.structure(arguments)
+
+    def floating(tree):
+        return [x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in jax.tree.leaves(tree)]
+
+    def merged(floats):
+        return [x if new is None else new for x, new in zip(jax.tree.leaves(arguments), floats, strict=True)]
+
+    return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(jax.jit(run)(arguments))]
+
+
+def assert_equal(
+    form: Callable[[Kernels], Callable],
+    kernels: Kernels,
+    arguments: tuple,
+    dtype,
+    rounding: float = BFLOAT16_ROUNDING,
+) -> None:
+    """In float32 it is the plain form; in bfloat16 it is as near to float32's as the plain form is, but for rounding.
+
+    `form(kernels)` is the function to compare.
+    """
+    narrow = as_dtype(arguments, dtype)
+    exact = value_and_gradients(form(PLAIN), as_dtype(narrow, jnp.float32))
+    found, plain = (value_and_gradients(form(each), narrow) for each in (kernels, PLAIN))
+    assert len(found) == len(exact)
+    for ours, theirs, right in zip(found, plain, exact, strict=True):
+        if dtype == jnp.float32:
+            np.testing.assert_allclose(ours, right, rtol=0, atol=FLOAT32_TOLERANCE * np.abs(right).max())
+        else:
+            error, plain_error = (np.linalg.norm(each - right) for each in (ours, theirs))
+            assert error <= plain_error + rounding * np.linalg.norm(right)

@@ -1,0 +1,80 @@
+"""The splash kernels, step by step on a CPU, against the plain form; and how rows are cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.tpu import blocks as sizes
+from gregale.model.kernels.tpu.blocks import Blocks, blocks_for
+from gregale.model.kernels.tpu.splash import Splash
+from tests.model.kernels.forms import assert_equal
+
+V5E, V6E = "TPU v5 lite", "TPU v6 lite"
+SPLASH = replace(PLAIN, attention="splash", opaque=True, attend=Splash(V5E, interpret=True))
+# Beside the plain form's own roundings: of queries after they are scaled, of the output of which the backward pass
+# takes the sum, of fused gradients by queries once a block.
+BFLOAT16_ROUNDING = 5e-3
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks a row, in rows that are short enough to be interpreted."""
+    monkeypatch.setattr(sizes, "ROWS", 128)
+    monkeypatch.setattr(sizes, "FEWEST_IN_WINDOW", 128)
+    monkeypatch.setattr(sizes, "FUSED_UP_TO", 300)
+
+
+# length, window, (heads, kv_heads), head_size, packed, dtype; beyond 300 tokens with a split backward pass.
+CASES = {
+    "odd": (131, None, (1, 1), 136, False, jnp.float32),
+    "grouped": (256, None, (4, 2), 16, True, jnp.float32),
+    "split": (384, 200, (2, 1), 8, True, jnp.float32),
+    "bfloat16": (250, 70, (2, 1), 8, True, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize(("length", "window", "heads", "head_size", "packed", "dtype"), CASES.values(), ids=CASES)
+def test_attention(small_blocks, length, window, heads, head_size, packed, dtype):
+    q, k, v = (
+        2 * jax.random.normal(jax.random.key(seed), (2, length, count, head_size))
+        for seed, count in enumerate((heads[0], heads[1], heads[1]))
+    )
+    segments = jnp.cumsum(jax.random.bernoulli(jax.random.key(3), 0.02, (2, length)), axis=1) if packed else None
+
+    def form(kernels):
+        return lambda q, k, v: kernels.attend(q, k, v, segments, window)
+
+    assert_equal(form, SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "window", "expected"),
+    [
+        (V5E, 8192, None, Blocks(8192, 1024, 512, fused=True)),
+        (V6E, 8192, None, Blocks(8192, 2048, 512, fused=True)),
+        (V6E, 4096, None, Blocks(4096, 1024, 512, fused=True)),
+        (V5E, 32768, None, Blocks(32768, 1024, 512, fused=False)),
+        (V6E, 32768, 4096, Blocks(32768, 2048, 512, fused=False)),
+        (V5E, 8192, 600, Blocks(8448, 768, 384, fused=True)),
+        (V5E, 8192, 3, Blocks(8192, 512, 512, fused=True)),
+        (V5E, 1500, None, Blocks(1536, 768, 384, fused=True)),
+        (V5E, 1, None, Blocks(128, 128, 128, fused=True)),
+        (V5E, 200, None, Blocks(256, 256, 256, fused=True)),
+    ],
+)
+def test_blocks_by_chip_length_and_window(kind, length, window, expected):
+    assert blocks_for(kind, length, window) == expected
+
+
+@pytest.mark.parametrize("window", [None, 700, 1_000_000])
+def test_blocks_take_any_length_and_little_is_filled_up(window):
+    for length in [*range(1, 400, 7), *range(400, 40_000, 1237)]:
+        found = blocks_for(V5E, length, window)
+        assert found.length % found.size == found.size % found.compute == found.compute % sizes.LANES == 0
+        assert length <= found.length
+        assert found.length - length < 2 * sizes.LANES * (length // found.size + 1)
