@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -66,6 +67,20 @@ def in_loops(x):
         return jax.lax.fori_loop(0, bound, lambda i, carry: jnp.sin(jax.lax.psum(carry, "data")), y).sum()
 
 
+def kernel_in_a_loop(x):
+    """Attention by a Pallas kernel in a loop, between sums over model and over data; after it a sum over replica."""
+    heads, positions, width = 2, 256, 64 * 128 // (2 * 256)
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((positions, positions))] * heads)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask)
+
+    def turn(carry, _):
+        q = jax.lax.psum(carry, "model").reshape(heads, positions, width)
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 128 - width)))
+        return carry + jax.lax.psum(kernel(q, q, q)[..., :width].reshape(carry.shape), "data"), None
+
+    return jax.lax.psum(jax.lax.scan(turn, x, None, length=3)[0], "replica").sum()
+
+
 def compile_layers(mesh):
     """The gradient of six layers with weights gathered over data, which the compiler overlaps and peels."""
 
@@ -85,6 +100,7 @@ PROGRAMS = {
     "tpu_across": lambda mesh: compile_mapped(across_slices, mesh),
     "tpu_loops": lambda mesh: compile_mapped(in_loops, mesh),
     "tpu_layers": compile_layers,
+    "tpu_kernel": lambda mesh: compile_mapped(kernel_in_a_loop, mesh),
 }
 
 
@@ -119,6 +135,17 @@ def test_loops_without_a_printed_count(program):
     assert turns[("all-reduce", ("replica",))] == (1, 5, BETWEEN)
     assert turns[("collective-permute", ("data",))] == (1, 7, INSIDE)
     assert turns[("all-reduce", ("data",))] == (1, 4, INSIDE)
+
+
+def test_a_kernel_in_a_loop_hides_no_collective_and_no_count(program):
+    text, mesh = program("tpu_kernel")
+    assert "\n}}" in text, "the kernel's metadata goes on over further lines"
+    found = audit(text, mesh).collectives
+    assert {(c.kind, c.axes, c.times, c.link) for c in found if c.bytes == FLOATS * 4} == {
+        ("all-reduce", ("model",), 3, INSIDE),
+        ("all-reduce", ("data",), 3, INSIDE),
+        ("all-reduce", ("replica",), 1, BETWEEN),
+    }
 
 
 def test_overlapped_and_fused_collectives_are_counted_once(program):

@@ -1,11 +1,13 @@
 """The text of a compiled program as computations and instructions.
 
 XLA prints one instruction a line, `%name = shape opcode(operands), attributes`, and one computation between
-`%name (parameters) -> shape {` and `}`. Only what the audit needs is taken apart; the rest of a line is kept as text.
+`%name (parameters) -> shape {` and `}`. The metadata of a Pallas kernel goes on over further lines, which may begin with
+`}` too. Only what the audit needs is taken apart; the rest of an instruction is kept as text.
 """
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +19,7 @@ _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d\w*)\[([\d,<=]*)\]")
 _PARENTHESIS = re.compile(r"[()]")
 _OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"')
 _BITS = re.compile(r"\d+")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def shapes_in(text: str) -> tuple[Shape, ...]:
 
 @dataclass
 class Instruction:
-    """One line of a computation; `attributes` is what follows the operands, as printed."""
+    """One instruction of a computation; `attributes` is what follows the operands, as printed."""
 
     name: str
     opcode: str
@@ -144,11 +147,33 @@ def _parse_instruction(line: str) -> tuple[Instruction, bool] | None:
     return instruction, head.group(1) is not None
 
 
+def _instructions(text: str) -> Iterator[str]:
+    """The lines of a text, those of one instruction joined: until every brace that it opened is closed."""
+    parts: list[str] = []
+    depth = 0
+    for line in text.splitlines():
+        begins = bool(parts) or _NAME.match(line) is not None
+        if not begins:
+            yield line
+            continue
+        parts.append(line)
+        depth += _opened(line)
+        if depth <= 0:
+            yield "\n".join(parts)
+            parts, depth = [], 0
+
+
+def _opened(line: str) -> int:
+    """Braces that a line opens and does not close; those in strings are none."""
+    bare = _STRING.sub("", line) if '"' in line else line
+    return bare.count("{") - bare.count("}")
+
+
 def parse(text: str) -> Module:
     """Read what `compiled.as_text()` gives. The time is linear in the length of the text."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _instructions(text):
         if current is None:
             header = _COMPUTATION.match(line)
             if header:
