@@ -1,8 +1,8 @@
 """The text of a compiled program as computations and instructions.
 
 XLA prints one instruction a line, `%name = shape opcode(operands), attributes`, and one computation between
-`%name (parameters) -> shape {` and `}`. The metadata of a Pallas kernel goes on over further lines, which may begin with
-`}` too. Only what the audit needs is taken apart; the rest of an instruction is kept as text.
+`%name (parameters) -> shape {` and `}`. The metadata of a Pallas kernel goes on over further lines, which may begin
+with `}` too. Only what the audit needs is taken apart; the rest of an instruction is kept as text.
 """
 
 import math
