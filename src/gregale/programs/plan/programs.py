@@ -9,12 +9,13 @@ import haliax as hax
 import jax
 
 from gregale.audit import Audit, Collective, audit
-from gregale.audit.memory import CompilerMemory, compiler_memory
+from gregale.audit.memory import CompilerMemory
 from gregale.audit.overlap import compute_behind
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.traffic import Transfer
+from gregale.programs.plan.compiling import Outcome, Shortage, compiled_for
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
+from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers, tree_bytes
 from gregale.programs.run.setup import Setup
 from gregale.training.state import abstract_state
 
@@ -26,6 +27,8 @@ class Program:
     """What a compiled program tells.
 
     - `text`: as the compiler prints it
+    - `flops`: see `Outcome`
+    - `shortage`: why the compiler refuses it; None: it does not
     - `expected`: what it has to send, in closed form
     - `behind`: computing instructions between start and end of each collective, by its name
     """
@@ -34,8 +37,9 @@ class Program:
     audit: Audit
     expected: list[Transfer]
     memory: CompilerMemory
-    flops: float
+    flops: float | None
     behind: dict[str, int]
+    shortage: Shortage | None = None
 
     def hidden(self, collective: Collective) -> bool:
         """Whether compute runs while the collective is on its way."""
@@ -49,8 +53,12 @@ def programs_of(setup: Setup, target: Target) -> dict[str, Program]:
     - what the method does beside it, by the names of its traffic's `kinds`
     - `warm_up`: the PSDP step before another method begins
     """
+    arguments = tree_bytes(setup).arguments
     with hax.axis_mapping({}):
-        return {name: _read(setup, target, lowered.compile(), sent) for name, lowered, sent in _lowered(setup, target)}
+        return {
+            name: _read(setup, target, compiled_for(target, name, lowered, arguments), sent)
+            for name, lowered, sent in _lowered(setup, target)
+        }
 
 
 def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Lowered, list[Transfer]]]:
@@ -70,19 +78,18 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
         yield WARM_UP, program.lower(start, batch), step_transfers(setup, target.backend, setup.psdp)
 
 
-def _read(setup: Setup, target: Target, compiled: jax.stages.Compiled, expected: list[Transfer]) -> Program:
-    text = compiled.as_text() or ""
-    found = audit(text, setup.layout.mesh, {"microbatches": setup.config.batch.microbatches})
+def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:
+    found = audit(outcome.text, setup.layout.mesh, {"microbatches": setup.config.batch.microbatches})
     if target.simulated:
         found = Audit(tuple(_with_link(collective) for collective in found.collectives))
-    costs = compiled.cost_analysis() or {}
     return Program(
-        text=text,
+        text=outcome.text,
         audit=found,
         expected=expected,
-        memory=compiler_memory(compiled),
-        flops=float(costs.get("flops", 0.0)),
-        behind=compute_behind(text),
+        memory=outcome.memory,
+        flops=outcome.flops,
+        behind=compute_behind(outcome.text),
+        shortage=outcome.shortage,
     )
 
 

@@ -104,8 +104,15 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
         "peak_program": plan.largest,
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
-        "chip": plan.target.memory_bytes,
+        "chip": plan.memory_bytes,
+        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in largest_of(plan)],
     }
+
+
+def largest_of(plan: Plan) -> list[tuple[int, str]]:
+    """What takes most in the largest program, if the compiler refuses it for its memory."""
+    shortage = plan.programs[plan.largest].shortage
+    return [] if shortage is None else shortage.largest
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
@@ -125,7 +132,13 @@ def traffic_of(program: Program) -> dict[str, Any]:
 
 def program_of(program: Program) -> dict[str, Any]:
     """One of a run's programs: its peak of memory, and its traffic in one run."""
-    return {"peak": program.memory.peak, "compiler_flops_per_device": program.flops, **traffic_of(program)}
+    refused = program.shortage is not None
+    return {
+        "peak": program.memory.peak,
+        "refused": refused,
+        "compiler_flops_per_device": program.flops,
+        **traffic_of(program),
+    }
 
 
 def overlap_of(program: Program) -> dict[str, dict[str, float]]:
@@ -178,6 +191,10 @@ def notes_of(plan: Plan) -> list[str]:
             "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
             "taking part; outer parameters and the outer optimizer are "
             f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
+        )
+    if any(program.shortage is not None for program in plan.programs.values()):
+        notes.append(
+            "the compiler refuses a program that does not fit; what is told of it is its schedule, before code is made."
         )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())

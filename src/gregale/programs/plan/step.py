@@ -41,6 +41,12 @@ class Plan:
         return self.programs[self.largest].memory
 
     @property
+    def memory_bytes(self) -> int:
+        """Of a device for programs: as its compiler says where it refuses one, else by the table of chips."""
+        offered = [each.shortage.offered for each in self.programs.values() if each.shortage is not None]
+        return min([*offered, self.target.memory_bytes])
+
+    @property
     def link_bytes(self) -> dict[str, float]:
         """What a device sends over each link in a step, for DiLoCo on average.
 
