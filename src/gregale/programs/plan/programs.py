@@ -10,7 +10,6 @@ import jax
 
 from gregale.audit import Audit, Collective, audit
 from gregale.audit.memory import CompilerMemory
-from gregale.audit.overlap import compute_behind
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.traffic import Transfer
 from gregale.programs.plan.compiling import Outcome, Shortage, compiled_for
@@ -30,7 +29,6 @@ class Program:
     - `flops`: see `Outcome`
     - `shortage`: why the compiler refuses it; None: it does not
     - `expected`: what it has to send, in closed form
-    - `behind`: computing instructions between start and end of each collective, by its name
     """
 
     text: str
@@ -38,12 +36,7 @@ class Program:
     expected: list[Transfer]
     memory: CompilerMemory
     flops: float | None
-    behind: dict[str, int]
     shortage: Shortage | None = None
-
-    def hidden(self, collective: Collective) -> bool:
-        """Whether compute runs while the collective is on its way."""
-        return self.behind.get(collective.name, 0) > 0
 
 
 def programs_of(setup: Setup, target: Target) -> dict[str, Program]:
@@ -79,7 +72,7 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
 
 
 def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:
-    found = audit(outcome.text, setup.layout.mesh, {"microbatches": setup.config.batch.microbatches})
+    found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         found = Audit(tuple(_with_link(collective) for collective in found.collectives))
     return Program(
@@ -88,9 +81,13 @@ def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfe
         expected=expected,
         memory=outcome.memory,
         flops=outcome.flops,
-        behind=compute_behind(outcome.text),
         shortage=outcome.shortage,
     )
+
+
+def known_trips(setup: Setup) -> dict[str, int]:
+    """How often the loops run that a compiled program may not tell of, by scope."""
+    return {"microbatches": setup.config.batch.microbatches}
 
 
 def _with_link(collective: Collective) -> Collective:

@@ -138,11 +138,17 @@ def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
 
 def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
     rows = [
-        (name, link, size(each["bytes"]), size(each["asynchronous"]), size(each["behind_compute"]))
+        (
+            name,
+            link,
+            size(each["bytes"]),
+            size(each["asynchronous"]),
+            *("-" if each[key] is None else f"{each[key]:.4g} s" for key in ("hidden_seconds", "exposed_seconds")),
+        )
         for name, program in programs.items()
         for link, each in program["overlap"].items()
     ]
-    headings = ("program", "link", "bytes", "asynchronous", "behind compute")
+    headings = ("program", "link", "bytes", "asynchronous", "hidden", "exposed")
     print_table(console, "What the compiler overlaps", headings, rows)
 
 
