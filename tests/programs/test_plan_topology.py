@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gregale.cli import main
+from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.compiling import compiled_for, largest_buffers, refused_sizes
@@ -123,8 +124,9 @@ def test_a_program_that_is_refused_for_another_reason_is_one_clear_line():
     assert "\n" not in str(error.value)
 
 
-def test_a_model_with_its_vocabulary_needs_no_tokenizer_file(tmp_path):
+def test_a_model_with_its_vocabulary_needs_no_tokenizer_file():
     config = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), [])
+    assert isinstance(config.data.tokenizer, FileConfig)
     assert not Path(config.data.tokenizer.path).exists()
     assert tokens_of(config) == 128256
     unknown = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), ["--model.vocabulary", "null"])
