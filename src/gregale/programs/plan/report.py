@@ -41,6 +41,7 @@ def report_of(
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
         "kernels": kernels_of(setup),
+        "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": step.parameters,

@@ -73,6 +73,9 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}",
         highlight=False,
     )
+    if report["compiler_options"]:
+        options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
+        console.print(f"Compiler options: {options}", highlight=False)
 
 
 def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
