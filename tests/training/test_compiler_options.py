@@ -10,7 +10,6 @@ from gregale.training.compiler_options import DEFAULTS, compiler_options
 from gregale.training.stepper import Stepper
 from tests.audit.steps import small_setup
 
-
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices that are not there is not kept
 
 
