@@ -1,42 +1,94 @@
+import re
+
+import pytest
+
 from gregale.audit import audit
-from gregale.audit.overlap import compute_behind
+from gregale.audit.overlap import Rates, ends, overlap
+from gregale.audit.placement import BETWEEN, INSIDE
 
-ASYNC = """HloModule jit_step, is_scheduled=true, num_partitions=4
+RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000})
+# What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.
+PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"100"}'
+GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
+PROGRAM = f"""HloModule jit_step, is_scheduled=true, num_partitions=4
 
-%sum (a: f32[], b: f32[]) -> f32[] {
+%sum (a: f32[], b: f32[]) -> f32[] {{
   %a = f32[] parameter(0)
   %b = f32[] parameter(1)
   ROOT %add = f32[] add(%a, %b)
-}
+}}
 
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+%body (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %p = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8,8] get-tuple-element(%p), index=1
+  %looped-start = f32[8,8] all-reduce-start(%x), channel_id=4, {GROUPS}
+  %product = f32[8,8] {PRODUCT}
+  %looped-done = f32[8,8] all-reduce-done(%looped-start)
+  ROOT %t = (s32[], f32[8,8]) tuple(%i, %looped-done)
+}}
+
+%condition (q: (s32[], f32[8,8])) -> pred[] {{
+  %q = (s32[], f32[8,8]) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
   %x = f32[8,8] parameter(0)
-  %hidden-start = f32[8,8] all-reduce-start(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum
-  %first = f32[8,8] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %second = f32[8,8] dot(%first, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  %hidden-done = f32[8,8] all-reduce-done(%hidden-start)
-  %exposed-start = f32[8,8] all-reduce-start(%second), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%sum
-  %exposed-done = f32[8,8] all-reduce-done(%exposed-start)
-  %plain = f32[8,8] all-reduce(%exposed-done), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%sum
-  ROOT %result = f32[8,8] add(%plain, %hidden-done)
-}
+  SCHEDULE
+  ROOT %result = f32[8,8] add(%x, %x)
+}}
 """
+START, DONE = "f32[8,8] all-reduce-start(%x), channel_id=1, " + GROUPS, "f32[8,8] all-reduce-done"
 
 
-def test_compute_between_start_and_end_is_counted():
-    assert compute_behind(ASYNC) == {"hidden-start": 2, "exposed-start": 0}
+def weighed(pod, *schedule: str) -> tuple[float, float]:
+    """Seconds of the collectives inside the slice, and those exposed."""
+    text = PROGRAM.replace("SCHEDULE", "\n  ".join(schedule))
+    found = audit(text, pod((1, 4, 1)), {"loop": 5})
+    weighed = overlap(text, found.collectives, RATES, {"loop": 5})
+    assert weighed is not None
+    return weighed[INSIDE].seconds, weighed[INSIDE].exposed
+
+
+def about(seconds: float, exposed: float):
+    return pytest.approx((seconds, exposed))
+
+
+def test_a_collective_is_hidden_as_long_as_compute_lasts(pod):
+    products = [f"%p{number} = f32[8,8] {PRODUCT}" for number in range(5)]
+    start, done = f"%a = {START}", f"%b = {DONE}(%a)"
+    assert weighed(pod, start, done) == about(0.384, 0.384)
+    assert weighed(pod, start, products[0], done) == about(0.384, 0.284)
+    assert weighed(pod, start, *products, done) == about(0.384, 0)
+    assert weighed(pod, f"%a = f32[8,8] all-reduce(%x), channel_id=1, {GROUPS}", *products) == about(0.384, 0.384)
+
+
+def test_collectives_share_their_link(pod):
+    """Two with 0.3 s of compute: the second begins when the first is done, 0.084 s later."""
+    products = [f"%p{number} = f32[8,8] {PRODUCT}" for number in range(3)]
+    both = [f"%a = {START}", f"%b = {START}", *products, f"%c = {DONE}(%a)", f"%d = {DONE}(%b)"]
+    assert weighed(pod, *both) == about(0.768, 0.468)
+
+
+def test_a_loop_is_weighed_once_and_counted_as_often_as_it_runs(pod):
+    loop = "%loop = (s32[], f32[8,8]) while(%x), condition=%condition, body=%body"
+    assert weighed(pod, loop) == about(5 * 0.384, 5 * 0.284)
+    around = [f"%a = {START}", loop, f"%b = {DONE}(%a)"]
+    assert weighed(pod, *around) == about(6 * 0.384, 5 * 0.284), "the loop hides what is around it"
+
+
+def test_without_estimates_of_cycles_nothing_is_said(pod):
+    text = re.sub(", backend_config=.*", "", PROGRAM.replace("SCHEDULE", f"%a = {START}"))
+    assert overlap(text, audit(text, pod((1, 4, 1))).collectives, RATES, {}) is None
 
 
 def test_transfers_between_slices_end_where_they_are_received(stored, pod):
     text = stored("tpu_layers")
     found = audit(text, pod((2, 2, 2), slices=2))
-    behind = compute_behind(text)
+    waiting = ends(text)
     for collective in found.collectives:
-        assert (collective.name in behind) == collective.is_async, collective
-    gathers = [behind[each.name] for each in found.collectives if each.kind == "all-gather" and each.is_async]
-    assert gathers
-    assert min(gathers) > 0, "the compiler gathers the next layer's weights while it multiplies"
-
-
-def test_transfers_that_need_each_other_hide_nothing(stored):
-    assert compute_behind(stored("tpu_across")), "there are transfers"
+        assert (collective.name in waiting) == collective.is_async, collective
+        if collective.link == BETWEEN:
+            assert (waiting[collective.name] or "").startswith("recv-done")
+    assert all(waiting.values())

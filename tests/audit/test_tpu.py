@@ -32,7 +32,7 @@ INSIDE, BETWEEN = "inside slice", "between slices"
 
 def slices(sizes=(2, 2, 2), topology="v5e:2x2", count=2):
     described = topologies.get_topology_desc(topology, platform="tpu", num_slices=count)
-    devices = sorted(described.devices, key=lambda device: (device.slice_index, device.id))
+    devices = sorted(described.devices, key=lambda device: (getattr(device, "slice_index", 0), device.id))
     return Mesh(np.array(devices).reshape(sizes), AXES)
 
 
@@ -195,6 +195,33 @@ def test_axes_on_meshes_of_any_order(order):
     near = [axis for axis in AXES if axis != far]
     for axes in ([near[0]], [near[1]], near):
         assert tuple(axes) in {c.axes for c in found.collectives}
+
+
+def scattered_and_gathered(x):
+    y = jnp.cos(jax.lax.all_gather(jnp.sin(jax.lax.psum_scatter(x, "data", tiled=True)), "data", tiled=True))
+    return jnp.sin(jax.lax.psum(jnp.sin(jax.lax.psum(y, "model")), "replica")).sum()
+
+
+@pytest.mark.parametrize(
+    ("topology", "count", "sizes", "scatter"),
+    [
+        ("v5e:2x2", 2, (2, 2, 2), "reduce-scatter"),
+        ("v5e:4x4", 1, (1, 4, 4), "reduce-scatter"),
+        ("v5e:4x4", 1, (2, 8, 1), "all-reduce"),
+        ("v5e:8x8", 2, (2, 16, 4), "all-reduce"),
+        ("v5p:4x4x4", 1, (2, 8, 4), "all-reduce"),
+    ],
+)
+def test_meshes_of_many_chips(topology, count, sizes, scatter):
+    """Among eight chips or more the compiler makes an all-reduce of what is traced as a reduce-scatter."""
+    mesh = slices(sizes, topology, count)
+    found = audit(compile_mapped(scattered_and_gathered, mesh), mesh)
+    assert not found.unknown()
+    whole = [(c.kind, c.axes, c.link, c.group_size) for c in found.collectives if c.bytes == FLOATS * 4]
+    expected = [(scatter, "data", INSIDE), ("all-gather", "data", INSIDE)]
+    sums = [("all-reduce", "model", INSIDE), ("all-reduce", "replica", BETWEEN if count > 1 else INSIDE)]
+    expected += [each for each in sums if mesh.shape[each[1]] > 1]
+    assert whole == [(kind, (axis,), link, mesh.shape[axis]) for kind, axis, link in expected]
 
 
 def test_an_axis_that_spans_slices_is_crossed_in_parts():

@@ -33,6 +33,8 @@ class Chip:
         network_bytes_per_second: what a chip can send over the data-centre network, its share of the host's; None
             where it is not published.
         devices: JAX devices that one chip shows as, each with its part of memory and compute.
+        cycles_per_second: of the clock in which the TPU compiler estimates; the peak over two operations and the
+            multipliers of all matrix units. None where the compiler gives no such estimates.
         source: the documents the figures are from.
     """
 
@@ -45,6 +47,7 @@ class Chip:
     network_bytes_per_second: float | None
     source: str
     devices: int = 1
+    cycles_per_second: float | None = None
 
 
 CHIPS = {
@@ -59,6 +62,7 @@ CHIPS = {
             link_bytes_per_second=6 * 50 * GIGA,
             network_bytes_per_second=None,
             source="Google Cloud documentation, TPU v4; links: TPU v4 paper (arXiv 2304.01433), 6 of 50 GB/s",
+            cycles_per_second=275 * TERA / (2 * 8 * 128**2),
         ),
         Chip(
             name="v5e",
@@ -69,6 +73,7 @@ CHIPS = {
             link_bytes_per_second=400 * GIGA / 2,
             network_bytes_per_second=6400 * GBIT / 256,
             source="Google Cloud documentation, TPU v5e; network: 6.4 Tbit/s a pod of 256",
+            cycles_per_second=197 * TERA / (2 * 4 * 128**2),
         ),
         Chip(
             name="v5p",
@@ -79,6 +84,7 @@ CHIPS = {
             link_bytes_per_second=1200 * GIGA / 2,
             network_bytes_per_second=50 * GBIT,
             source="Google Cloud documentation, TPU v5p",
+            cycles_per_second=459 * TERA / (2 * 8 * 128**2),
         ),
         Chip(
             name="v6e",
@@ -89,6 +95,7 @@ CHIPS = {
             link_bytes_per_second=800 * GIGA / 2,
             network_bytes_per_second=100 * GBIT,
             source="Google Cloud documentation, TPU v6e (Trillium) and TPU7x (Ironwood, comparison table)",
+            cycles_per_second=918 * TERA / (2 * 4 * 256**2),
         ),
         Chip(
             name="v7x",
@@ -100,6 +107,7 @@ CHIPS = {
             network_bytes_per_second=100 * GBIT,
             source="Google Cloud documentation, TPU7x (Ironwood)",
             devices=2,
+            cycles_per_second=2307 * TERA / (2 * 8 * 256**2),
         ),
         Chip(
             name="A100-40GB",

@@ -24,27 +24,35 @@ LOGIT_ARRAYS = 3  # logits, exponentials and their gradient
 class CompilerMemory:
     """Bytes on one device as the compiler has planned them.
 
-    `peak` is arguments + results + temporaries, less the results that are written over arguments.
+    `peak` is the compiler's own, and else arguments + results + temporaries, less the results that are written over
+    arguments: a bound, for not all of them are there at once.
     """
 
     arguments: int
     results: int
     temporaries: int
     aliased: int
+    told_peak: int | None = None
 
     @property
     def peak(self) -> int:
+        if self.told_peak is not None:
+            return self.told_peak
         return self.arguments + self.results + self.temporaries - self.aliased
 
 
-def compiler_memory(compiled: jax.stages.Compiled) -> CompilerMemory:
-    """What the compiler says of a program."""
+def compiler_memory(compiled: jax.stages.Compiled, tells_peak: bool = False) -> CompilerMemory:
+    """What the compiler says of a program.
+
+    - `tells_peak`: its peak is to be believed; XLA:CPU leaves the temporaries out of it
+    """
     found: Any = compiled.memory_analysis()
     return CompilerMemory(
         arguments=found.argument_size_in_bytes,
         results=found.output_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
         aliased=found.alias_size_in_bytes,
+        told_peak=found.peak_memory_in_bytes if tells_peak else None,
     )
 
 

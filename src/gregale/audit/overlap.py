@@ -1,47 +1,174 @@
-"""Which collectives the compiler overlaps with compute: what stands between start and end in the schedule."""
+"""How much of its communication a program hides behind compute, by the compiler's own estimates of time.
+
+`overlap(text, collectives, rates, {})` goes through the program as it is scheduled, with a clock. An instruction takes
+the cycles that the compiler estimates for it; a collective takes what a device sends over the link's rate, one after
+another on each link, from where it is started. Where its result is waited for, what is left of it is exposed, and the
+clock stands still for so long; all of a collective that is not asynchronous is exposed. The compiler estimates no
+cycles for Pallas kernels, which so hide nothing here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+from gregale.audit.collectives import Collective
 from gregale.audit.hlo import Computation, Instruction, Module, parse
+from gregale.audit.loops import Frame, read_loop
 from gregale.audit.walk import walk
 
-_COMPUTE = {
-    "fusion",
-    "dot",
-    "convolution",
-    "custom-call",
-    "while",
-    "call",
-    "scatter",
-    "sort",
-    "reduce",
-    "reduce-window",
-}
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
 _STARTED, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
-def compute_behind(text: str) -> dict[str, int]:
-    """For every asynchronous collective of a compiled program, how many computing instructions run meanwhile.
+@dataclass(frozen=True)
+class Rates:
+    """What turns cycles and bytes into seconds: of a device's clock, and of what it sends over each link."""
 
-    The program is read in the order that the compiler scheduled. A collective is known by its instruction's name, as in
-    `gregale.audit.Collective.name`; one that is not asynchronous is not among them, and one with 0 is waited for at
-    once. Loops count as one instruction.
+    cycles_per_second: float
+    bytes_per_second: Mapping[str, float]
+
+
+@dataclass
+class Overlap:
+    """Seconds that collectives take over one link in a run of the program, and how many of them nothing hides."""
+
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def hidden(self) -> float:
+        return self.seconds - self.exposed
+
+
+def ends(text: str) -> dict[str, str | None]:
+    """For every asynchronous collective the instruction that waits for its result, both by name.
+
+    A collective is named as in `gregale.audit.Collective.name`. None: nothing waits for it in its computation.
+    """
+    return _ends(parse(text))
+
+
+def overlap(
+    text: str, collectives: Iterable[Collective], rates: Rates, given_times: Mapping[str, int]
+) -> dict[str, Overlap] | None:
+    """By link, what is hidden; None where the text has no estimates of cycles, as before code is made.
 
     Args:
         text: `compiled.as_text()`.
+        collectives: those of its audit; a link without a rate is left out.
+        rates: of the devices.
+        given_times: as for `gregale.audit.audit`.
     """
+    if _CYCLES.search(text) is None:
+        return None
     module = parse(text)
-    found: dict[str, int] = {}
+    timed = _Timed(module, _ends(module), _needed(collectives, rates), rates.cycles_per_second, given_times)
+    return timed.run(Frame(module.computations[module.entry])).links
+
+
+def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[str, float]]:
+    """The link and the seconds of each collective, by its name; one that is reached on two ways is there twice."""
+    parts: dict[str, dict[str, float]] = {}
+    links: dict[str, str] = {}
+    for each in collectives:
+        if each.link in rates.bytes_per_second:
+            links[each.name] = each.link
+            parts.setdefault(each.name, {})[each.dtype] = each.bytes_sent / rates.bytes_per_second[each.link]
+    return {name: (links[name], sum(found.values())) for name, found in parts.items()}
+
+
+@dataclass
+class _Run:
+    """One execution of a computation: the time that it takes, and by link what is sent and what is exposed."""
+
+    clock: float = 0.0
+    links: dict[str, Overlap] = field(default_factory=dict)
+    free: dict[str, float] = field(default_factory=dict)
+    waited_for: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
+
+    def send(self, link: str, seconds: float) -> float:
+        """Puts a transfer on a link behind those that are there, and returns when it is done."""
+        self.links.setdefault(link, Overlap()).seconds += seconds
+        self.free[link] = max(self.clock, self.free.get(link, 0.0)) + seconds
+        return self.free[link]
+
+    def wait(self, link: str, until: float) -> None:
+        self.links[link].exposed += max(0.0, until - self.clock)
+        self.clock = max(self.clock, until)
+
+    def add(self, inner: _Run, times: int) -> None:
+        self.clock += times * inner.clock
+        for link, found in inner.links.items():
+            mine = self.links.setdefault(link, Overlap())
+            mine.seconds += times * found.seconds
+            mine.exposed += times * found.exposed
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A program with what is needed to run it against a clock."""
+
+    module: Module
+    ends: Mapping[str, str | None]
+    needed: Mapping[str, tuple[str, float]]
+    cycles_per_second: float
+    given_times: Mapping[str, int]
+
+    def run(self, frame: Frame) -> _Run:
+        """A transfer that is on its way while a loop runs does not delay those of the loop."""
+        run = _Run()
+        for instruction in frame.computation.instructions.values():
+            for link, until in run.waited_for.pop(instruction.name, []):
+                run.wait(link, until)
+            self._execute(run, frame, instruction)
+        for link, until in [each for left in run.waited_for.values() for each in left]:
+            run.wait(link, until)
+        return run
+
+    def _execute(self, run: _Run, frame: Frame, instruction: Instruction) -> None:
+        match instruction.opcode:
+            case "while":
+                times = read_loop(self.module, instruction, frame, self.given_times).times
+                run.add(self._called(frame, instruction, "body"), 1 if times is None else times)
+            case "call":
+                run.add(self._called(frame, instruction, "to_apply"), 1)
+            case "conditional":
+                listed = instruction.attribute(r"branch_computations=\{([^}]*)\}") or ""
+                names = re.findall(r"[\w.\-]+", listed)
+                names += [name for key in ("true", "false") if (name := instruction.called(f"{key}_computation"))]
+                branches = [self.run(Frame(self.module.computations[name], instruction, frame)) for name in names]
+                run.add(max(branches, key=lambda branch: branch.clock, default=_Run()), 1)
+            case _:
+                self._communicate(run, instruction)
+                if cycles := _CYCLES.search(instruction.attributes):
+                    run.clock += int(cycles[1]) / self.cycles_per_second
+
+    def _called(self, frame: Frame, instruction: Instruction, key: str) -> _Run:
+        return self.run(Frame(self.module.computations[instruction.called(key) or ""], instruction, frame))
+
+    def _communicate(self, run: _Run, instruction: Instruction) -> None:
+        """Starts the collectives that an instruction has; waits at once for those that are not asynchronous."""
+        for name in [instruction.name, *(each.name for each in _inside(self.module, instruction))]:
+            if name not in self.needed:
+                continue
+            link, seconds = self.needed[name]
+            until = run.send(link, seconds)
+            if name in self.ends:
+                run.waited_for.setdefault(self.ends[name] or "", []).append((link, until))
+            else:
+                run.wait(link, until)
+
+
+def _ends(module: Module) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
     computations = {site.frame.computation.name: site.frame.computation for site in walk(module, {})}
     for computation in computations.values():
         for instruction in computation.instructions.values():
-            names = _started(module, instruction)
-            if names:
-                count = _until_done(module, computation, instruction)
-                found |= dict.fromkeys(names, count)
+            if names := _started(module, instruction):
+                found |= dict.fromkeys(names, _end(module, computation, instruction))
     return found
 
 
@@ -65,27 +192,21 @@ def _marked(module: Module, instruction: Instruction, target: str) -> list[Instr
     return [each for each in _inside(module, instruction) if f'"{target}"' in each.attributes]
 
 
-def _until_done(module: Module, computation: Computation, start: Instruction) -> int:
-    """Computing instructions between the start of a collective and the one that waits for its result."""
-    carries, between, passed = {start.name}, 0, False
+def _end(module: Module, computation: Computation, start: Instruction) -> str | None:
+    """The instruction that waits for the result of what another one starts."""
+    carries, passed = {start.name}, False
     rendezvous = start.attribute(_RENDEZVOUS)
     for instruction in computation.instructions.values():
         if not passed:
             passed = instruction is start
             continue
-        is_user = bool(carries & set(instruction.operands))
-        if _ends(module, instruction, rendezvous, is_user):
-            return between
-        if is_user:
+        if instruction.opcode == "recv" and rendezvous is not None:
+            if instruction.attribute(_RENDEZVOUS) == rendezvous:
+                carries = {instruction.name}  # what was sent is waited for where the others' parts are received
+        elif carries & set(instruction.operands):
+            if rendezvous is not None and instruction.opcode == "send-done":
+                continue
+            if instruction.opcode.endswith("-done") or _marked(module, instruction, _DONE):
+                return instruction.name
             carries.add(instruction.name)
-        if instruction.opcode in _COMPUTE and not _marked(module, instruction, _STARTED):
-            between += 1
-    return between
-
-
-def _ends(module: Module, instruction: Instruction, rendezvous: str | None, is_user: bool) -> bool:
-    if rendezvous is not None:
-        return instruction.opcode == "recv-done" and instruction.attribute(_RENDEZVOUS) == rendezvous
-    if not is_user:
-        return False
-    return instruction.opcode.endswith("-done") or bool(_marked(module, instruction, _DONE))
+    return None

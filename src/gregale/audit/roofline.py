@@ -99,6 +99,16 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 
 
+def link_rates(chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> dict[str, float]:
+    """What a device sends over each link in a second; arguments as of `roofline`. One without a figure is left out."""
+    rates = {INSIDE: chip.link_bytes_per_second / devices_a_chip}
+    if between_bytes_per_second is not None:
+        rates[BETWEEN] = between_bytes_per_second
+    elif chip.network_bytes_per_second is not None:
+        rates[BETWEEN] = chip.network_bytes_per_second / devices_a_chip
+    return rates
+
+
 def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_second: float | None) -> Roofline:
     """Seconds for each resource.
 
@@ -110,12 +120,8 @@ def roofline(work: Work, chip: Chip, devices_a_chip: int, between_bytes_per_seco
             whose network is not published has no time for it.
     """
     peak = chip.flops_per_second / devices_a_chip
-    network = between_bytes_per_second
-    if network is None and chip.network_bytes_per_second is not None:
-        network = chip.network_bytes_per_second / devices_a_chip
-    links = {INSIDE: work.link_bytes.get(INSIDE, 0.0) / (chip.link_bytes_per_second / devices_a_chip)}
-    if network is not None:
-        links[BETWEEN] = work.link_bytes.get(BETWEEN, 0.0) / network
+    rates = link_rates(chip, devices_a_chip, between_bytes_per_second)
+    links = {link: work.link_bytes.get(link, 0.0) / rate for link, rate in rates.items()}
     found = Roofline(
         compute=work.flops / peak,
         memory=work.memory_bytes / (chip.memory_bytes_per_second / devices_a_chip),

@@ -38,7 +38,8 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
 def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], layout: Layout) -> jax.Array:
     """Inside `jax.shard_map`: the sum over mesh axes of a gathered weight's gradient, as the shard of `params`.
 
-    One reduce-scatter for a mesh axis that `params` splits the weight by, one all-reduce for all others.
+    One reduce-scatter for a mesh axis that `params` splits the weight by (among eight chips or more XLA:TPU makes an
+    all-reduce of it), one all-reduce for all others.
 
     Arguments:
     - `gradient`: this device's addend, [*axes] under `compute`

@@ -305,3 +305,7 @@ class ComputeConfig(Settings):
     loss_block: int = field(
         default=1024, metadata={"help": "tokens whose logits are held at a time, a device", "range": whole(1)}
     )
+    compiler_options: dict[str, bool | int | float | str] = field(
+        default_factory=dict,
+        metadata={"help": "XLA's own options"},
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from gregale.methods.method import Method
+from gregale.training.compiler_options import Value
 from gregale.training.state import Report, TrainState, abstract_state, counted_step, state_shardings
 
 Tree = Any
@@ -20,13 +21,15 @@ class Stepper:
 
     - `method`: the method
     - `model`: its model, abstract or not
+    - `options`: the compiler's, see `gregale.training.compiler_options`
     """
 
-    def __init__(self, method: Method, model: Tree):
+    def __init__(self, method: Method, model: Tree, options: dict[str, Value] | None = None):
         self._method = method
         shardings = state_shardings(method, abstract_state(method, model))
-        self.program = jax.jit(partial(counted_step, method), donate_argnums=0, out_shardings=(shardings, None))
-        self.synchronise = jax.jit(self._after, donate_argnums=0, out_shardings=(shardings, None))
+        compiled = partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+        self.program = compiled(partial(counted_step, method))
+        self.synchronise = compiled(self._after)
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
         """Takes step number `step` (from 1); the state that comes in is donated."""

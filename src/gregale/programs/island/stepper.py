@@ -18,7 +18,6 @@ from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.run.setup import Setup
 from gregale.training.state import Report, TrainState
-from gregale.training.stepper import Stepper
 
 Tree = Any
 
@@ -39,7 +38,7 @@ class IslandStepper:
         """
         assert isinstance(setup.method, Island)
         self._island, self._outer, self._guide = setup.method, outer, guide
-        self._step = Stepper(setup.method, setup.model)
+        self._step = setup.stepper()
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
         self.step, self.batches = step, 0

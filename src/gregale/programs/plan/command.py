@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gregale.data.tokenizers import vocabulary_size
+from gregale.data.sources.base import expand
+from gregale.data.tokenizers import FileConfig, vocabulary_size
 from gregale.errors import UserError
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
@@ -71,10 +72,10 @@ class PlanOptions(Settings):
 
 
 def main(options: PlanOptions, config: TrainConfig) -> int:
-    """Compiles the programs of a run, prints what they take; 0, or 3 if it has to fit and does not."""
+    """Compiles the programs of a run, prints what they take; 0, or 3 if it has to fit (`require_fit`) and does not."""
     config = as_island(config, options.count)
     target = target_of(options, config)
-    tokens = vocabulary_size(config.data.tokenizer)
+    tokens = tokens_of(config)
     plan = plan_step(config, tokens, target)
     if options.hlo is not None:
         for name, program in plan.programs.items():
@@ -87,6 +88,14 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         console = Console()
         print_report(report, console if console.is_terminal else Console(width=WIDTH))
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
+
+
+def tokens_of(config: TrainConfig) -> int:
+    """The tokenizer's number of tokens; without its file as many as the model has rows for, if that is given."""
+    tokenizer, rows = config.data.tokenizer, getattr(config.model, "vocabulary", None)
+    if rows is not None and isinstance(tokenizer, FileConfig) and not Path(expand(tokenizer.path)).exists():
+        return rows
+    return vocabulary_size(tokenizer)
 
 
 def target_of(options: PlanOptions, config: TrainConfig) -> Target:

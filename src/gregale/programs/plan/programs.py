@@ -9,12 +9,12 @@ import haliax as hax
 import jax
 
 from gregale.audit import Audit, Collective, audit
-from gregale.audit.memory import CompilerMemory, compiler_memory
-from gregale.audit.overlap import compute_behind
+from gregale.audit.memory import CompilerMemory
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.traffic import Transfer
+from gregale.programs.plan.compiling import Outcome, Shortage, compiled_for
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
+from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers, tree_bytes
 from gregale.programs.run.setup import Setup
 from gregale.training.state import abstract_state
 
@@ -26,20 +26,17 @@ class Program:
     """What a compiled program tells.
 
     - `text`: as the compiler prints it
+    - `flops`: see `Outcome`
+    - `shortage`: why the compiler refuses it; None: it does not
     - `expected`: what it has to send, in closed form
-    - `behind`: computing instructions between start and end of each collective, by its name
     """
 
     text: str
     audit: Audit
     expected: list[Transfer]
     memory: CompilerMemory
-    flops: float
-    behind: dict[str, int]
-
-    def hidden(self, collective: Collective) -> bool:
-        """Whether compute runs while the collective is on its way."""
-        return self.behind.get(collective.name, 0) > 0
+    flops: float | None
+    shortage: Shortage | None = None
 
 
 def programs_of(setup: Setup, target: Target) -> dict[str, Program]:
@@ -49,8 +46,12 @@ def programs_of(setup: Setup, target: Target) -> dict[str, Program]:
     - what the method does beside it, by the names of its traffic's `kinds`
     - `warm_up`: the PSDP step before another method begins
     """
+    arguments = tree_bytes(setup).arguments
     with hax.axis_mapping({}):
-        return {name: _read(setup, target, lowered.compile(), sent) for name, lowered, sent in _lowered(setup, target)}
+        return {
+            name: _read(setup, target, compiled_for(target, name, lowered, arguments), sent)
+            for name, lowered, sent in _lowered(setup, target)
+        }
 
 
 def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Lowered, list[Transfer]]]:
@@ -70,20 +71,23 @@ def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Low
         yield WARM_UP, program.lower(start, batch), step_transfers(setup, target.backend, setup.psdp)
 
 
-def _read(setup: Setup, target: Target, compiled: jax.stages.Compiled, expected: list[Transfer]) -> Program:
-    text = compiled.as_text() or ""
-    found = audit(text, setup.layout.mesh, {"microbatches": setup.config.batch.microbatches})
+def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:
+    found = audit(outcome.text, setup.layout.mesh, known_trips(setup))
     if target.simulated:
         found = Audit(tuple(_with_link(collective) for collective in found.collectives))
-    costs = compiled.cost_analysis() or {}
     return Program(
-        text=text,
+        text=outcome.text,
         audit=found,
         expected=expected,
-        memory=compiler_memory(compiled),
-        flops=float(costs.get("flops", 0.0)),
-        behind=compute_behind(text),
+        memory=outcome.memory,
+        flops=outcome.flops,
+        shortage=outcome.shortage,
     )
+
+
+def known_trips(setup: Setup) -> dict[str, int]:
+    """How often the loops run that a compiled program may not tell of, by scope."""
+    return {"microbatches": setup.config.batch.microbatches}
 
 
 def _with_link(collective: Collective) -> Collective:

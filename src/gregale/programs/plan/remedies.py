@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gregale.audit.memory import Estimate
 from gregale.audit.roofline import roofline
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
@@ -25,8 +26,8 @@ class Remedy:
 
     Attributes:
         change: the keys to set.
-        peak_bytes: the peak on a device afterwards: the compiler's of now, changed by what the closed form changes, of
-            the program that then takes the most.
+        peak_bytes: the peak on a device afterwards, of the program that then takes the most: the compiler's of now,
+            changed by as many bytes as the closed form changes, or by the same factor, whichever is more.
         fits: whether that is within the chip's memory.
         step_time: of the roofline with nothing overlapped, as a multiple of now's.
     """
@@ -99,17 +100,19 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
         except UserError:
             continue
         after = estimate(setup, backend)
-        peak = _peak(plan, saved=before.peak - after.peak, saved_between_steps=before.arguments - after.arguments)
+        peak = _peak(plan, before, after)
         if peak < plan.memory.peak:
-            yield Remedy(change, peak, peak <= plan.target.memory_bytes, _seconds(plan, setup) / seconds)
+            yield Remedy(change, peak, peak <= plan.memory_bytes, _seconds(plan, setup) / seconds)
 
 
-def _peak(plan: Plan, saved: int, saved_between_steps: int) -> int:
-    """The peak if a step takes `saved` bytes less, and `synchronise`, which computes no gradients, only its state's."""
-    return max(
-        max(0, program.memory.peak - (saved_between_steps if name == SYNCHRONISE else saved))
-        for name, program in plan.programs.items()
-    )
+def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:
+    """The peak if the closed form changes so; of `synchronise`, which computes no gradients, by its state's part."""
+
+    def changed(name: str, now: int) -> int:
+        first, then = (each.arguments if name == SYNCHRONISE else each.peak for each in (before, after))
+        return max(now - (first - then), now * then // first)
+
+    return max(changed(name, program.memory.peak) for name, program in plan.programs.items())
 
 
 def _seconds(plan: Plan, setup: Setup) -> float:

@@ -31,7 +31,8 @@ def report_of(
     step, config = step_shape(setup), setup.config
     per_token = model_flops_per_token(step)
     far = link_bytes_per_second(plan, link_gbit_per_second)
-    bound = plan.roofline(None if far is None else far / devices_of_a_replica(setup))
+    bandwidth = None if far is None else far / devices_of_a_replica(setup)
+    bound = plan.roofline(bandwidth)
     memory = memory_of(plan, island)
     return {
         "name": config.name,
@@ -40,6 +41,7 @@ def report_of(
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
         "kernels": kernels_of(setup),
+        "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
         "sync": config.sync.get_choice_name(type(config.sync)),
         "parameters": step.parameters,
@@ -50,8 +52,8 @@ def report_of(
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
         "remedies": [] if memory["peak"] <= memory["chip"] else [asdict(each) for each in remedies(plan, tokens)],
-        **traffic_of(plan.step),
-        "programs": {name: program_of(program) for name, program in plan.programs.items()},
+        **traffic_of(plan, plan.step, bandwidth),
+        "programs": {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()},
         "roofline": roofline_of(plan, bound),
         "link_gbit_per_second": None if far is None else far / GBIT,
         "methods": {} if island else methods_of(setup, bound, far),
@@ -104,8 +106,15 @@ def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
         "peak_program": plan.largest,
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
-        "chip": plan.target.memory_bytes,
+        "chip": plan.memory_bytes,
+        "largest": [{"bytes": size, "shapes": shapes} for size, shapes in largest_of(plan)],
     }
+
+
+def largest_of(plan: Plan) -> list[tuple[int, str]]:
+    """What takes most in the largest program, if the compiler refuses it for its memory."""
+    shortage = plan.programs[plan.largest].shortage
+    return [] if shortage is None else shortage.largest
 
 
 def estimated_peak(setup: Setup, backend: Backend) -> int | None:
@@ -113,30 +122,47 @@ def estimated_peak(setup: Setup, backend: Backend) -> int | None:
     return estimate(setup, backend).peak if setup.config.pipeline is None else None
 
 
-def traffic_of(program: Program) -> dict[str, Any]:
-    """The collectives of a program, their bytes as compiled and in closed form, and what is overlapped."""
+def traffic_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
+    """The collectives of a program, their bytes as compiled and in closed form, and what is overlapped.
+
+    - `bandwidth`: bytes a second that a device sends between slices; None: not known
+    """
     closed_form = {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()}
     return {
         **program.audit.to_dict(),
         "closed_form_bytes_per_step": closed_form,
-        "overlap": overlap_of(program),
+        "overlap": overlap_of(plan, program, bandwidth),
     }
 
 
-def program_of(program: Program) -> dict[str, Any]:
-    """One of a run's programs: its peak of memory, and its traffic in one run."""
-    return {"peak": program.memory.peak, "compiler_flops_per_device": program.flops, **traffic_of(program)}
+def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
+    """One of a run's programs: its peak of memory, and its traffic in one run; `bandwidth` as of `traffic_of`."""
+    refused = program.shortage is not None
+    return {
+        "peak": program.memory.peak,
+        "refused": refused,
+        "compiler_flops_per_device": program.flops,
+        **traffic_of(plan, program, bandwidth),
+    }
 
 
-def overlap_of(program: Program) -> dict[str, dict[str, float]]:
-    """By link: payload bytes of a run, those started apart from their end, and those with compute meanwhile."""
-    found: dict[str, dict[str, float]] = {}
-    for collective in program.audit.collectives:
-        sums = found.setdefault(collective.link, {"bytes": 0, "asynchronous": 0, "behind_compute": 0})
-        size = collective.bytes * (collective.times or 1)
-        sums["bytes"] += size
-        sums["asynchronous"] += size if collective.is_async else 0
-        sums["behind_compute"] += size if program.hidden(collective) else 0
+def overlap_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, dict[str, float | None]]:
+    """By link: payload bytes of a run, those started apart from their end, and the seconds hidden and exposed.
+
+    Seconds are None where the compiler gives no estimates of cycles, or the link has no rate.
+    """
+    found: dict[str, dict[str, float | None]] = {}
+    weighed = plan.overlap(program, bandwidth) or {}
+    for link in dict.fromkeys(each.link for each in program.audit.collectives):
+        here = [each for each in program.audit.collectives if each.link == link]
+        times = weighed.get(link)
+        found[link] = {
+            "bytes": sum(each.bytes * (each.times or 1) for each in here),
+            "asynchronous": sum(each.bytes * (each.times or 1) for each in here if each.is_async),
+            "seconds": None if times is None else times.seconds,
+            "hidden_seconds": None if times is None else times.hidden,
+            "exposed_seconds": None if times is None else times.exposed,
+        }
     return found
 
 
@@ -179,6 +205,12 @@ def notes_of(plan: Plan) -> list[str]:
             "taking part; outer parameters and the outer optimizer are "
             f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
         )
+    if any(program.shortage is not None for program in plan.programs.values()):
+        notes.append(
+            "the compiler refuses a program that does not fit; what is told of it is its schedule, before code is made."
+        )
+    if any("tpu_custom_call" in program.text for program in plan.programs.values()):
+        notes.append("Pallas kernels have no estimate of cycles: what is sent while one runs is taken as exposed.")
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:

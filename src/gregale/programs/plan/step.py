@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gregale.audit.memory import CompilerMemory
+from gregale.audit.overlap import Overlap, Rates, overlap
 from gregale.audit.placement import BETWEEN, INSIDE
-from gregale.audit.roofline import Roofline, roofline
+from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.axes.mesh import make_mesh
 from gregale.programs.plan.devices import Target, for_accelerators
-from gregale.programs.plan.programs import STEP, Program, programs_of
+from gregale.programs.plan.programs import STEP, Program, known_trips, programs_of
 from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.services.config import TrainConfig
@@ -41,6 +42,12 @@ class Plan:
         return self.programs[self.largest].memory
 
     @property
+    def memory_bytes(self) -> int:
+        """Of a device for programs: as its compiler says where it refuses one, else by the table of chips."""
+        offered = [each.shortage.offered for each in self.programs.values() if each.shortage is not None]
+        return min([*offered, self.target.memory_bytes])
+
+    @property
     def link_bytes(self) -> dict[str, float]:
         """What a device sends over each link in a step, for DiLoCo on average.
 
@@ -53,6 +60,18 @@ class Plan:
         for collective in self.step.audit.collectives:
             sent[collective.link] += collective.bytes_sent * (collective.times or 1)
         return sent
+
+    def link_rates(self, between_bytes_per_second: float | None) -> dict[str, float]:
+        """What a device sends over each link in a second; None: between slices its chip's share of the network."""
+        return link_rates(self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
+
+    def overlap(self, program: Program, between_bytes_per_second: float | None) -> dict[str, Overlap] | None:
+        """What a program hides of its communication, by link; None: its compiler gives no estimates of cycles."""
+        cycles = self.target.chip.cycles_per_second
+        if self.target.simulated or cycles is None:
+            return None
+        rates = Rates(cycles, self.link_rates(between_bytes_per_second))
+        return overlap(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:
         work = estimated_work(self.setup, self.link_bytes)

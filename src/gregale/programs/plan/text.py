@@ -63,14 +63,19 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def _head(report: dict[str, Any], console: Console) -> None:
     mesh = " x ".join(f"{axis} {count}" for axis, count in report["mesh"].items())
+    flops = report["compiler_flops_per_device"]
+    counted = "" if flops is None else f"; the compiler counts {flops:.4g} on a device, each loop's body once"
     console.print(
         f"{report['name']}: {report['parameters']:,} parameters on {report['devices']} devices "
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
-        f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step; the "
-        f"compiler counts {report['compiler_flops_per_device']:.4g} on a device, each loop's body once\n"
+        f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
+        f"{counted}\n"
         f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}",
         highlight=False,
     )
+    if report["compiler_options"]:
+        options = ", ".join(f"{name} {value}" for name, value in report["compiler_options"].items())
+        console.print(f"Compiler options: {options}", highlight=False)
 
 
 def _pipeline(pipeline: dict[str, Any], console: Console) -> None:
@@ -91,8 +96,15 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
     if report["fits"]:
         console.print(f"It fits: {share}.", highlight=False)
         return
-    remedies = " The cheapest remedies, estimated:" if report["remedies"] else ""
-    console.print(f"It does not fit: {share}.{remedies}", highlight=False)
+    console.print(f"It does not fit: {share}.", highlight=False)
+    if memory["largest"]:
+        console.print(
+            f"The compiler refuses {memory['peak_program']!r}. What takes most, by its report:", highlight=False
+        )
+    for each in memory["largest"]:
+        console.print(f"  {size(each['bytes'])}: {each['shapes']}", highlight=False, markup=False)
+    if report["remedies"]:
+        console.print("The cheapest remedies, estimated:", highlight=False)
     for remedy in report["remedies"]:
         fits = "fits" if remedy["fits"] else "does not fit alone"
         effect = f"{size(remedy['peak_bytes'])}, {fits}; {remedy['step_time']:.2f} times the step time"
@@ -129,11 +141,17 @@ def _payload(programs: dict[str, dict[str, Any]], console: Console) -> None:
 
 def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
     rows = [
-        (name, link, size(each["bytes"]), size(each["asynchronous"]), size(each["behind_compute"]))
+        (
+            name,
+            link,
+            size(each["bytes"]),
+            size(each["asynchronous"]),
+            *("-" if each[key] is None else f"{each[key]:.4g} s" for key in ("hidden_seconds", "exposed_seconds")),
+        )
         for name, program in programs.items()
         for link, each in program["overlap"].items()
     ]
-    headings = ("program", "link", "bytes", "asynchronous", "behind compute")
+    headings = ("program", "link", "bytes", "asynchronous", "hidden", "exposed")
     print_table(console, "What the compiler overlaps", headings, rows)
 
 

@@ -56,7 +56,9 @@ class Evaluator:
             scored = jnp.asarray(sizes)[batch["targets"].array] * batch["loss_mask"].array
             return loss, weight, scored.sum()
 
-        self._sums: Callable = jax.jit(sums, out_shardings=setup.layout.sharding((), {}))
+        self._sums: Callable = jax.jit(
+            sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
+        )
 
     def __call__(self, model, batches: int | None) -> dict[str, float]:
         """The figures over the first `batches` batches of each text, or over all.

@@ -24,6 +24,7 @@ from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
 from gregale.services.config import TrainConfig
+from gregale.training.compiler_options import Value, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
 
@@ -81,7 +82,12 @@ class Setup:
 
     def stepper(self, method: Method | None = None) -> Stepper:
         """Takes the steps of the configured method, or of another one."""
-        return Stepper(method or self.method, self.model)
+        return Stepper(method or self.method, self.model, self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, Value] | None:
+        """With which the programs of steps and evaluations are compiled."""
+        return compiler_options(self.config.compute.compiler_options, self.layout.mesh)
 
     def learning_rate(self, update: int) -> float:
         """The learning rate of an update, counted from 1; skipped steps make none."""

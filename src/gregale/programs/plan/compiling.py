@@ -1,0 +1,125 @@
+"""Compiling a program for what is planned for; of one that does not fit the devices, what the compiler says of it.
+
+`compiled_for(target, name, lowered, arguments)` gives an `Outcome` in either case. The TPU compiler refuses a program
+that needs more memory than a device has, once it has scheduled it: its schedule and its sizes are then read from what
+it writes beside.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+
+from gregale.audit.memory import CompilerMemory, compiler_memory
+from gregale.errors import UserError
+from gregale.programs.plan.devices import Target
+
+SHOWN_BUFFERS = 5
+SHOWN_SHAPES = 2
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_REFUSALS = (
+    re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+_TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
+_BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+; (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why a program is refused.
+
+    - `offered`: bytes of a device that the compiler has for programs
+    - `largest`: bytes and shapes of the buffers that take most; one buffer holds several arrays, one after another
+    """
+
+    offered: int
+    largest: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler says of a program.
+
+    - `text`: as scheduled; of a refused program without the code's estimates of cycles
+    - `flops`: on a device, each loop's body once; None: of a refused program
+    - `shortage`: None: it fits
+    """
+
+    text: str
+    memory: CompilerMemory
+    flops: float | None
+    shortage: Shortage | None = None
+
+
+def compiled_for(target: Target, name: str, lowered: jax.stages.Lowered, arguments: int) -> Outcome:
+    """Compiles a program, or finds out why it cannot be.
+
+    - `arguments`: bytes on a device of what the program is given
+
+    Raises:
+        UserError: the compiler refuses the program for another reason than the devices' memory.
+    """
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        sizes = refused_sizes(str(error))
+        if sizes is None:
+            raise UserError(f"the compiler does not take the program {name!r}: {reason_of(error)}") from error
+        return _refused(lowered, arguments, *sizes)
+    costs = compiled.cost_analysis() or {}
+    memory = compiler_memory(compiled, tells_peak=not target.simulated)
+    return Outcome(compiled.as_text() or "", memory, float(costs.get("flops", 0.0)))
+
+
+def refused_sizes(message: str) -> tuple[int, int] | None:
+    """Bytes needed and offered in the compiler's message; None: it is about something else."""
+    for pattern in _REFUSALS:
+        if found := pattern.search(message):
+            return _bytes(found[1], found[2]), _bytes(found[3], found[4])
+    return None
+
+
+def reason_of(error: Exception) -> str:
+    """The first paragraph of the compiler's message, in one line."""
+    return " ".join(str(error).partition("\n\n")[0].split())
+
+
+def largest_buffers(report: str) -> list[tuple[int, str]]:
+    """Bytes and shapes of what takes most of the device's memory, by the compiler's report of it."""
+    found = []
+    for amount, unit, shapes in _BUFFER.findall(report.partition("Memory Space: vmem")[0])[:SHOWN_BUFFERS]:
+        listed = re.split(r", (?![^(]*\))", shapes)
+        more = f" and {len(listed) - SHOWN_SHAPES} more" if len(listed) > SHOWN_SHAPES else ""
+        found.append((_bytes(amount, unit), ", ".join(listed[:SHOWN_SHAPES]) + more))
+    return found
+
+
+def _refused(lowered: jax.stages.Lowered, arguments: int, needed: int, offered: int) -> Outcome:
+    """Compiles again, with the compiler's own files in a folder: it writes them before it refuses."""
+    with TemporaryDirectory(prefix="gregale-plan-") as folder:
+        options: Any = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        with suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options=options)
+        text, report = (_written(Path(folder), end) for end in (".after_optimizations", "-memory-usage-report"))
+    if total := _TOTAL.search(report):
+        needed = int(total[1])
+    shortage = Shortage(offered, largest_buffers(report))
+    return Outcome(text, CompilerMemory(arguments, 0, max(0, needed - arguments), 0, needed), None, shortage)
+
+
+def _written(folder: Path, end: str) -> str:
+    """The largest file with this end: small programs may have been compiled beside."""
+    files = sorted(folder.glob(f"*{end}.txt"), key=lambda path: path.stat().st_size)
+    return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
+
+
+def _bytes(amount: str, unit: str) -> int:
+    return round(float(amount) * _UNITS[unit])

@@ -1,0 +1,134 @@
+"""`plan` for TPU topologies, by the TPU compiler, on a machine without a TPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gregale.cli import main
+from gregale.data.tokenizers import FileConfig
+from gregale.errors import UserError
+from gregale.programs.plan.command import tokens_of
+from gregale.programs.plan.compiling import compiled_for, largest_buffers, refused_sizes
+from gregale.programs.plan.devices import topology_target
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program that does not fit is compiled twice
+
+CONFIGS = Path(__file__).parent.parent.parent / "config"
+GIB = 2**30
+# Attention that holds the scores of 65,536 positions: 133 GiB of a v5e's 15.75; a second to compile.
+TOO_LARGE = [
+    *("--topology", "v5e:2x2", "--cpu_devices", "null", "--mesh.replica", "1", "--mesh.data", "4", "--mesh.model", "1"),
+    *("--model.layers", "2", "--model.hidden", "128", "--model.heads", "2", "--model.kv_heads", "1"),
+    *("--model.mlp", "128", "--batch.size", "4", "--batch.sequence_length", "65536", "--batch.microbatches", "1"),
+    *("--compute.attention", "xla"),
+]
+
+
+def planned(*arguments) -> int:
+    return main(["plan", str(CONFIGS / "quickstart.yaml"), *TOO_LARGE, *arguments])
+
+
+@pytest.fixture(scope="module")
+def refused() -> tuple[int, str]:
+    """Exit code and JSON of the step that does not fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda text: lines.append(text))
+        return planned("--json"), "\n".join(lines)
+
+
+def test_a_step_that_the_compiler_refuses_is_reported_with_its_sizes(refused):
+    code, written = refused
+    assert code == 0, "3 only if it has to fit"
+    report = json.loads(written)
+    memory = report["memory"]
+    assert not report["fits"]
+    assert report["programs"]["step"]["refused"]
+    assert memory["chip"] == int(15.75 * GIB), "as the compiler says, not as the vendor prints"
+    assert 100 * GIB < memory["peak"] < 200 * GIB
+    assert memory["largest"][0]["bytes"] == 64 * GIB
+    assert "65536,65536]" in memory["largest"][0]["shapes"]
+    assert {each["axes"] == ["data"] and each["times"] for each in report["collectives"]} >= {1, 2}, "its schedule"
+    assert report["compiler_flops_per_device"] is None
+
+
+def test_remedies_take_no_less_than_the_closed_form_does(refused):
+    """It holds scores too: saving none between layers still leaves one layer's."""
+    found = json.loads(refused[1])["remedies"]
+    assert found
+    assert all(each["peak_bytes"] > 30 * GIB for each in found if "remat" in each["change"])
+
+
+def test_what_a_user_sees_where_a_step_has_to_fit(capsys):
+    assert planned("--require-fit") == 3
+    text = capsys.readouterr().out
+    assert "It does not fit: 132.9" in text
+    assert "GiB of 15.75 GiB" in text
+    assert "The compiler refuses 'step'. What takes most, by its report:\n  64.00 GiB: " in text
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes"),
+    [
+        ("Ran out of memory on HBM, the total memory required for HLO temporaries (18.89G) exceeds available HBM "
+         "(15.75G).", (round(18.89 * GIB), int(15.75 * GIB))),
+        ("Ran out of memory in memory space hbm. Used 512.50M of 128.00M hbm. Exceeded hbm capacity by 384.50M.",
+         (int(512.5 * 2**20), 128 * 2**20)),
+        ("Ran out of memory in memory space vmem. Used 17.00M of 16.00M vmem.", None),
+        ("INTERNAL: something else", None),
+    ],
+)  # fmt: skip
+def test_sizes_in_the_compilers_messages(message, sizes):
+    assert refused_sizes(message) == sizes
+
+
+def test_largest_buffers_are_those_of_the_devices_memory():
+    report = """Memory Space: default (color=0)
+Total bytes: 42431086592 (39.52GiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+  ------------------------------------------------------------
+   25.00GiB( 62%);   25.00GiB;      3686400;                4; 2×f32[1,4,8,8], 2×f32[1,4,1], (s32[2], u32[])
+   37.50GiB( 94%);   12.50MiB;  26847232000;                4; bf16[4,40960,40960]
+
+Memory Space: vmem (color=1)
+   80.00MiB( 21%);   80.00MiB;            0;               30; bf16[1,40960,1,512]
+"""
+    assert largest_buffers(report) == [
+        (25 * GIB, "2×f32[1,4,8,8], 2×f32[1,4,1] and 1 more"),
+        (int(12.5 * 2**20), "bf16[4,40960,40960]"),
+    ]
+
+
+def test_a_program_that_is_refused_for_another_reason_is_one_clear_line():
+    """A kernel whose blocks do not fit the memory beside the matrix unit."""
+    target = topology_target("v5e:2x2", 1, None)
+    mesh = Mesh(np.array(target.devices), "data")
+    kernel = pl.pallas_call(
+        lambda x, y: y.__setitem__(..., x[...] + 1), jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    )
+    program = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=NamedSharding(mesh, P()))
+    with pytest.raises(UserError, match=r"the compiler does not take the program 'step': .*vmem") as error:
+        compiled_for(target, "step", program.lower(x), 0)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_with_its_vocabulary_needs_no_tokenizer_file():
+    config = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), [])
+    assert isinstance(config.data.tokenizer, FileConfig)
+    assert not Path(config.data.tokenizer.path).exists()
+    assert tokens_of(config) == 128256
+    unknown = load(TrainConfig, str(CONFIGS / "llama_8b_two_slices.yaml"), ["--model.vocabulary", "null"])
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        tokens_of(unknown)
