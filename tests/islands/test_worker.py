@@ -10,6 +10,7 @@ import pytest
 from gregale.islands import files
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.healing import newest
 from gregale.islands.protocol.headers import Generation, Outer, Peer, seed
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island_outer import HostOuter
@@ -89,3 +90,19 @@ def test_one_heals_from_the_other_wherever_they_keep_it(make, tmp_path, source, 
     back = make(source)
     back.outer.load(read.arrays, read.versions)
     assert back.outer.digest == record.digest
+
+
+def test_a_round_that_the_sources_are_about_to_commit_is_waited_for(make):
+    joiner, source, found = make(), make(), []
+    at_round(source, 3)
+
+    def heal() -> Outer:
+        found.append(joiner.heal([peer(source, "source")]))
+        if len(found) == 2:
+            at_round(source, 4)
+        return found[-1]
+
+    assert newest(heal, 3, 60.0).round == 4
+    assert [outer.round for outer in found] == [3, 3, 4]
+    assert newest(heal, None, 60.0).round == 4
+    assert newest(heal, 4, 0.0).round == 4  # in vain, but not for ever

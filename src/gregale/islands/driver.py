@@ -20,11 +20,12 @@ from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.hands import Hands
+from gregale.islands.healing import newest
 from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
+from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
 from gregale.islands.round_book import RoundBook
 from gregale.islands.turn import Turn
@@ -250,8 +251,8 @@ class Driver:
                 self.worker.drop_group()
             case protocol.Find(peers):
                 self._telling.submit(lambda: self.post(protocol.Gone(dead(peers))))
-            case protocol.Heal(sources):
-                self._healing.submit(self._guarded, lambda: self._heal(sources))
+            case protocol.Heal():
+                self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
                 self._install(outer)
             case protocol.Publish(outer):
@@ -298,12 +299,13 @@ class Driver:
         else:
             self.post(protocol.Reduced(action.key, digest))
 
-    def _heal(self, sources: tuple[Peer, ...]) -> None:
-        began = time.monotonic()
+    def _heal(self, action: protocol.Heal) -> None:
+        began, sources = time.monotonic(), action.sources
+        after = action.round if action.ends else None
         with self._lock:
             self._book.begin()
         try:
-            outer = self.worker.heal(sources)
+            outer = newest(lambda: self.worker.heal(sources), after, self.worker.timeouts.reduce)
         except TransferFailed as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.protocol.headers import Outer, Peer
 
+LOOK_SECONDS = 0.05  # between two looks at whether sources have gone on
+
 
 class Found(NamedTuple):
     """A state that was fetched and fits: its record, and the digest of the arrays."""
@@ -26,6 +28,21 @@ class NotAsRecorded(TransferFailed):
 
     def __init__(self, reason: str):
         super().__init__(reason, {})
+
+
+def newest(heal: Callable[[], Outer], after: int | None, seconds: float) -> Outer:
+    """What `heal` brings: of a round after this one, if that comes in time. Each time only what has changed is fetched.
+
+    - `after`: None: any round will do
+    - `seconds`: after which an older one has to do
+
+    Raises what `heal` raises.
+    """
+    until, outer = time.monotonic() + seconds, heal()
+    while after is not None and outer.round <= after and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+        outer = heal()
+    return outer
 
 
 def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], Found]) -> Outer:

@@ -268,7 +268,8 @@ class Member(Standing):
             if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted, self._healing_since = True, top, self._now
-            self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
+            ends = isinstance(decision.plan, Form | Settle)
+            self._do(m.Heal(decision.sources, top.generation, top.round, top.digest, ends))
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:
         """The same state in another generation; the round that is due stays so."""
