@@ -18,7 +18,7 @@ SPREAD = {
     "bfloat16, biases, norms of heads, tied head": (
         (2, 2, 2),
         2,
-        {"dtype": "bfloat16", "remat": "attention"},
+        {"dtype": "bfloat16", "remat": "context"},
         {"qk_norm": True, "attention_bias": True, "tied_head": True},
     ),
     "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "none", "unroll": 3}, {}),

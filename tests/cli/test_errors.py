@@ -47,7 +47,7 @@ CHOICES = {
     "optimizer.schedule.type": ["constant", "linear", "cosine", "wsd"],
     "optimizer.decay": ["matrices", "all"],
     "sync.type": ["psdp", "diloco", "streaming_diloco"],
-    "compute.remat": ["none", "full", "context", "context_offload", "attention", "projections", "offload"],
+    "compute.remat": ["none", "full", "context", "context_offload", "projections", "offload"],
     "compute.gather": ["per_layer", "per_step"],
     "compute.dtype": ["float32", "bfloat16"],
     "compute.rules": ["auto", "plain"],

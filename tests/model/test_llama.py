@@ -259,7 +259,7 @@ def test_execution_follows_the_configuration():
         (lambda: ComputeConfig(dtype="float16"), ["dtype is 'float16'", "float32, bfloat16"]),
         (lambda: ComputeConfig(gather="never"), ["gather is 'never'", "per_layer, per_step"]),
         (lambda: ComputeConfig(remat="some"), ["remat is 'some'", "none, full, context"]),
-        (lambda: ComputeConfig(attention="flash"), ["attention is 'flash'", "auto, xla, cudnn"]),
+        (lambda: ComputeConfig(attention="flash"), ["attention is 'flash'", "auto, splash, cudnn, xla"]),
         (lambda: ComputeConfig(loss_block=0), ["loss_block is 0"]),
     ],
 )

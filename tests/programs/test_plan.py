@@ -254,6 +254,7 @@ class Device:
     platform: str = "gpu"
     device_kind: str = "described"
     process_index: int = 0
+    compute_capability: str = "9.0"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -127,7 +127,7 @@ def _saved_values(step: StepShape) -> int:
             return carry
         case "offload":
             return 0
-        case "context" | "attention":
+        case "context":
             return carry + tokens * heads
         case "projections":
             return carry + tokens * (4 * heads + 2 * step.mlp + 2 * step.embed)

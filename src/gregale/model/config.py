@@ -12,7 +12,7 @@ from gregale.axes.layout import EMBED, LAYERS
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Fixed, Settings, above, at_least, whole
 
-REMAT = ("none", "full", "context", "context_offload", "attention", "projections", "offload")
+REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -282,7 +282,7 @@ class ComputeConfig(Settings):
     remat: str = field(
         default="full",
         metadata={
-            "help": "what a layer saves for its backward pass, by name; attention is the older name of context",
+            "help": "what a layer saves for its backward pass",
             "choices": REMAT,
             "aliases": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
         },
@@ -297,7 +297,7 @@ class ComputeConfig(Settings):
     attention: str = field(
         default="auto",
         metadata={
-            "help": "attention; auto: the fastest that fits: splash on TPU, cudnn on GPU, the rule on CPU, else xla",
+            "help": "attention; auto: the fastest that fits",
             "choices": ATTENTION,
             "aliases": ("attn_implementation", "flash_attention", "attention_backend"),
         },

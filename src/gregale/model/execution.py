@@ -32,7 +32,6 @@ REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
     "full": True,
     "context": CONTEXT,
     "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
-    "attention": CONTEXT,  # the older name
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }

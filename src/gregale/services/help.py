@@ -85,7 +85,8 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
         hanging = " " * (len(indent) + sum(columns) + 4)
         if len(head) > width - SHORTEST_MEANING:
-            lines.append(head.rstrip())
+            start = f"{indent}{name:<{columns[0]}}  "
+            lines += _unbroken(value, width, start, " " * len(start))
             head = hanging
         lines += _wrapped(meaning, width, head, hanging) or [head.rstrip()]
     return lines
@@ -96,15 +97,20 @@ def _narrow_lines(rows: list[tuple[str, str, str]], indent: str, width: int) -> 
     lines, hanging = [], " " * (len(indent) + 2)
     for name, value, meaning in rows:
         for text, first in ((f"{name}  {value}", indent), (meaning, hanging)):
-            lines += textwrap.wrap(
-                text,
-                width,
-                initial_indent=first,
-                subsequent_indent=hanging,
-                break_on_hyphens=False,
-                break_long_words=False,
-            )
+            lines += _unbroken(text, width, first, hanging)
     return lines
+
+
+def _unbroken(text: str, width: int, first: str, hanging: str) -> list[str]:
+    """Lines of whole words."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=hanging,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _wrapped(meaning: str, width: int, head: str, hanging: str) -> list[str]:

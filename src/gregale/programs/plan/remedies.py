@@ -68,7 +68,7 @@ def _microbatches(setup: Setup) -> Changes:
 def _remat(setup: Setup) -> Changes:
     config = setup.config
     for policy in REMAT:
-        if policy not in (config.compute.remat, "attention", "context_offload", "offload"):
+        if policy not in (config.compute.remat, "context_offload", "offload"):
             yield f"compute.remat: {policy}", replace(config, compute=replace(config.compute, remat=policy))
 
 
