@@ -54,7 +54,7 @@ def test_each_policy_saves_what_it_says():
     sizes = [saved(remat) for remat in order]
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 0
-    assert [saved("context_offload"), saved("attention")] == sizes[1:3]
+    assert [saved("context_offload"), saved("context")] == sizes[1:3]
 
 
 def test_a_kernel_of_attention_holds_no_scores():

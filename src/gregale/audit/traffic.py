@@ -21,7 +21,7 @@ SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a repl
 FLOAT32 = 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The attention's output projection runs again.
-RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "offload": 1}
+RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
 
 
 @dataclass(frozen=True)
