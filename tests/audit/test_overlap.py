@@ -3,10 +3,11 @@ import re
 import pytest
 
 from gregale.audit import audit
-from gregale.audit.overlap import Rates, ends, overlap
+from gregale.audit.kernels import Peak
+from gregale.audit.overlap import Rates, ends, schedule_of
 from gregale.audit.placement import BETWEEN, INSIDE
 
-RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000})
+RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Peak(1000))
 # What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.
 PRODUCT = 'dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, backend_config={"estimated_cycles":"100"}'
 GROUPS = "replica_groups={{0,1,2,3}}, to_apply=%sum"
@@ -46,9 +47,16 @@ def weighed(pod, *schedule: str) -> tuple[float, float]:
     """Seconds of the collectives inside the slice, and those exposed."""
     text = PROGRAM.replace("SCHEDULE", "\n  ".join(schedule))
     found = audit(text, pod((1, 4, 1)), {"loop": 5})
-    weighed = overlap(text, found.collectives, RATES, {"loop": 5})
-    assert weighed is not None
-    return weighed[INSIDE].seconds, weighed[INSIDE].exposed
+    schedule = schedule_of(text, found.collectives, RATES, {"loop": 5})
+    assert schedule is not None
+    assert schedule.seconds == pytest.approx(0.1 * text_products(text) + schedule.exposed)
+    return schedule.links[INSIDE].seconds, schedule.links[INSIDE].exposed
+
+
+def text_products(text: str) -> int:
+    """Products in a run: the loop's five times, if it is called."""
+    entry = text[text.index("ENTRY") :]
+    return entry.count("dot(") + (5 if "while(" in entry else 0)
 
 
 def about(seconds: float, exposed: float):
@@ -80,7 +88,7 @@ def test_a_loop_is_weighed_once_and_counted_as_often_as_it_runs(pod):
 
 def test_without_estimates_of_cycles_nothing_is_said(pod):
     text = re.sub(", backend_config=.*", "", PROGRAM.replace("SCHEDULE", f"%a = {START}"))
-    assert overlap(text, audit(text, pod((1, 4, 1))).collectives, RATES, {}) is None
+    assert schedule_of(text, audit(text, pod((1, 4, 1))).collectives, RATES, {}) is None
 
 
 def test_transfers_between_slices_end_where_they_are_received(stored, pod):

@@ -90,11 +90,11 @@ def test_each_update_crosses_once(plan):
 
 def test_what_is_hidden_is_weighed_by_cycles(plan):
     """Some of the reduction over replicas has compute behind it, but far less than it takes on a slow link."""
-    slow, fast = (plan.overlap(plan.step, speed)[BETWEEN] for speed in (25e9 / 8 / 4, 1e14))
+    slow, fast = (plan.schedule(plan.step, speed).links[BETWEEN] for speed in (25e9 / 8 / 4, 1e14))
     assert slow.seconds == pytest.approx(slow.hidden + slow.exposed)
     assert 0 < slow.hidden < 0.1 * slow.seconds
     assert fast.hidden > 0.5 * fast.seconds
-    inside = plan.overlap(plan.step, None)[INSIDE]
+    inside = plan.schedule(plan.step, None).links[INSIDE]
     assert 0 < inside.hidden < inside.seconds
 
 

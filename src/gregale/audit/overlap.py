@@ -1,10 +1,10 @@
-"""How much of its communication a program hides behind compute, by the compiler's own estimates of time.
+"""How long a program takes, and how much of its communication it hides, by the compiler's own estimates of time.
 
-`overlap(text, collectives, rates, {})` goes through the program as it is scheduled, with a clock. An instruction takes
-the cycles that the compiler estimates for it; a collective takes what a device sends over the link's rate, one after
-another on each link, from where it is started. Where its result is waited for, what is left of it is exposed, and the
-clock stands still for so long; all of a collective that is not asynchronous is exposed. The compiler estimates no
-cycles for Pallas kernels, which so hide nothing here.
+`schedule_of(text, collectives, rates, {})` goes through the program as it is scheduled, with a clock. An instruction
+takes the cycles that the compiler estimates for it; a Pallas kernel, for which it estimates none, takes what
+`gregale.audit.kernels` says; a collective takes what a device sends over the link's rate, one after another on each
+link, from where it is started. Where its result is waited for, what is left of it is exposed, and the clock stands
+still for so long; all of a collective that is not asynchronous is exposed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from gregale.audit.collectives import Collective
 from gregale.audit.hlo import Computation, Instruction, Module, parse
+from gregale.audit.kernels import Peak
 from gregale.audit.loops import Frame, read_loop
 from gregale.audit.walk import walk
 
@@ -25,10 +26,16 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns cycles and bytes into seconds: of a device's clock, and of what it sends over each link."""
+    """What turns cycles, kernels and bytes into seconds.
+
+    - `cycles_per_second`: of a device's clock
+    - `bytes_per_second`: that a device sends over each link
+    - `kernels`: of Pallas kernels
+    """
 
     cycles_per_second: float
     bytes_per_second: Mapping[str, float]
+    kernels: Peak
 
 
 @dataclass
@@ -43,6 +50,30 @@ class Overlap:
         return self.seconds - self.exposed
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """A run of a program.
+
+    - `seconds`: from begin to end
+    - `kernels`: seconds of them in Pallas kernels
+    - `links`: by link, what is sent
+    """
+
+    seconds: float
+    kernels: float
+    links: Mapping[str, Overlap]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing is computed."""
+        return sum(link.exposed for link in self.links.values())
+
+    @property
+    def compute(self) -> float:
+        """Seconds of what the compiler estimates."""
+        return self.seconds - self.kernels - self.exposed
+
+
 def ends(text: str) -> dict[str, str | None]:
     """For every asynchronous collective the instruction that waits for its result, both by name.
 
@@ -51,10 +82,10 @@ def ends(text: str) -> dict[str, str | None]:
     return _ends(parse(text))
 
 
-def overlap(
+def schedule_of(
     text: str, collectives: Iterable[Collective], rates: Rates, given_times: Mapping[str, int]
-) -> dict[str, Overlap] | None:
-    """By link, what is hidden; None where the text has no estimates of cycles, as before code is made.
+) -> Schedule | None:
+    """A run of the program; None where the text has no estimates of cycles, as before code is made.
 
     Args:
         text: `compiled.as_text()`.
@@ -65,8 +96,9 @@ def overlap(
     if _CYCLES.search(text) is None:
         return None
     module = parse(text)
-    timed = _Timed(module, _ends(module), _needed(collectives, rates), rates.cycles_per_second, given_times)
-    return timed.run(Frame(module.computations[module.entry])).links
+    timed = _Timed(module, _ends(module), _needed(collectives, rates), rates, given_times)
+    run = timed.run(Frame(module.computations[module.entry]))
+    return Schedule(run.clock, run.kernels, run.links)
 
 
 def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[str, float]]:
@@ -82,9 +114,10 @@ def _needed(collectives: Iterable[Collective], rates: Rates) -> dict[str, tuple[
 
 @dataclass
 class _Run:
-    """One execution of a computation: the time that it takes, and by link what is sent and what is exposed."""
+    """One execution of a computation: its time, that of its kernels, and by link what is sent and what is exposed."""
 
     clock: float = 0.0
+    kernels: float = 0.0
     links: dict[str, Overlap] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
     waited_for: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
@@ -101,6 +134,7 @@ class _Run:
 
     def add(self, inner: _Run, times: int) -> None:
         self.clock += times * inner.clock
+        self.kernels += times * inner.kernels
         for link, found in inner.links.items():
             mine = self.links.setdefault(link, Overlap())
             mine.seconds += times * found.seconds
@@ -114,7 +148,7 @@ class _Timed:
     module: Module
     ends: Mapping[str, str | None]
     needed: Mapping[str, tuple[str, float]]
-    cycles_per_second: float
+    rates: Rates
     given_times: Mapping[str, int]
 
     def run(self, frame: Frame) -> _Run:
@@ -143,8 +177,11 @@ class _Timed:
                 run.add(max(branches, key=lambda branch: branch.clock, default=_Run()), 1)
             case _:
                 self._communicate(run, instruction)
+                kernel = self.rates.kernels.seconds(frame.computation, instruction)
+                run.kernels += kernel
+                run.clock += kernel
                 if cycles := _CYCLES.search(instruction.attributes):
-                    run.clock += int(cycles[1]) / self.cycles_per_second
+                    run.clock += int(cycles[1]) / self.rates.cycles_per_second
 
     def _called(self, frame: Frame, instruction: Instruction, key: str) -> _Run:
         return self.run(Frame(self.module.computations[instruction.called(key) or ""], instruction, frame))

@@ -48,6 +48,11 @@ class Target:
         """Memory of one device."""
         return self.chip.memory_bytes // self.devices_a_chip
 
+    @property
+    def flops_per_second(self) -> float:
+        """Of one device, at its peak."""
+        return self.chip.flops_per_second / self.devices_a_chip
+
 
 def simulated_target(config: TrainConfig, count: int | None, chip_name: str | None) -> Target:
     """Simulated CPU devices; to be called before anything uses a device.

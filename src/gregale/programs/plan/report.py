@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from gregale.audit.overlap import Schedule
 from gregale.audit.roofline import Roofline, model_flops_per_token
 from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
@@ -14,7 +15,7 @@ from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
-from gregale.programs.plan.shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
+from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
 from gregale.programs.plan.step import Plan
 from gregale.programs.run.setup import Setup
 
@@ -123,15 +124,29 @@ def estimated_peak(setup: Setup, backend: Backend) -> int | None:
 
 
 def traffic_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, Any]:
-    """The collectives of a program, their bytes as compiled and in closed form, and what is overlapped.
+    """The collectives of a program, their bytes as compiled and in closed form, its run, and what is overlapped.
 
     - `bandwidth`: bytes a second that a device sends between slices; None: not known
     """
     closed_form = {",".join(axes): size for axes, size in bytes_by_axes(program.expected).items()}
+    schedule = plan.schedule(program, bandwidth)
     return {
         **program.audit.to_dict(),
         "closed_form_bytes_per_step": closed_form,
-        "overlap": overlap_of(plan, program, bandwidth),
+        "estimate": None if schedule is None else estimate_of(plan, schedule),
+        "overlap": overlap_of(program, schedule),
+    }
+
+
+def estimate_of(plan: Plan, schedule: Schedule) -> dict[str, float]:
+    """Seconds of a run of a program; and the utilisation, as if it were a step."""
+    model_flops = estimated_work(plan.setup, plan.link_bytes).model_flops
+    return {
+        "seconds": schedule.seconds,
+        "compute_seconds": schedule.compute,
+        "kernel_seconds": schedule.kernels,
+        "exposed_seconds": schedule.exposed,
+        "utilisation": model_flops / plan.target.flops_per_second / schedule.seconds,
     }
 
 
@@ -146,13 +161,13 @@ def program_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[st
     }
 
 
-def overlap_of(plan: Plan, program: Program, bandwidth: float | None) -> dict[str, dict[str, float | None]]:
+def overlap_of(program: Program, schedule: Schedule | None) -> dict[str, dict[str, float | None]]:
     """By link: payload bytes of a run, those started apart from their end, and the seconds hidden and exposed.
 
     Seconds are None where the compiler gives no estimates of cycles, or the link has no rate.
     """
     found: dict[str, dict[str, float | None]] = {}
-    weighed = plan.overlap(program, bandwidth) or {}
+    weighed = {} if schedule is None else schedule.links
     for link in dict.fromkeys(each.link for each in program.audit.collectives):
         here = [each for each in program.audit.collectives if each.link == link]
         times = weighed.get(link)
@@ -210,7 +225,9 @@ def notes_of(plan: Plan) -> list[str]:
             "the compiler refuses a program that does not fit; what is told of it is its schedule, before code is made."
         )
     if any("tpu_custom_call" in program.text for program in plan.programs.values()):
-        notes.append("Pallas kernels have no estimate of cycles: what is sent while one runs is taken as exposed.")
+        notes.append(
+            "the compiler estimates no cycles for Pallas kernels; those of attention are taken at the chip's peak."
+        )
     collectives = [each for program in plan.programs.values() for each in program.audit.collectives]
     unknown = sum(len(program.audit.unknown()) for program in plan.programs.values())
     if unknown:

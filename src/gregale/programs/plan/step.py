@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gregale.audit.kernels import Peak
 from gregale.audit.memory import CompilerMemory
-from gregale.audit.overlap import Overlap, Rates, overlap
+from gregale.audit.overlap import Rates, Schedule, schedule_of
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.axes.mesh import make_mesh
@@ -65,13 +66,14 @@ class Plan:
         """What a device sends over each link in a second; None: between slices its chip's share of the network."""
         return link_rates(self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
 
-    def overlap(self, program: Program, between_bytes_per_second: float | None) -> dict[str, Overlap] | None:
-        """What a program hides of its communication, by link; None: its compiler gives no estimates of cycles."""
+    def schedule(self, program: Program, between_bytes_per_second: float | None) -> Schedule | None:
+        """A run of a program, by its compiler's estimates of cycles; None: it gives none."""
         cycles = self.target.chip.cycles_per_second
         if self.target.simulated or cycles is None:
             return None
-        rates = Rates(cycles, self.link_rates(between_bytes_per_second))
-        return overlap(program.text, program.audit.collectives, rates, known_trips(self.setup))
+        kernels = Peak(self.target.flops_per_second, getattr(self.setup.config.model, "sliding_window", None))
+        rates = Rates(cycles, self.link_rates(between_bytes_per_second), kernels)
+        return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
     def roofline(self, between_bytes_per_second: float | None) -> Roofline:
         work = estimated_work(self.setup, self.link_bytes)

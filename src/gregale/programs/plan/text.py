@@ -53,6 +53,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _collectives(name, each["collectives"], console)
     _payload(report["programs"], console)
     _overlap(report["programs"], console)
+    _estimate(report["programs"], console)
     _speed(report, console)
     _methods(report, console)
     if report["island"] is not None:
@@ -153,6 +154,19 @@ def _overlap(programs: dict[str, dict[str, Any]], console: Console) -> None:
     ]
     headings = ("program", "link", "bytes", "asynchronous", "hidden", "exposed")
     print_table(console, "What the compiler overlaps", headings, rows)
+
+
+def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
+    """The time of each program of which the compiler estimates it."""
+    keys = ("compute_seconds", "kernel_seconds", "exposed_seconds", "seconds")
+    rows = [
+        (name, *(f"{found[key]:.4g} s" for key in keys), f"{found['utilisation']:.1%}")
+        for name, program in programs.items()
+        if (found := program["estimate"]) is not None
+    ]
+    if rows:
+        headings = ("program", "compute", "kernels", "exposed", "in all", "utilisation")
+        print_table(console, "What the compiler estimates", headings, rows)
 
 
 def _speed(report: dict[str, Any], console: Console) -> None:

@@ -1,0 +1,58 @@
+"""The time of Pallas kernels, of which the TPU compiler estimates none: their products at the matrix unit's peak.
+
+`Peak(flops_per_second, window).seconds(computation, instruction)` knows JAX's splash attention by its kernels' names,
+and counts what the mask shows: pairs of a query and a key that it sees.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from gregale.audit.hlo import Computation, Instruction, Shape
+
+# Products of [position, position, head_size] in a kernel: scores and outputs; in the backward pass scores, the weights'
+# gradients, and the gradients by values and keys, or by queries. A fused one does what both do, the first two once.
+PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+FUSED = 5
+_KERNEL = re.compile("|".join(PRODUCTS))
+_FUSED = re.compile(r'use_fused_bwd_kernel\\?": true')
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What kernels are timed by.
+
+    - `flops_per_second`: of a device
+    - `window`: keys that a query sees at most, itself included; None: all before it
+    """
+
+    flops_per_second: float
+    window: int | None = None
+
+    def seconds(self, computation: Computation, instruction: Instruction) -> float:
+        """Of one run of an instruction; 0 if it is no kernel that is known."""
+        found = _KERNEL.search(instruction.op_name)
+        if instruction.opcode != "custom-call" or found is None:
+            return 0.0
+        products = PRODUCTS[found[0]]
+        if found[0] == "splash_mha_dkv" and _FUSED.search(instruction.attributes):
+            products = FUSED
+        query = next(
+            shape for shape in computation.operand_shapes(instruction) if len(shape.sizes) >= 3 and wide(shape)
+        )
+        *heads, positions, head_size = query.sizes
+        pairs = visible(positions, self.window)
+        return 2 * products * prod(heads) * pairs * head_size / self.flops_per_second
+
+
+def wide(shape: Shape) -> bool:
+    """Whether it is an array of numbers that are multiplied; masks have bytes, block numbers integers."""
+    return shape.dtype.startswith(("bf", "f"))
+
+
+def visible(positions: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, under a causal mask: the sum of min(i, window) for i to positions."""
+    reach = min(positions, window or positions)
+    return reach * (reach + 1) // 2 + (positions - reach) * reach
