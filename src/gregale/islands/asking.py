@@ -1,4 +1,4 @@
-"""Asking the coordinator, one ask after the other, always with the newest header."""
+"""Asking the coordinator, always with the newest header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from gregale.islands.protocol.headers import GarbageError, Header, View
 
 
 class Asking:
-    """A thread that asks; answers go to `seen`, failures to `failed`.
+    """A thread that asks, one ask after the other; answers go to `seen`, failures to `failed`.
+
+    A new header does not wait for the answer to the one before: another thread asks with it, for which the coordinator
+    forgets the old one, and the old thread ends with its answer. Else one that has healed would be in the next view as
+    it was before, and behind again after it.
 
     - `seconds`: after which an ask is given up
     - `complain`: gets a line for each member of a view that cannot be read, once
@@ -33,38 +37,58 @@ class Asking:
         self._complaints: set[str] = set()  # of the last view
         self._has_peers = False
         self._newest: Header | None = None
+        self._thread, self._asks = 0, False  # which one asks; whether it waits for an answer
         self._changed, self._closed = Condition(), False
 
     def start(self) -> None:
         """Begins to ask, as soon as there is a header."""
-        Thread(target=self._run, daemon=True, name="asking").start()
+        Thread(target=self._run, args=(self._thread,), daemon=True, name="asking").start()
 
     def ask(self, header: Header) -> None:
         """Asks with this header next; one that waits to be asked with is forgotten."""
         with self._changed:
             self._newest = header
-            self._changed.notify()
+            if self._asks:
+                self._thread, self._asks = self._thread + 1, False
+                self.start()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Asks no more; the coordinator finds that this member is silent."""
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._coordinator.close()
 
-    def _run(self) -> None:
-        while (header := self._next()) is not None:
+    def _run(self, thread: int) -> None:
+        while (header := self._next(thread)) is not None:
             try:
                 view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
             except (CoordinatorUnreachable, NoAnswer) as error:
-                if not self._is_past():
+                if self._is_answered(thread):
                     self._failed(str(error))
                 continue
-            if self._is_past():
-                continue
-            headers, complaints = readable(view.headers)
-            self._tell([*view.complaints, *complaints], len(headers))
-            self._seen(View(view.id, headers))
+            if self._is_answered(thread):
+                headers, complaints = readable(view.headers)
+                self._tell([*view.complaints, *complaints], len(headers))
+                self._seen(View(view.id, headers))
+
+    def _next(self, thread: int) -> Header | None:
+        with self._changed:
+            while self._newest is None and not self._closed and thread == self._thread:
+                self._changed.wait()
+            if self._closed or thread != self._thread:
+                return None
+            header, self._newest, self._asks = self._newest, None, True
+            return header
+
+    def _is_answered(self, thread: int) -> bool:
+        """The thread has got an answer: whether it is that to the newest ask."""
+        with self._changed:
+            if thread != self._thread:
+                return False
+            self._asks = False
+            return True
 
     def _tell(self, complaints: list[str], readable: int) -> None:
         self._has_peers |= readable > 1
@@ -77,18 +101,6 @@ class Asking:
             if complaint not in self._complaints:
                 self._complain(complaint)
         self._complaints = set(complaints)
-
-    def _is_past(self) -> bool:
-        """Whether the header that was asked with is no longer true: a newer one waits."""
-        with self._changed:
-            return self._newest is not None
-
-    def _next(self) -> Header | None:
-        with self._changed:
-            while self._newest is None and not self._closed:
-                self._changed.wait()
-            header, self._newest = self._newest, None
-            return None if self._closed else header
 
 
 def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[str]]:

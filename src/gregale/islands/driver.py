@@ -100,6 +100,7 @@ class Driver:
         """
         began = time.monotonic()
         with self._changed:
+            self._book.waits()
             while True:
                 if self._failure is not None:
                     raise RuntimeError("a thread of the island failed") from self._failure
@@ -112,9 +113,8 @@ class Driver:
                     self.leave()
                     continue
                 self._changed.wait(0.5)
-            waited = time.monotonic() - began
-            self.seconds.waiting += waited
-            self._book.waited(waited)
+            self.seconds.waiting += time.monotonic() - began
+            self._book.waited()
             self.worker.ordered(order)
             return order
 

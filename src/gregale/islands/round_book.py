@@ -31,6 +31,7 @@ class RoundBook:
     def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
         self._count, self._record = count, record
         self._underway: Underway | None = None
+        self._waits_since: float | None = None
         self.members: tuple[str, ...] = ()
 
     def place(self, name: str) -> float:
@@ -41,13 +42,27 @@ class RoundBook:
         """A round, or healing, begins for this island."""
         self._underway = Underway(time.time(), self._count.sent, self._count.received)
 
-    def waited(self, seconds: float) -> None:
-        """The trainer has waited for it."""
+    def waits(self) -> None:
+        """The trainer begins to wait, most often for the round that is under way."""
+        self._waits_since = time.time()
+
+    def waited(self) -> None:
+        """It goes on."""
+        self._count_waiting()
+        self._waits_since = None
+
+    def _count_waiting(self) -> None:
+        """What was waited until now belongs to the round that is under way, if there is one."""
+        if self._waits_since is None:
+            return
+        now = time.time()
         if self._underway is not None:
-            self._underway.waiting += seconds
+            self._underway.waiting += now - max(self._waits_since, self._underway.began)
+        self._waits_since = now
 
     def end(self, outer: Outer, weight: float, healed: bool = False) -> None:
         """A state is committed, to which this island contributed `weight` tokens, or fetched from a peer."""
+        self._count_waiting()
         now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)
         self._underway = None
         self._record(

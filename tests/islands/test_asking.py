@@ -1,0 +1,56 @@
+"""Asking a real coordinator: what is asked with is what is true now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from queue import Queue
+
+import pytest
+
+from gregale.islands.asking import Asking
+from gregale.islands.engine.coordinator import Coordinator, Lighthouse, serve
+from gregale.islands.protocol.headers import View
+
+TOKEN = b"a token of the fleet"
+PATIENCE = 30.0
+ARRIVES_SECONDS = 0.2  # the coordinator cannot be asked who waits
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    """Answers at two members, or after a long time."""
+    lighthouse = serve("127.0.0.1:0", 2, PATIENCE, PATIENCE, tick_seconds=0.02)
+    yield lighthouse
+    lighthouse.close()
+
+
+@pytest.fixture
+def member(lighthouse):
+    made = []
+
+    def make(name: str) -> tuple[Asking, Queue[View]]:
+        views: Queue[View] = Queue()
+        coordinator = Coordinator(lighthouse.address, name, TOKEN, PATIENCE)
+        asking = Asking(coordinator, PATIENCE, views.put, lambda reason: None, lambda line: None, lambda reason: None)
+        asking.start()
+        made.append(asking)
+        return asking, views
+
+    yield make
+    for asking in made:
+        asking.close()
+
+
+def test_a_new_header_replaces_the_one_that_waits_for_its_answer(member, header):
+    """An island that has healed is in the next view as it is now, not as it was when it asked."""
+    late, its_views = member("a")
+    other, _ = member("b")
+    late.ask(header("a", round=4, asked=1))
+    time.sleep(ARRIVES_SECONDS)
+    late.ask(header("a", round=5, asked=2))
+    time.sleep(ARRIVES_SECONDS)
+    other.ask(header("b", round=5, asked=1))
+    view = its_views.get(timeout=PATIENCE)
+    assert [(each.name, each.round) for each in view.headers] == [("a", 5), ("b", 5)]
+    assert its_views.empty(), "the answer to the old header is not handed on"
