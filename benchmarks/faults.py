@@ -136,6 +136,9 @@ def main() -> int:
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)
     parser.add_argument("--pace", type=float, default=0.03)
+    parser.add_argument(
+        "--period", type=int, default=60, help="of --soak and --unequal: steps between two rounds of a fragment"
+    )
     parser.add_argument("--allowance", type=float, default=3.0, help="seconds beyond the heartbeat")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds after which something is not awaited")
     parser.add_argument("--seed", type=int, default=0)

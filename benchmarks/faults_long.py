@@ -38,9 +38,10 @@ class Life:
     """
 
     lived: float = 0.0
-    lost: float = 0.0
+    waited: float = 0.0
+    healed: float = 0.0
     joining: float = 0.0
-    last: dict[int, tuple[float, float]] = field(default_factory=dict)  # by process: when, and lost until then
+    last: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # by process: when, and until then
     begun: dict[int, float] = field(default_factory=dict)  # by process: when it was heard first
     joined: int = 0  # processes
 
@@ -54,13 +55,19 @@ class Life:
         if status["state"] != "training":
             self.begun.setdefault(island.process.pid, now)
             return
-        lost = status["waiting_seconds"] + status["healing_seconds"]
+        waited, healed = status["waiting_seconds"], status["healing_seconds"]
         if (begun := self.begun.pop(island.process.pid, None)) is not None:
             self.joining, self.joined = self.joining + now - begun, self.joined + 1
         if (before := self.last.get(island.process.pid)) is not None and now - before[0] < ANSWERS_WITHIN:
             self.lived += now - before[0]
-            self.lost += lost - before[1]
-        self.last[island.process.pid] = now, lost
+            self.waited += waited - before[1]
+            self.healed += healed - before[2]
+        self.last[island.process.pid] = now, waited, healed
+
+    @property
+    def goodput(self) -> float:
+        """The share of their time in which they neither waited nor healed."""
+        return 1 - (self.waited + self.healed) / self.lived
 
 
 def tokens(fleet: Fleet) -> float:
@@ -91,7 +98,8 @@ def started(folder: Path, options: argparse.Namespace, paces: Mapping[str, float
     shutil.copytree(home / "text", folder / "text")
     shutil.copy(home / "fleet.yaml", folder)
     seconds = Seconds(options.heartbeat, options.reduce)
-    fleet = Fleet(folder, "fleet.yaml", seconds, ("--islands.start", str(len(paces))), True)
+    arguments = ("--islands.start", str(len(paces)), "--sync.period", str(options.period))
+    fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True)
     for name, pace in paces.items():
         fleet.start(name, pace=pace)
     fleet.wait_for_members(list(paces), options.patience)
@@ -116,16 +124,16 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
                 time.sleep(0.5)
             fleet.check()
         compared, trained, disturbed = fleet.check(), tokens(fleet), loss(fleet)
-    goodput = 1 - life.lost / life.lived
     print(
         f"\n{faults} faults in {options.soak:g} minutes; {compared} rounds compared, none differs.\n"
-        f"Goodput of the living: {goodput:.1%} of {life.lived:.0f} s; {life.joined} times a process joined, "
-        f"{life.joining / max(1, life.joined):.1f} s after its server answered.",
+        f"Goodput of the living: {life.goodput:.1%} of {life.lived:.0f} s (waited {life.waited:.0f} s, healed "
+        f"{life.healed:.0f} s); {life.joined} times a process joined, {life.joining / max(1, life.joined):.1f} s after "
+        "its server answered.",
         flush=True,
     )
     beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
     print(f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}.")
-    return int(goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
+    return int(life.goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
 
 
 def disturb(fleet: Fleet, source: random.Random, pace: float) -> str:

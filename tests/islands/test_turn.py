@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from gregale.islands import turn as turns
 from gregale.islands.orders import Arrive, Pace, Restart, Take
 from gregale.islands.turn import Turn
 from gregale.methods.schedule import Schedule
@@ -71,6 +74,25 @@ def test_a_network_that_is_slower_than_the_steps_is_waited_for_but_not_for_ever(
         each.stepped()
     assert patient.must_wait(0)
     assert not impatient.must_wait(0)
+
+
+def test_a_round_that_takes_twice_the_usual_time_is_waited_for_no_longer(monkeypatch):
+    """Somebody is missing: while that is found out, the island trains on."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    one = turn(delay=1)
+    for number, seconds in enumerate([1.0, 1.0, 9.0]):
+        one.departed(number, number)
+        clock.now += seconds
+        one.decided(Arrive(number, 1.0))
+        one.stepped()
+        assert one.arrival(leaving=False) is not None
+    one.departed(3, 3)
+    steps(one, 5)
+    clock.now += 1.9
+    assert one.must_wait(3)
+    clock.now += 0.2
+    assert not one.must_wait(3)
 
 
 def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wanted():

@@ -78,7 +78,7 @@ class Pace:
     - `schedule`: H, P, tau
     - `rounds`: of the whole run
     - `lockstep`: every island makes exactly the same steps between rounds
-    - `patience_seconds`: after the last round for so long an island waits for one that is late; then it trains on
+    - `patience_seconds`: for so long at most an island waits for a round that is late; then it trains on
     """
 
     schedule: Schedule

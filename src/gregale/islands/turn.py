@@ -6,6 +6,7 @@ import time
 from collections import deque
 
 from gregale.islands.orders import Arrive, Pace, Restart, Take
+from gregale.islands.patience import Patience
 from gregale.islands.protocol.headers import NO_ROUND
 
 
@@ -22,7 +23,8 @@ class Turn:
         self._flying: int | None = None  # the round whose message was handed over and is not decided
         self._told_due: int | None = None  # the round that was said to be due
         self._since = 0  # steps since the last message
-        self._decided = time.monotonic()  # when the newest round was
+        self._begun: float | None = None  # when the round under way was said to be due, or had its message
+        self._patience = Patience(pace.patience_seconds)
         self._steps, self._stepped_at = 0, time.monotonic()  # since the time of a step was last told
 
     def stepped(self) -> None:
@@ -46,13 +48,16 @@ class Turn:
         self._since = 0
         if number == now:
             self._wanted, self._flying = None, number
+            self._begin()
 
     def decided(self, arrival: Arrive | Restart) -> None:
         """A round is committed, or a peer's state is installed, before which nothing is to arrive any more."""
         self._wanted = self._flying = self._told_due = None
-        self._decided = time.monotonic()
+        begun, self._begun = self._begun, None
         if isinstance(arrival, Restart):
             self._arrivals.clear()
+        elif begun is not None:
+            self._patience.learn(time.monotonic() - begun)
         self._arrivals.append(arrival)
 
     def arrival(self, leaving: bool) -> Arrive | Restart | None:
@@ -87,7 +92,11 @@ class Turn:
         )
         if due:
             self._told_due = number
+            self._begin()
         return due
+
+    def _begin(self) -> None:
+        self._begun = time.monotonic() if self._begun is None else self._begun
 
     def must_wait(self, number: int) -> bool:
         """Whether no step may be made while round `number` is the next to be decided."""
@@ -97,7 +106,8 @@ class Turn:
             return False
         if self._pace.waits:
             return self._flying is None or self._since >= self._pace.schedule.delay
-        # The next message is due, and this one has not been decided: the network is slower than H steps. Where there
-        # are no decisions at all (no coordinator, too few islands) the island trains on, as far as its lease goes.
+        # The next message is due, and this one has not been decided: the network is slower than H steps, or somebody
+        # is missing. Then, and where there are no decisions at all (no coordinator, too few islands), the island trains
+        # on, as far as its lease goes.
         late = self._since >= self._pace.interval(number + 1)
-        return late and time.monotonic() - self._decided < self._pace.patience_seconds
+        return late and self._begun is not None and time.monotonic() - self._begun < self._patience.seconds

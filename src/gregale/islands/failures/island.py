@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from gregale.islands.failures.trainer import Trainer
+from gregale.islands.patience import REDUCES, Patience
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, seed
 from gregale.islands.protocol.member import Member
@@ -32,6 +33,8 @@ class Island(Process):
         self.reducing: str | None = None
         self._wanted: int | None = None  # the round whose message is taken at the next boundary, or under way
         self._departed = 0  # steps at the newest message
+        self._departed_at: float | None = None  # when its message was taken, while the round is not decided
+        self._patience = Patience(REDUCES * world.fleet.timing.reduce_seconds)
         self._interval = 0
 
     def tell(self, event: m.Event) -> None:
@@ -76,11 +79,23 @@ class Island(Process):
         # As the driver: the next message is due and this one not decided, the network is slower than the steps.
         ahead = fleet.interval(number + 1) if fleet.schedule.delay else 0
         trainer.hold(self._departed + ahead)
+        self._departed_at = self.world.now
+        if ahead:
+            interval = self._interval
+            self.world.later(self._patience.seconds, lambda: self._train_on(interval))
         weight = self._departed - trainer.marks[fleet.schedule.round_fragment(number)]
         self.tell(m.Snapshot(number, weight, 0, self.site.step_seconds))
 
+    def _train_on(self, interval: int) -> None:
+        """The round takes longer than rounds do: who is missing is found out while it trains."""
+        if self.alive and interval == self._interval:
+            self.trainer.release(self.world.now)
+
     def _next_interval(self) -> None:
         self._wanted, now = None, self.world.now
+        if self._departed_at is not None:
+            self._patience.learn(now - self._departed_at)
+            self._departed_at = None
         self.trainer.release(now)
         self._interval += 1
         number, steps = self._interval, self._departed + self.world.fleet.interval(self.member.outer.round)
@@ -125,6 +140,7 @@ class Island(Process):
         self.world.heal(self, action)
 
     def _do_install(self, action: m.Install) -> None:
+        self._departed_at = None
         self.world.lose(self)
         self.trainer.discard(self.world.now)
         self._begin()

@@ -28,6 +28,7 @@ from gregale.islands.engine.signing import read_token
 from gregale.islands.hands import joint_digest
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
+from gregale.islands.patience import REDUCES
 from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.ledger import Lot, digest_of
 from gregale.islands.protocol.member import Member
@@ -60,7 +61,6 @@ from gregale.training.state import TrainState
 
 ADDRESS, ROUNDS, OUTER = "island.address", "rounds.jsonl", "outer"
 LEASE_PERIODS = 4
-PATIENCE = 4  # in units of the time that one reduce may take
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def joined(
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shapes_digest(outer)))
-    pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, PATIENCE * timing.reduce_seconds)
+    pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
     rehearse(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
