@@ -229,3 +229,9 @@ def test_what_a_gpu_program_looks_like(stored, mesh, summary):
     )
     assert all(c.is_async for c in found)
     assert math.isclose(sum(c.bytes_sent for c in found if c.kind == "all-gather"), gather / 2)
+
+
+def test_what_xla_gpu_waits_for_is_not_asynchronous(stored, mesh):
+    """It writes a start and an end of every collective, and beside whether it is waited for at once."""
+    waiting = stored("gpu").replace('"is_sync":false', '"is_sync":true')
+    assert [c.kind for c in audit(waiting, mesh).collectives if not c.is_async] == ["all-gather"]
