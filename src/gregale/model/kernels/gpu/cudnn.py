@@ -32,7 +32,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
     length = q.shape[1]
     if segments is not None and length % 2:
         q, k, v, segments = (jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, segments))
-    return _attend(window, q, k, v, segments)[:, :length]
+    attended: Any = _attend(window, q, k, v, segments)
+    return attended[:, :length]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
