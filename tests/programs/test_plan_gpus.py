@@ -66,6 +66,6 @@ def test_two_boxes_are_planned_by_the_real_compiler(capsys, compiled_anew):
     step = report["programs"]["step"]
     assert {each["link"] for each in step["collectives"] if "replica" in each["axes"]} == {"between slices"}
     assert all(not each["loop"] for each in step["collectives"] if "replica" in each["axes"])
-    sent = step["bytes_per_step"]
+    sent = step["bytes_per_step"]["axes"]
     for axes, expected in step["closed_form_bytes_per_step"].items():
         assert sent.get(axes, 0) == pytest.approx(expected, rel=1e-3, abs=100)
