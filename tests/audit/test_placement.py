@@ -1,7 +1,6 @@
 """From groups of devices to mesh axes, on meshes of any shape."""
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -59,19 +58,8 @@ def test_a_part_of_an_axis_crosses_that_axis():
     assert (crossing.axes, crossing.partial, crossing.group_size) == (("b",), True, 2)
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What is read of a device that a topology describes."""
-
-    process_index: int
-    id: int
-    slice_index: int = 0
-    platform: str = "gpu"
-
-
-def test_a_slice_of_gpus_is_a_process():
-    gpus = np.array([Gpu(place // 4, place) for place in range(8)])
-    placement = Placement(Mesh(gpus.reshape(2, 4), ("replica", "data")), 8)
+def test_a_slice_of_gpus_is_a_process(boxes):
+    placement = Placement(boxes((2, 4), ("replica", "data")), 8)
     assert placement.crossing(((0, 4), (1, 5), (2, 6), (3, 7))).link == BETWEEN
     assert placement.crossing(((0, 1, 2, 3), (4, 5, 6, 7))).link == INSIDE
 

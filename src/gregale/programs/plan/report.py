@@ -191,7 +191,7 @@ def notes_of(plan: Plan) -> list[str]:
     if plan.target.devices[0].platform == "gpu":
         notes.append(
             "compiled for GPUs without one: products and kernels are not tuned, what cuDNN and NCCL take for "
-            f"themselves is not in the peak, and no times are estimated. JAX takes {plan.target.share:.0%} of a GPU's memory."
+            f"themselves is not in the peak, no times are estimated. JAX takes {plan.target.share:.0%} of the memory."
         )
     period = plan.setup.method.traffic(step_shape(plan.setup)).period
     if len(plan.programs) > 1:
