@@ -24,26 +24,30 @@ TOLERANCE = 1e-5  # of a gradient's largest value
 
 
 class Model(torch.nn.Module):
-    """Weights as the matrices [out, in] that torch has, a list of layers."""
+    """Weights as the matrices [out, in] that torch has, a list of layers; copies of `arrays`.
 
-    def __init__(self, arrays: dict[str, np.ndarray], epsilon: float = EPSILON):
+    Where these have no head, it is the embedding.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray] | dict[str, torch.Tensor], epsilon: float = EPSILON):
         super().__init__()
         self.heads, self.epsilon = arrays["query"].shape[2], epsilon
 
-        def matrix(array: np.ndarray, inputs: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.tensor(array).reshape(inputs, -1).T.contiguous())
+        def own(array) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.as_tensor(array).clone())
+
+        def matrix(array, inputs: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(own(array).detach().reshape(inputs, -1).T.contiguous())
 
         hidden, mlp = arrays["gate"].shape[1:]
-        self.embedding = torch.nn.Parameter(torch.tensor(arrays["embedding"]))
-        self.norm = torch.nn.Parameter(torch.tensor(arrays["norm"]))
-        self.head = matrix(arrays["head"], hidden)
+        self.embedding = own(arrays["embedding"])
+        self.norm = own(arrays["norm"])
+        self.head = matrix(arrays["head"], hidden) if "head" in arrays else self.embedding
         self.layers = torch.nn.ModuleList()
         for number in range(len(arrays["query"])):
             layer = {name: arrays[name][number] for name in LAYER}
             weights = {
-                name: torch.nn.Parameter(torch.tensor(array))
-                if array.ndim == 1
-                else matrix(array, mlp if name == "down" else hidden)
+                name: own(array) if array.ndim == 1 else matrix(array, mlp if name == "down" else hidden)
                 for name, array in layer.items()
             }
             self.layers.append(torch.nn.ParameterDict(weights))

@@ -37,6 +37,28 @@ def pod():
     return make
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """As much of a GPU that a topology describes."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "gpu"
+
+
+@pytest.fixture(scope="session")
+def boxes():
+    """A mesh of boxes of GPUs: `boxes(sizes, names)`, one along the first axis each."""
+
+    def make(sizes, names):
+        each = int(np.prod(sizes[1:]))
+        devices = [Gpu(place, place // each) for place in range(int(np.prod(sizes)))]
+        return Mesh(np.array(devices, dtype=object).reshape(sizes), names)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def stored():
     """The text of a stored program: `stored("tpu_loops")`."""

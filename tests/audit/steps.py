@@ -49,6 +49,13 @@ def lowered_step(setup: Setup) -> jax.stages.Lowered:
     return setup.stepper().program.lower(setup.abstract_state(), abstract_batch(setup), *during)
 
 
+def lowered_for(setup: Setup, platform: str) -> str:
+    """That step as it is given to the compiler of another platform, which need not be there."""
+    during = setup.method.actions(1).during
+    traced = setup.stepper().program.trace(setup.abstract_state(), abstract_batch(setup), *during)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
     return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh)

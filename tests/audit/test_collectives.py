@@ -229,3 +229,22 @@ def test_what_a_gpu_program_looks_like(stored, mesh, summary):
     )
     assert all(c.is_async for c in found)
     assert math.isclose(sum(c.bytes_sent for c in found if c.kind == "all-gather"), gather / 2)
+
+
+def test_a_real_gpu_program_whose_loops_are_pipelined(stored, boxes, summary):
+    """Gradients of four layers on two boxes of two, gathered a turn ahead: the first before its loop."""
+    found = audit(stored("gpu_layers"), boxes((2, 2), ("replica", "data"))).collectives
+    size = 256 * 256 * 2
+    assert summary(found) == [
+        ("all-gather", "bf16", size, ("data",), 1, 0),
+        ("all-gather", "bf16", size, ("data",), 3, 1),
+        ("all-reduce", "bf16", size, ("replica", "data"), 4, 1),
+    ]
+    assert [c.link for c in found] == ["inside slice", "inside slice", "between slices"]
+    assert all(c.is_async for c in found)
+
+
+def test_what_xla_gpu_waits_for_is_not_asynchronous(stored, mesh):
+    """It writes a start and an end of every collective, and beside whether it is waited for at once."""
+    waiting = stored("gpu").replace('"is_sync":false', '"is_sync":true')
+    assert [c.kind for c in audit(waiting, mesh).collectives if not c.is_async] == ["all-gather"]

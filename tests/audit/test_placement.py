@@ -58,6 +58,12 @@ def test_a_part_of_an_axis_crosses_that_axis():
     assert (crossing.axes, crossing.partial, crossing.group_size) == (("b",), True, 2)
 
 
+def test_a_slice_of_gpus_is_a_process(boxes):
+    placement = Placement(boxes((2, 4), ("replica", "data")), 8)
+    assert placement.crossing(((0, 4), (1, 5), (2, 6), (3, 7))).link == BETWEEN
+    assert placement.crossing(((0, 1, 2, 3), (4, 5, 6, 7))).link == INSIDE
+
+
 def test_axes_of_size_one_are_never_crossed(pod):
     assert Placement(pod((1, 4, 2)), 8).crossing(((0, 1, 2, 3, 4, 5, 6, 7),)).axes == ("data", "model")
     assert Placement(pod((1, 4, 2)), 8).crossing(tuple((place,) for place in range(8))).axes == ()

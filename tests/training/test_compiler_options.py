@@ -1,3 +1,5 @@
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
@@ -29,6 +31,22 @@ def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, ki
         UserError, match=r"compiler for TPU .* does not take them: No such compile option: 'xla_nonsense'"
     ):
         compiler_options({"xla_nonsense": True}, mesh)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is read of a device."""
+
+    device_kind: str
+
+
+@pytest.mark.parametrize(("kind", "count"), [("NVIDIA H100 80GB HBM3", 2), ("NVIDIA A100-SXM4-40GB", 2), ("gfx942", 0)])
+def test_nvidias_gpus_have_theirs_and_their_names_are_xlas(kind, count):
+    gpus = Mesh(np.array([Gpu(kind)]), "data")
+    found = compiler_options({}, gpus) or {}
+    assert len(found) == count
+    here = Mesh(np.array(jax.devices()[:1]), "data")
+    assert compiler_options(found, here) == (found or None), "XLA's compilers have one list of names"
 
 
 def test_steps_are_compiled_with_the_configurations_options():

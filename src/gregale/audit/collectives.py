@@ -1,6 +1,7 @@
 """Find every collective of a program, with what it moves, between which devices, and how often."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ _PAIRS = r"source_target_pairs=\"?(\{[\d,{}\s]*\})"
 _SLICE_TARGET = r"_xla_megascale_target=(\"[^\"]*\"|\{\{.*?\}\})"
 _SLICE_KIND = r'_xla_megascale_transfer_type="(\w+)"'
 _OVERLAPPED = "async_collective_fusion_config"
+_WAITED_FOR = re.compile(r'"is_sync": ?true')  # XLA:GPU writes starts and ends also of what it waits for
 _SLICE_KINDS = {"ONE_TO_ONE": "collective-permute"}
 
 
@@ -158,6 +160,8 @@ def _is_continuation(site: Site) -> bool:
 
 def _is_async(site: Site) -> bool:
     instruction = site.instruction
+    if _WAITED_FOR.search(instruction.attributes):
+        return False
     started = instruction.opcode == "send" or instruction.opcode.endswith("-start")
     return started or site.context.is_async or _OVERLAPPED in instruction.attributes
 

@@ -44,8 +44,10 @@ class Placement:
 
     @cached_property
     def slice_of(self) -> np.ndarray:
-        """The slice of each device of the mesh, flattened."""
-        return np.array([getattr(device, "slice_index", 0) or 0 for device in self.mesh.devices.flat])
+        """The slice of each device of the mesh, flattened; of GPUs, which have none, the box, which is a process."""
+        devices = self.mesh.devices.flat
+        slices = "process_index" if getattr(devices[0], "platform", "") == "gpu" else "slice_index"
+        return np.array([getattr(device, slices, 0) or 0 for device in devices])
 
     @cached_property
     def _position_of_id(self) -> dict[int, int]:

@@ -26,6 +26,10 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "TPU v5": ("xla_tpu_prefer_async_allgather_to_allreduce",),
     "TPU v6 lite": _ASYNC_GATHERS,
 }
+# On NVIDIA's GPUs a layer is gathered while the layer before it computes, and its gradients are summed while the next
+# one's are computed. What else is advised for GPUs is the compiler's own default by now, or does harm: docs/gpu.md.
+GPU_DEFAULTS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
+GPUS = "NVIDIA "
 
 Value = bool | int | float | str
 
@@ -37,7 +41,8 @@ def compiler_options(given: Mapping[str, Value], mesh: Mesh) -> dict[str, Value]
         UserError: the compiler does not take what is given.
     """
     kind = getattr(mesh.devices.flat[0], "device_kind", "")
-    options: dict[str, Value] = {**dict.fromkeys(DEFAULTS.get(kind, ()), True), **given}
+    defaults = GPU_DEFAULTS if kind.startswith(GPUS) else DEFAULTS.get(kind, ())
+    options: dict[str, Value] = {**dict.fromkeys(defaults, True), **given}
     if given:
         _try(options, mesh)
     return options or None

@@ -34,8 +34,10 @@ class PlanOptions(Settings):
         UserError: options do not go together, or a number is not possible.
     """
 
-    topology: str | None = field(default=None, metadata={"help": "plan for a TPU topology, such as v5p:4x4x4"})
-    slices: int = field(default=1, metadata={"help": "slices of that topology", "range": whole(1, 4096)})
+    topology: str | None = field(default=None, metadata={"help": "plan for TPUs or GPUs, such as v5p:4x4x4 or h100:8"})
+    slices: int = field(
+        default=1, metadata={"help": "slices of that topology; of GPUs, boxes", "range": whole(1, 4096)}
+    )
     devices: int | None = field(
         default=None,
         metadata={"help": "plan for this many simulated devices; null: what the mesh needs", "range": whole(1, 4096)},

@@ -49,7 +49,7 @@ class Outcome:
     """What the compiler says of a program.
 
     - `text`: as scheduled; of a refused program without the code's estimates of cycles
-    - `flops`: on a device, each loop's body once; None: of a refused program
+    - `flops`: on a device, each loop's body once; None: of a refused program, and of GPUs, where it is not told
     - `shortage`: None: it fits
     """
 
@@ -76,7 +76,7 @@ def compiled_for(target: Target, name: str, lowered: jax.stages.Lowered, argumen
         return _refused(lowered, arguments, *sizes)
     costs = compiled.cost_analysis() or {}
     memory = compiler_memory(compiled, tells_peak=not target.simulated)
-    return Outcome(compiled.as_text() or "", memory, float(costs.get("flops", 0.0)))
+    return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None)
 
 
 def refused_sizes(message: str) -> tuple[int, int] | None:

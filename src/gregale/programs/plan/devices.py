@@ -1,4 +1,4 @@
-"""The devices to plan for: simulated ones, or those of a TPU topology that need not be there."""
+"""The devices to plan for: simulated ones, or those of a topology of TPUs or GPUs that need not be there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from gregale.audit.chips import Chip, chip
 from gregale.audit.step import ACCELERATOR, CPU, Backend
 from gregale.axes.mesh import AXES, Device
 from gregale.errors import UserError
+from gregale.programs.plan.gpus import GPUS, described
 from gregale.services.config import TrainConfig
-from gregale.services.devices import set_flags
+from gregale.services.devices import GPU_MEMORY, set_flags
 
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}
+KNOWN = ", ".join(family for family in (*CHIP_OF_TOPOLOGY, *GPUS) if family != "v5litepod")
 # No metadata server to ask, and no chip that another process could hold.
 WITHOUT_A_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -32,12 +34,14 @@ class Target:
         chip: what they are.
         devices_a_chip: JAX devices that a chip shows as.
         simulated: they are simulated CPU devices, compiled for by XLA:CPU.
+        share: of the chip's memory that JAX takes.
     """
 
     devices: list[Device]
     chip: Chip
     devices_a_chip: int
     simulated: bool
+    share: float = 1.0
 
     @property
     def backend(self) -> Backend:
@@ -46,7 +50,7 @@ class Target:
     @property
     def memory_bytes(self) -> int:
         """Memory of one device."""
-        return self.chip.memory_bytes // self.devices_a_chip
+        return int(self.share * self.chip.memory_bytes) // self.devices_a_chip
 
     @property
     def flops_per_second(self) -> float:
@@ -89,20 +93,23 @@ def device_count(config: TrainConfig) -> int:
 
 
 def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
-    """The devices of a TPU topology, of one or more slices; to be called before anything uses a device.
+    """The devices of a topology, of one or more slices; to be called before anything uses a device.
+
+    A slice of GPUs is a box of them.
 
     Raises:
-        UserError: the TPU compiler is not installed, or it does not know the topology.
+        UserError: the compiler is not installed, or it does not know the topology.
     """
-    if find_spec("libtpu") is None:
-        raise UserError("topology: the TPU compiler is not installed; `pip install 'gregale[tpu]'` installs it.")
     family, _, shape = name.partition(":")
     sizes = shape.split("x")
-    known = ", ".join(family for family in CHIP_OF_TOPOLOGY if family != "v5litepod")
-    if family not in CHIP_OF_TOPOLOGY or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes) or family not in {*CHIP_OF_TOPOLOGY, *GPUS}:
         raise UserError(
-            f"topology: {name!r} is not FAMILY:SHAPE, such as v5e:4x4 or v5p:4x4x4; the families are {known}."
+            f"topology: {name!r} is not FAMILY:SHAPE, such as v5e:4x4, v5p:4x4x4 or h100:8; the families are {KNOWN}."
         )
+    if family in GPUS:
+        return _gpus(name, slices, chip_name)
+    if find_spec("libtpu") is None:
+        raise UserError("topology: the TPU compiler is not installed; `pip install 'gregale[tpu]'` installs it.")
     os.environ.update(WITHOUT_A_TPU)
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
@@ -115,6 +122,16 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     chips = prod(int(size) for size in sizes) * slices
     found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
     return Target(list(described.devices), found, len(described.devices) // chips, simulated=False)
+
+
+def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:
+    family, _, each = name.partition(":")
+    if not each.isdecimal():
+        raise UserError(
+            f"topology: {name!r}: of GPUs it is a number in a box, such as {family}:8, and slices are boxes."
+        )
+    found = chip(chip_name or GPUS[family].chip)
+    return Target(described(family, boxes, int(each)), found, found.devices, simulated=False, share=GPU_MEMORY)
 
 
 def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:

@@ -203,6 +203,11 @@ def notes_of(plan: Plan) -> list[str]:
         )
         if step_shape(plan.setup).compute_bytes < plan.target.backend.narrowest_bytes:
             notes.append("XLA:CPU widens bfloat16: it holds and sends 4 bytes where an accelerator has 2.")
+    if plan.target.devices[0].platform == "gpu":
+        notes.append(
+            "compiled for GPUs without one: products and kernels are not tuned, what cuDNN and NCCL take for "
+            f"themselves is not in the peak, no times are estimated. JAX takes {plan.target.share:.0%} of the memory."
+        )
     period = plan.setup.method.traffic(step_shape(plan.setup)).period
     if len(plan.programs) > 1:
         notes.append(
