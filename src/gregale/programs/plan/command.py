@@ -16,7 +16,7 @@ from gregale.programs.plan.devices import Target, simulated_target, topology_tar
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
-from gregale.programs.plan.step import plan_step
+from gregale.programs.plan.step import CODE, UNTIL, plan_step
 from gregale.programs.plan.text import print_report
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
@@ -57,6 +57,13 @@ class PlanOptions(Settings):
             "range": above(0),
         },
     )
+    until: str = field(
+        default=CODE,
+        metadata={
+            "help": "how far to compile; memory: what it takes and sends, much sooner, but not what is hidden",
+            "choices": UNTIL,
+        },
+    )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
     hlo: Path | None = field(
         default=None, metadata={"help": "write the compiled step's text to this file, other programs' beside it"}
@@ -76,7 +83,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     config = as_island(config, options.count)
     target = target_of(options, config)
     tokens = tokens_of(config)
-    plan = plan_step(config, tokens, target)
+    plan = plan_step(config, tokens, target, options.until)
     if options.hlo is not None:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")

@@ -32,12 +32,14 @@ class Target:
         chip: what they are.
         devices_a_chip: JAX devices that a chip shows as.
         simulated: they are simulated CPU devices, compiled for by XLA:CPU.
+        topology: the TPU topology that they are, and its slices, as given to `topology_target`.
     """
 
     devices: list[Device]
     chip: Chip
     devices_a_chip: int
     simulated: bool
+    topology: tuple[str, int] | None = None
 
     @property
     def backend(self) -> Backend:
@@ -109,7 +111,7 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
     chips = prod(int(size) for size in sizes) * slices
     found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
-    return Target(list(described.devices), found, len(described.devices) // chips, simulated=False)
+    return Target(list(described.devices), found, len(described.devices) // chips, False, (name, slices))
 
 
 def for_accelerators(config: TrainConfig, target: Target) -> TrainConfig:

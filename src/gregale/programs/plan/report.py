@@ -15,7 +15,7 @@ from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import devices_of_a_replica, estimate, step_shape, tree_bytes
-from gregale.programs.plan.step import Plan
+from gregale.programs.plan.step import MEMORY, Plan
 from gregale.programs.run.setup import Setup
 
 
@@ -40,6 +40,7 @@ def report_of(
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
+        "until": plan.until,
         "kernels": kernels_of(setup),
         "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
@@ -204,6 +205,11 @@ def notes_of(plan: Plan) -> list[str]:
             "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
             "taking part; outer parameters and the outer optimizer are "
             f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
+        )
+    if plan.until == MEMORY and not plan.target.simulated:
+        notes.append(
+            "compiled to the memory report: the peak is without the program's code, some tens of MiB, and nothing is "
+            "said of what the compiler overlaps. --until code tells both."
         )
     if any(program.shortage is not None for program in plan.programs.values()):
         notes.append(
