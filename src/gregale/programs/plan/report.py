@@ -10,6 +10,7 @@ from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.island import Island
 from gregale.model.execution import execution
+from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
@@ -30,7 +31,7 @@ def report_of(
     setup, target = plan.setup, plan.target
     step, config = step_shape(setup), setup.config
     per_token = model_flops_per_token(step)
-    far = link_bytes_per_second(plan, link_gbit_per_second)
+    far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
     bound = plan.roofline(bandwidth)
     memory = memory_of(plan, island)
@@ -78,14 +79,12 @@ def pipeline_of(setup: Setup) -> dict[str, Any] | None:
     return {**asdict(schedule), **computed}
 
 
-def link_bytes_per_second(plan: Plan, link_gbit_per_second: float | None) -> float | None:
+def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: float | None) -> float | None:
     """What one replica sends to the others, in bytes per second: as given, or all its chips' share of the network."""
     if link_gbit_per_second is not None:
         return link_gbit_per_second * GBIT
-    network = plan.target.chip.network_bytes_per_second
-    if network is None:
-        return None
-    return network / plan.target.devices_a_chip * devices_of_a_replica(plan.setup)
+    network = target.chip.network_bytes_per_second
+    return None if network is None else network / target.devices_a_chip * devices_of_a_replica(setup)
 
 
 def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
@@ -172,6 +171,7 @@ def roofline_of(plan: Plan, bound: Roofline) -> dict[str, Any]:
         "compute_seconds": bound.compute,
         "memory_seconds": bound.memory,
         "link_seconds": dict(bound.links),
+        "host_seconds": bound.host,
         "step_seconds_overlapped": bound.overlapped,
         "step_seconds_one_after_another": bound.one_after_another,
         "mfu_bound": bound.mfu_bound,
