@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from gregale.audit.step import Backend, StepShape
+from gregale.axes.layout import LAYERS
 
 Tree = Any
 FLOAT32 = 4
@@ -105,7 +106,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     return Estimate(
         arguments=arguments,
         buffers=buffers,
-        saved=step.layers * saved_values(step) * step.compute_bytes,
+        saved=step.layers * saved_bytes(step),
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
         working=max(_layer(step, backend), _loss(step, backend)),
         update=update,
@@ -119,37 +120,52 @@ def _scores(step: StepShape) -> int:
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
-def saved_values(step: StepShape) -> int:
-    """Values that one layer saves for its backward pass."""
-    tokens, heads = step.tokens, step.heads * step.head_size // step.mesh["model"]
-    carry = tokens * step.embed
+def saved_bytes(step: StepShape) -> int:
+    """What one layer saves on the device for its backward pass, in all of a microbatch's tokens.
+
+    With `none` that is everything that JAX differentiates: gate, up, and four products of them; four arrays of the
+    residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
+    weights, if they are gathered by layer.
+    The CPU's rules keep three and four of these, and no scores.
+    """
+    narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
+    heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
+    stream = tokens * step.embed * narrow
     match step.remat:
         case "full" | "context_offload":
-            return carry
+            return stream
         case "offload":
             return 0
-        case "context":
-            return carry + tokens * heads
+        case "context" | "attention":
+            return stream + tokens * heads * narrow
         case "projections":
-            keys = step.kv_heads * step.head_size // step.mesh["model"]
-            return carry + tokens * (2 * heads + 2 * keys + 2 * step.mlp + step.embed)
-    return 3 * carry + tokens * (5 * heads + 4 * step.mlp) + 2 * _scores(step)
+            return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
+    weights = 0 if step.per_step else _a_layer(step) * narrow
+    attention = tokens * (2 * heads + 2 * keys) * narrow
+    if step.rules:
+        return weights + attention + 4 * stream + 3 * tokens * step.mlp * narrow
+    norms = 4 * tokens * step.embed * FLOAT32
+    if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
+        norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
+    scores = (FLOAT32 + narrow) * _scores(step)
+    return weights + attention + 4 * stream + norms + 6 * tokens * step.mlp * narrow + scores
 
 
-def offloaded_values(step: StepShape) -> int:
-    """Values that one layer moves to the host's memory for its backward pass."""
-    match step.remat:
-        case "offload":
-            return step.tokens * step.embed
-        case "context_offload":
-            return step.tokens * step.heads * step.head_size // step.mesh["model"]
-    return 0
+def _a_layer(step: StepShape) -> int:
+    """Values of one layer's weights on a device that has gathered them."""
+    return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
+
+
+def offloaded_bytes(step: StepShape) -> int:
+    """What one layer moves to the host's memory for its backward pass."""
+    widths = {"offload": step.embed, "context_offload": step.heads * step.head_size // step.mesh["model"]}
+    return step.tokens * widths.get(step.remat, 0) * step.compute_bytes
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
     """The backward pass of one layer: its weights, their gradients, and the activations around scores or MLP."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
-    weights = sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
+    weights = _a_layer(step)
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gregale.audit.chips import Chip
-from gregale.audit.memory import offloaded_values, saved_values
+from gregale.audit.memory import offloaded_bytes, saved_bytes
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.step import StepShape, values
 
@@ -86,13 +86,12 @@ def work_of(step: StepShape, optimizer_bytes: int, link_bytes: Mapping[str, floa
     layers = (FORWARD + BACKWARD) * _stacked(step) + (1 + backward) * attention + _again(step, attention)
     single = (FORWARD + BACKWARD) * (_multiplied(step) - _stacked(step))
     idle = step.pipeline.drain / (step.pipeline.iterations - step.pipeline.drain) if step.pipeline else 0
-    offloaded = step.microbatches * step.layers * offloaded_values(step) * step.compute_bytes
     return Work(
         model_flops=model_flops_per_token(step) * tokens,
         flops=(single + (1 + idle) * layers) * tokens + update_flops,
         memory_bytes=_memory_bytes(step, optimizer_bytes),
         link_bytes=link_bytes,
-        host_bytes=2 * offloaded,
+        host_bytes=2 * step.microbatches * step.layers * offloaded_bytes(step),
     )
 
 
@@ -143,7 +142,7 @@ def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
     gathered = sum(step.on_device(weight, step.layout.compute) for weight in step.weights)
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     passes = 3 if step.remat in ("none", "projections") else 4
-    saved = 2 * step.layers * saved_values(step) * step.compute_bytes
+    saved = 2 * step.layers * saved_bytes(step)
     microbatch = passes * gathered * step.compute_bytes + 2 * shard * FLOAT32 + saved
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 

@@ -78,6 +78,7 @@ class StepShape:
         loss_block: tokens whose logits are held at a time.
         unrolled: no loop over layers is left.
         scores: attention holds its scores; a kernel does not.
+        rules: the CPU's rules of differentiation, which save less than JAX does.
         window: keys that a query sees at most; None: all before it.
         pipeline: of the layers; None: they are scanned.
     """
@@ -97,6 +98,7 @@ class StepShape:
     loss_block: int
     unrolled: bool = False
     scores: bool = True
+    rules: bool = False
     window: int | None = None
     pipeline: PipelineShape | None = None
 

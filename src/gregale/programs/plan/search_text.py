@@ -11,7 +11,7 @@ from gregale.services.tables import print_table
 
 NOT_COMPILED = 5  # candidates shown beside those that were compiled
 CHOICES = ("remat", "microbatches", "unroll", "gather")
-HEADINGS = (*CHOICES, "closed form", "step", "compiled", "scheduled", "")
+HEADINGS = (*CHOICES, "closed form", "step", "compiled", "scheduled", "verdict")
 
 
 def print_search(report: dict[str, Any], console: Console) -> None:
@@ -24,6 +24,7 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     print_table(console, title, HEADINGS, [_row(each, report) for each in shown])
     lines = [f"{len(others) - NOT_COMPILED} more are in --json."] if len(others) > NOT_COMPILED else []
     lines += [f"Left out: {reason}" for reason in report["left_out"]]
+    lines += [f"Configured: {', '.join(f'{key} {value}' for key, value in report['configured'].items())}."]
     lines += (
         [] if best is None else [f"It fits: {size(best['peak'])}. A step takes {best['seconds']:.4g} s, estimated."]
     )
@@ -37,18 +38,15 @@ def print_search(report: dict[str, Any], console: Console) -> None:
 
 
 def _row(candidate: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
-    choice = {key: candidate[key] for key in CHOICES}
     peak, seconds = candidate["peak"], candidate["seconds"]
-    marks = ["configured"] if choice == report["configured"] else []
+    verdict = "too large" if candidate["closed_form_peak"] > report["memory"] else "-"
     if peak is not None:
-        marks = ["fits" if candidate["fits"] else "does not fit", *marks]
-    elif candidate["closed_form_peak"] > report["memory"]:
-        marks = ["too large", *marks]
+        verdict = "fits" if candidate["fits"] else "does not fit"
     return (
-        *(str(value) for value in choice.values()),
+        *(str(candidate[key]) for key in CHOICES),
         size(candidate["closed_form_peak"]),
         f"{candidate['closed_form_seconds']:.4g} s",
         "-" if peak is None else size(peak),
         "-" if seconds is None else f"{seconds:.4g} s",
-        ", ".join(marks),
+        verdict,
     )
