@@ -117,7 +117,7 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
     - `name`: of the program
 
     Raises:
-        UserError: it refused the program for another reason than the devices' memory.
+        UserError: it refused the program for another reason than the devices' memory, or has not written all of it.
     """
     shortage, needed = None, 0
     text, report = (_written(folder, end) for end in (SCHEDULE, REPORT))
@@ -129,6 +129,11 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
         shortage = Shortage(offered, largest_buffers(report))
     if total := _TOTAL.search(report):
         needed = int(total[1])
+    elif message is None:
+        raise UserError(
+            f"the compiler has written no memory report of the program {name!r} to {folder}: it was killed, as by a "
+            "system that runs out of memory, or the disk is full. TMPDIR in the environment names another folder."
+        )
     return Outcome(text, CompilerMemory(arguments, 0, max(0, needed - arguments), 0, needed), None, shortage)
 
 

@@ -62,9 +62,9 @@ def reported(request: Request, program: str, arguments: int) -> Outcome:
                 time.sleep(POLL_SECONDS)
         refused = folder / REFUSED
         message = refused.read_text(encoding="utf-8") if refused.exists() else None
-        if message is None and not any((folder / DUMP).glob(f"*{AFTERWARDS}")):
+        if process.returncode > 0:  # a mistake of ours; killed by us it is below 0
             said = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip()
-            raise RuntimeError(f"the process that compiles {program!r} ended with {process.returncode}: {said}")
+            raise RuntimeError(f"the process that compiles {program!r} failed: {said}")
         return read_dump(folder / DUMP, arguments, message, program)
 
 

@@ -11,7 +11,7 @@ from gregale.services.tables import print_table
 
 NOT_COMPILED = 5  # candidates shown beside those that were compiled
 CHOICES = ("remat", "microbatches", "unroll", "gather")
-HEADINGS = (*CHOICES, "closed form", "step", "compiled", "scheduled", "verdict")
+HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step", "compiled", "step by\nschedule", "")
 
 
 def print_search(report: dict[str, Any], console: Console) -> None:
@@ -25,23 +25,21 @@ def print_search(report: dict[str, Any], console: Console) -> None:
     lines = [f"{len(others) - NOT_COMPILED} more are in --json."] if len(others) > NOT_COMPILED else []
     lines += [f"Left out: {reason}" for reason in report["left_out"]]
     lines += [f"Configured: {', '.join(f'{key} {value}' for key, value in report['configured'].items())}."]
-    lines += (
-        [] if best is None else [f"It fits: {size(best['peak'])}. A step takes {best['seconds']:.4g} s, estimated."]
-    )
     for line in lines:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     if best is None:
         console.print("Nothing fits.", highlight=False)
         print_remedies(report["remedies"], console)
         return
-    console.print(report["yaml"], highlight=False, markup=False, end="")
+    answer = f"The fastest that fits: {size(best['peak'])}, {best['seconds']:.4g} s a step by the estimate."
+    console.print(f"{answer}\n{report['yaml']}", highlight=False, markup=False, end="")
 
 
 def _row(candidate: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
     peak, seconds = candidate["peak"], candidate["seconds"]
     verdict = "too large" if candidate["closed_form_peak"] > report["memory"] else "-"
     if peak is not None:
-        verdict = "fits" if candidate["fits"] else "does not fit"
+        verdict = "fits" if candidate["fits"] else "no"
     return (
         *(str(candidate[key]) for key in CHOICES),
         size(candidate["closed_form_peak"]),
