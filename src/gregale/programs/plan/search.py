@@ -131,7 +131,7 @@ class Asked:
 
     link_gbit_per_second: float | None
     count: int | None
-    tell: Callable[[str], None]
+    tell: Callable[[str], object]
 
 
 def search(config: TrainConfig, tokens: int, target: Target, asked: Asked) -> Found:
