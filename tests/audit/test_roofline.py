@@ -67,6 +67,15 @@ def traced_loss(setup):
         return jax.make_jaxpr(jax.grad(loss))(setup.model, abstract_batch(setup)).jaxpr
 
 
+def test_what_saves_more_reads_weights_no_oftener():
+    """So that of two policies on a step that memory bounds, the one that computes less is not the slower one."""
+    policies = ("none", "projections", "context", "full")
+    work = [work_of(small_step((2, 2, 2), compute={"remat": remat}), 0, {}) for remat in policies]
+    assert [each.memory_bytes for each in work] == sorted(each.memory_bytes for each in work)
+    assert work[-1].memory_bytes > work[0].memory_bytes
+    assert [each.flops for each in work] == sorted(each.flops for each in work)
+
+
 def test_what_goes_to_the_host_crosses_its_link_twice():
     offload, full = (work_of(small_step((2, 2, 2), compute={"remat": remat}), 0, {}) for remat in ("offload", "full"))
     carries = 2 * 3 * (4 * 16 * 32) * 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gregale.audit.chips import Chip
-from gregale.audit.memory import offloaded_bytes, saved_bytes
+from gregale.audit.memory import offloaded_bytes
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.step import StepShape, values
 
@@ -138,12 +138,15 @@ def _again(step: StepShape, attention: float) -> float:
 
 
 def _memory_bytes(step: StepShape, optimizer_bytes: int) -> float:
-    """Weights are read in each pass of a microbatch, what layers save is written and read, buffers are added to."""
+    """In each microbatch weights are read in every pass, layers' inputs written and read, and buffers added to.
+
+    What is there between a layer's operations is left out, under every policy: saved, it is only read once more.
+    """
     gathered = sum(step.on_device(weight, step.layout.compute) for weight in step.weights)
     shard = sum(step.on_device(weight, step.layout.params) for weight in step.weights)
     passes = 3 if step.remat in ("none", "projections") else 4
-    saved = 2 * step.layers * saved_bytes(step)
-    microbatch = passes * gathered * step.compute_bytes + 2 * shard * FLOAT32 + saved
+    inputs = 2 * step.layers * step.tokens * step.embed * step.compute_bytes
+    microbatch = passes * gathered * step.compute_bytes + 2 * shard * FLOAT32 + inputs
     return step.microbatches * microbatch + 2 * optimizer_bytes + 4 * shard * FLOAT32
 
 
