@@ -59,3 +59,17 @@ def lowered_for(setup: Setup, platform: str) -> str:
 def audited(setup: Setup) -> Audit:
     """The audit of that step."""
     return audit(lowered_step(setup).compile(compiler_options=FAST), setup.layout.mesh)
+
+
+def flops_of(jaxpr) -> int:
+    """Multiply-adds of a traced program's matrix products, twice; loops counted as often as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            shape = equation.invars[0].aval.shape
+            total += 2 * equation.outvars[0].aval.size * prod(shape[axis] for axis in contracted)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            total += times * flops_of(inner)
+    return total

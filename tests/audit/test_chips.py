@@ -32,6 +32,7 @@ def test_orders_of_magnitude(found):
     assert 0.5e12 < found.memory_bytes_per_second < 1e13
     # Slow to fast: data-centre network, interconnect, memory.
     assert found.link_bytes_per_second < found.memory_bytes_per_second
+    assert 1e10 < found.host_bytes_per_second < found.link_bytes_per_second
     if found.network_bytes_per_second is not None:
         assert 3e9 <= found.network_bytes_per_second < found.link_bytes_per_second / 5
 

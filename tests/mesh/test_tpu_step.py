@@ -6,20 +6,24 @@ from dataclasses import replace
 from math import prod
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit
 from gregale.audit.hlo import parse
+from gregale.audit.memory import compiler_memory
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution
+from gregale.programs.plan.compiling import DUMPED, read_dump
 from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.report import kernels_of
 from gregale.programs.plan.shapes import abstract_batch, tree_bytes
-from gregale.programs.plan.step import Plan, plan_step
+from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.run.setup import set_up
 from gregale.services.config import BatchConfig, TrainConfig
 
@@ -59,6 +63,26 @@ def conventional(target) -> Audit:
     parameters = layout.abstract(setup.model, layout.params)
     state = layout.abstract(jax.eval_shape(optimizer.init, setup.model), layout.params)
     return audit(jax.jit(step).lower(parameters, state, abstract_batch(setup)).compile(), layout.mesh)
+
+
+def test_the_memory_report_comes_with_every_collective(plan, target):
+    """As far as it, the program is the whole one's: kinds, bytes, loops and their turns, and what is asynchronous."""
+    found = plan_step(CONFIG, TOKENS, target, MEMORY)
+    assert found.step.audit == plan.step.audit
+    assert found.step.flops is None
+    assert found.overlap(found.step, None) is None
+    assert found.memory.arguments == pytest.approx(plan.memory.arguments, rel=0.01)
+
+
+def test_its_total_is_the_compilers_own_peak(target, tmp_path):
+    """Of a program whose arrays are large beside its code."""
+    mesh = Mesh(np.array(target.devices), "all")
+    x = jax.ShapeDtypeStruct((16384, 16384), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
+    lowered = jax.jit(lambda x: jax.numpy.sum(jax.numpy.tanh(x @ x) @ x)).lower(x)
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path), **DUMPED})
+    reported = read_dump(tmp_path, 0, None, "step").memory.peak
+    assert reported == pytest.approx(compiler_memory(compiled, tells_peak=True).peak, rel=0.01)
+    assert reported > 2**30
 
 
 def between_slices_in_loops(found: Audit) -> list:

@@ -18,6 +18,7 @@ from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.optim import AdamWConfig, MuonConfig, Optimizer
+from tests.audit.steps import flops_of
 
 Layers, Embed, Heads, HeadSize, Mlp = (
     Axis("layers", 3),
@@ -84,6 +85,21 @@ def test_bytes_by_hand():
     norm = {"norm": tree(0)["norm"]}
     assert CONFIG.transfers(norm, layout) == AdamWConfig().transfers(up, layout) == []
     assert CONFIG.update_bytes(norm, layout) == AdamWConfig().update_bytes(up, layout) == 0
+
+
+def test_flops_by_hand():
+    """On 2 x 2 devices of a replica, each of which has one of three matrices, or of one; on one device all of them."""
+    square, oblong = 4 * 16**2 * 16 + 2 * 16**3, 4 * 16**2 * 32 + 2 * 16**3
+    count = CONFIG.update_flops
+    assert count(tree(0), layout_of(replica=2, data=2, model=2)) == 3 * (2 * square + 2 * oblong)
+    assert count(tree(0), layout_of()) == 3 * (3 * (2 * square + oblong) + oblong)
+    assert AdamWConfig().update_flops(tree(0), layout_of()) == 0
+
+
+def test_flops_are_those_of_the_traced_update():
+    plain = CONFIG.build(tree(0), 10).gathered
+    traced = jax.make_jaxpr(lambda u, p: plain.update(u, plain.init(p), p)[0])(tree(1), tree(0))
+    assert flops_of(traced.jaxpr) == CONFIG.update_flops(tree(0), layout_of())
 
 
 @pytest.mark.parametrize(

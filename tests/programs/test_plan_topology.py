@@ -63,6 +63,16 @@ def test_a_step_that_the_compiler_refuses_is_reported_with_its_sizes(refused):
     assert report["compiler_flops_per_device"] is None
 
 
+def test_the_memory_report_alone_says_the_same_of_it(refused, capsys):
+    whole = json.loads(refused[1])
+    assert planned("--until", "memory", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["until"] == "memory"
+    assert any("--until code" in note for note in found["notes"])
+    for key in ("memory", "fits", "remedies", "collectives", "bytes_per_step", "roofline"):
+        assert found[key] == whole[key], key
+
+
 def test_remedies_take_no_less_than_the_closed_form_does(refused):
     """It holds scores too: saving none between layers still leaves one layer's."""
     found = json.loads(refused[1])["remedies"]

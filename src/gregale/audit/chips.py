@@ -7,6 +7,8 @@ Vendors print some figures in their own way; here all follow one rule:
   192, and an A100 of 40 GB shows 42.4e9 bytes.
 - FLOP/s are dense bfloat16 products; NVIDIA's figures "with sparsity" are halved.
 - Links count one direction, all links of a chip together; figures for both directions are halved.
+- The way to the host's memory is PCIe: of a GPU as its datasheet has it. For TPUs Google publishes nothing; 15 GB/s a
+  chip is what "How to Scale Your Model" (jax-ml.github.io/scaling-book) reckons with.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ GIB = 2**30
 TERA = 1e12
 GIGA = 1e9
 GBIT = 1e9 / 8
+TPU_HOST = 15 * GIGA
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Chip:
         link_bytes_per_second: what a chip can send over that interconnect, all its links together.
         network_bytes_per_second: what a chip can send over the data-centre network, its share of the host's; None
             where it is not published.
+        host_bytes_per_second: what a chip moves to its host's memory, or from it.
         devices: JAX devices that one chip shows as, each with its part of memory and compute.
         cycles_per_second: of the clock in which the TPU compiler estimates; the peak over two operations and the
             multipliers of all matrix units. None where the compiler gives no such estimates.
@@ -46,6 +50,7 @@ class Chip:
     link_bytes_per_second: float
     network_bytes_per_second: float | None
     source: str
+    host_bytes_per_second: float = TPU_HOST
     devices: int = 1
     cycles_per_second: float | None = None
 
@@ -118,6 +123,7 @@ CHIPS = {
             link_bytes_per_second=600 * GIGA / 2,
             network_bytes_per_second=200 * GBIT,
             source="NVIDIA A100 datasheet, SXM 40 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
+            host_bytes_per_second=64 * GIGA / 2,
         ),
         Chip(
             name="A100",
@@ -128,6 +134,7 @@ CHIPS = {
             link_bytes_per_second=600 * GIGA / 2,
             network_bytes_per_second=200 * GBIT,
             source="NVIDIA A100 datasheet, SXM 80 GB; network: DGX A100 datasheet, 8 of 200 Gbit/s for 8 GPUs",
+            host_bytes_per_second=64 * GIGA / 2,
         ),
         Chip(
             name="H100",
@@ -138,6 +145,7 @@ CHIPS = {
             link_bytes_per_second=900 * GIGA / 2,
             network_bytes_per_second=400 * GBIT,
             source="NVIDIA H100 datasheet, SXM; network: DGX H100 datasheet, 8 of 400 Gbit/s for 8 GPUs",
+            host_bytes_per_second=128 * GIGA / 2,
         ),
         Chip(
             name="H200",
@@ -148,6 +156,7 @@ CHIPS = {
             link_bytes_per_second=900 * GIGA / 2,
             network_bytes_per_second=400 * GBIT,
             source="NVIDIA H200 datasheet, SXM; network: DGX H200 datasheet, 8 of 400 Gbit/s for 8 GPUs",
+            host_bytes_per_second=128 * GIGA / 2,
         ),
         Chip(
             name="B200",
@@ -158,6 +167,7 @@ CHIPS = {
             link_bytes_per_second=1800 * GIGA / 2,
             network_bytes_per_second=400 * GBIT,
             source="NVIDIA DGX B200 datasheet, an eighth of the system; FLOP/s: NVIDIA Blackwell brief, HGX B200",
+            host_bytes_per_second=128 * GIGA / 2,
         ),
     )
 }

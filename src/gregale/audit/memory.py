@@ -9,15 +9,16 @@ from typing import Any
 import jax
 
 from gregale.audit.step import Backend, StepShape
+from gregale.axes.layout import LAYERS
 
 Tree = Any
 FLOAT32 = 4
-SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients
+SCORE_ARRAYS = 4  # the backward pass of softmax(scores) holds scores, probabilities and both gradients, unless fused
 HEAD_ARRAYS = 8  # query, key, value and the attention's output, each with its gradient
 MLP_ARRAYS = 6  # gate, up and their product, each with its gradient
 EMBED_ARRAYS = 7  # the residual stream, both norms and both outputs, and gradients of the last two
 INPUT_GRADIENTS = 5  # by query, key, value, gate and up apart, where the compiler does not add them up first
-LOGIT_ARRAYS = 3  # logits, exponentials and their gradient
+LOGIT_ARRAYS, FUSED_LOGIT_ARRAYS = 3, 2  # logits, exponentials and their gradient; fused, two of them
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Estimate:
         arguments: parameters, optimizer state and batch.
         buffers: gradients summed over microbatches.
         saved: what layers keep for the backward pass.
-        tables: embedding and head, gathered; with `per_step` all weights.
+        tables: with `per_step` all weights, gathered; else embedding and head, if they are gathered before the loop.
         working: the largest set that is alive at once beside them: one layer's backward pass, or the loss.
         update: what the optimizer takes beside the buffers, when all that was there for the gradients is gone.
     """
@@ -95,18 +96,19 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
 
     The peak is in the backward pass of a layer, or in the loss if the vocabulary is large, or in the optimizer if that
     needs whole matrices: it takes `update` beside the updates. Attention that is no kernel is taken as what XLA makes
-    of it by itself: scores are held for all heads of a microbatch.
+    of it by itself: scores are held for all heads of a microbatch, in float32 and, for the products, in the compute
+    dtype; XLA:CPU holds four arrays of them in float32, and the mask.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
-    gathered = step.weights if step.per_step else step.single()
+    gathered = step.weights if step.per_step else step.single() if backend.hoists_gathers else []
     # A compiler that widens bfloat16 keeps both forms of what it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
         arguments=arguments,
         buffers=buffers,
-        saved=step.layers * _saved_values(step) * step.compute_bytes,
+        saved=step.layers * saved_bytes(step),
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
-        working=max(_layer(step, backend), _loss(step)),
+        working=max(_layer(step, backend), _loss(step, backend)),
         update=update,
     )
 
@@ -118,28 +120,55 @@ def _scores(step: StepShape) -> int:
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
-def _saved_values(step: StepShape) -> int:
-    """Values that one layer saves for its backward pass."""
-    tokens, heads = step.tokens, step.heads * step.head_size // step.mesh["model"]
-    carry = tokens * step.embed
+def saved_bytes(step: StepShape) -> int:
+    """What one layer saves on the device for its backward pass, in all of a microbatch's tokens.
+
+    With `none` that is everything that JAX differentiates: gate, up, and four products of them; four arrays of the
+    residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
+    weights, if they are gathered by layer.
+    The CPU's rules keep three and four of these, and no scores.
+    """
+    narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
+    heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
+    stream = tokens * step.embed * narrow
     match step.remat:
         case "full" | "context_offload":
-            return carry
+            return stream
         case "offload":
             return 0
-        case "context":
-            return carry + tokens * heads
+        case "context" | "attention":
+            return stream + tokens * heads * narrow
         case "projections":
-            return carry + tokens * (4 * heads + 2 * step.mlp + 2 * step.embed)
-    return 3 * carry + tokens * (5 * heads + 4 * step.mlp) + 2 * _scores(step)
+            return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
+    weights = 0 if step.per_step else _a_layer(step) * narrow
+    attention = tokens * (2 * heads + 2 * keys) * narrow
+    if step.rules:
+        return weights + attention + 4 * stream + 3 * tokens * step.mlp * narrow
+    norms = 4 * tokens * step.embed * FLOAT32
+    if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
+        norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
+    scores = (FLOAT32 + narrow) * _scores(step)
+    return weights + attention + 4 * stream + norms + 6 * tokens * step.mlp * narrow + scores
+
+
+def _a_layer(step: StepShape) -> int:
+    """Values of one layer's weights on a device that has gathered them."""
+    return sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
+
+
+def offloaded_bytes(step: StepShape) -> int:
+    """What one layer moves to the host's memory for its backward pass."""
+    widths = {"offload": step.embed, "context_offload": step.heads * step.head_size // step.mesh["model"]}
+    return step.tokens * widths.get(step.remat, 0) * step.compute_bytes
 
 
 def _layer(step: StepShape, backend: Backend) -> int:
     """The backward pass of one layer: its weights, their gradients, and the activations around scores or MLP."""
     width = max(step.compute_bytes, backend.narrowest_bytes)
-    weights = sum(step.on_device(weight, step.layout.compute) for weight in step.stacked()) // step.layers
+    weights = _a_layer(step)
     scores = _scores(step)
-    attention = SCORE_ARRAYS * FLOAT32 * scores + scores  # and the mask, a byte each
+    a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
+    attention = a_score * scores
     attention += HEAD_ARRAYS * width * step.tokens * step.heads * step.head_size // step.mesh["model"]
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
@@ -147,8 +176,13 @@ def _layer(step: StepShape, backend: Backend) -> int:
     return gathered + width * weights + stream * width * step.tokens * step.embed + max(attention, mlp)
 
 
-def _loss(step: StepShape) -> int:
-    """The loss: a block's logits, the gradient of the whole head, and that of the hidden state."""
+def _loss(step: StepShape, backend: Backend) -> int:
+    """The loss: a block's logits, the head and its whole gradient, and the gradient of the hidden state.
+
+    The gradient is there twice: in float32, and as it is sent, which fused is in the compute dtype.
+    """
     block = min(step.loss_block, step.tokens)
-    logits = LOGIT_ARRAYS * block * step.vocabulary
-    return FLOAT32 * (logits + 2 * step.embed * step.vocabulary + 2 * step.tokens * step.embed)
+    head, hidden = step.embed * step.vocabulary, step.tokens * step.embed
+    arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
+    gathered = 0 if step.per_step or backend.hoists_gathers else step.compute_bytes
+    return FLOAT32 * (arrays * block * step.vocabulary + 2 * hidden) + (FLOAT32 + sent + gathered) * head

@@ -20,16 +20,20 @@ class Backend:
         hoists_gathers: a gather that is the same in every microbatch is done once, before the loop.
         merges_sums: `sum(a) + sum(b)` over devices is done as one `sum(a + b)`.
         scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
+        fuses_softmax: a softmax and its gradient are computed in passes over few arrays of scores or logits.
     """
 
     narrowest_bytes: int
     hoists_gathers: bool
     merges_sums: bool
     scatters_layers: bool
+    fuses_softmax: bool
 
 
-CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatters_layers=False)
-ACCELERATOR = Backend(narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True)
+CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatters_layers=False, fuses_softmax=False)
+ACCELERATOR = Backend(
+    narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class StepShape:
         microbatches: parts of a replica's batch.
         layers: number of layers.
         heads: query heads.
+        kv_heads: key and value heads.
         head_size: width of a head.
         compute_bytes: bytes of a value of the compute dtype.
         remat: what a layer saves for its backward pass, by the name of the policy.
@@ -73,6 +78,8 @@ class StepShape:
         loss_block: tokens whose logits are held at a time.
         unrolled: no loop over layers is left.
         scores: attention holds its scores; a kernel does not.
+        rules: the CPU's rules of differentiation, which save less than JAX does.
+        window: keys that a query sees at most; None: all before it.
         pipeline: of the layers; None: they are scanned.
     """
 
@@ -83,6 +90,7 @@ class StepShape:
     microbatches: int
     layers: int
     heads: int
+    kv_heads: int
     head_size: int
     compute_bytes: int
     remat: str
@@ -90,6 +98,8 @@ class StepShape:
     loss_block: int
     unrolled: bool = False
     scores: bool = True
+    rules: bool = False
+    window: int | None = None
     pipeline: PipelineShape | None = None
 
     @property

@@ -130,6 +130,14 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         del parameters, layout, matrix_axes_of
         return 0
 
+    def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+        """FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
+
+        The arguments are those of `build`.
+        """
+        del parameters, layout, matrix_axes_of
+        return 0
+
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
         """The schedule step -> learning rate of a run of so many steps."""
         with below("schedule"):

@@ -17,7 +17,7 @@ from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout, is_named
 from gregale.optim.config import BETAS, EPSILON, Optimizer, OptimizerConfig
 from gregale.optim.matrices import MatrixAxes, MatrixAxesOf, map_parameters, matrix_axes
-from gregale.optim.orthogonal import exchanges, iteration_bytes, orthogonalise
+from gregale.optim.orthogonal import exchanges, iteration_bytes, iteration_flops, orthogonalise
 from gregale.settings import DECAY, above, at_least, restated, whole
 
 MUON, ADAMW = "muon", "adamw"
@@ -84,6 +84,11 @@ class MuonConfig(OptimizerConfig):
         matrices = _matrices(parameters, matrix_axes_of)
         shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
         return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
+
+    def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
+        """The iterations on the whole matrices that a device has; every replica makes them all."""
+        matrices = _matrices(parameters, matrix_axes_of)
+        return self.iterations * sum(iteration_flops(leaf, sides, layout) for leaf, sides in matrices)
 
     def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
         """`scale * orthogonal(leaf)` for every matrix of a stack."""

@@ -85,6 +85,16 @@ def iteration_bytes(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
     return FLOAT32 * 2 * matrices * (inputs * outputs + min(inputs, outputs) ** 2)
 
 
+def iteration_flops(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
+    """FLOPs of an iteration on a device: `a = x x^T` [n, n], `a a`, and a polynomial of both by `x` [n, m].
+
+    With n = min(inputs, outputs) and m the other: `4 n^2 m + 2 n^3` for each matrix, those of zeros too.
+    """
+    matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
+    narrow, wide = sorted((inputs, outputs))
+    return matrices * (4 * narrow**2 * wide + 2 * narrow**3)
+
+
 def _iterated_on(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> tuple[int, int, int]:
     """The whole matrices that a device iterates on, some of which may be zero; their inputs; their outputs."""
     inputs, outputs = (prod(leaf.resolve_axis(str(axis)).size for axis in side) for side in sides)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import secrets
@@ -17,11 +16,11 @@ from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import Timing
+from gregale.services.children import end_with_parent
 
 GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
 _START_SECONDS = 60.0
-_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # loaded before any fork
 _KILL_AFTER_SECONDS = 60.0
 
 
@@ -71,14 +70,9 @@ def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> s
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,  # with SIGTERM, at which islands save and end, as they do by hand
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-
-
-def _end_with_parent() -> None:
-    """The kernel sends SIGTERM when the parent is gone, however it went: islands save and end, as they do by hand."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def start_lighthouse(bind: str, timing: Timing, output: Path) -> Lighthouse:

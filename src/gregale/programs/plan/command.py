@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from gregale.programs.plan.devices import Target, simulated_target, topology_tar
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
-from gregale.programs.plan.step import plan_step
+from gregale.programs.plan.search import Asked, search
+from gregale.programs.plan.search_text import print_search
+from gregale.programs.plan.step import CODE, UNTIL, plan_step
 from gregale.programs.plan.text import print_report
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.settings import Settings, above, whole
+from gregale.streams import LastingStream
 
 DOES_NOT_FIT = 3
 WIDTH = 110  # of tables that no terminal limits
@@ -59,6 +63,17 @@ class PlanOptions(Settings):
             "range": above(0),
         },
     )
+    until: str = field(
+        default=CODE,
+        metadata={
+            "help": "how far to compile; memory: what it takes and sends, much sooner, but not what is hidden",
+            "choices": UNTIL,
+        },
+    )
+    search: bool = field(
+        default=False,
+        metadata={"help": "find the fastest remat x microbatches x unroll x gather that fits, and print its YAML"},
+    )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
     hlo: Path | None = field(
         default=None, metadata={"help": "write the compiled step's text to this file, other programs' beside it"}
@@ -69,6 +84,8 @@ class PlanOptions(Settings):
         super().__post_init__()
         if self.topology is not None and self.devices is not None:
             raise UserError("topology and devices are both given: a topology has its own devices. Leave one out.")
+        if self.search and self.hlo is not None:
+            raise UserError("search and hlo are both given: a search compiles many programs. Leave one out.")
         if self.topology is None and self.slices != 1:
             raise UserError(f"slices is {self.slices}, but without a topology there are none; give --topology too.")
 
@@ -78,7 +95,9 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     config = as_island(config, options.count)
     target = target_of(options, config)
     tokens = tokens_of(config)
-    plan = plan_step(config, tokens, target)
+    if options.search:
+        return DOES_NOT_FIT if not searched(options, config, tokens, target) and options.require_fit else 0
+    plan = plan_step(config, tokens, target, options.until)
     if options.hlo is not None:
         for name, program in plan.programs.items():
             path = options.hlo if name == STEP else options.hlo.with_stem(f"{options.hlo.stem}.{name}")
@@ -87,9 +106,30 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        console = Console()
-        print_report(report, console if console.is_terminal else Console(width=WIDTH))
+        print_report(report, console_for_tables())
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
+
+
+def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
+    """Searches and prints what is found; whether anything fits."""
+    progress = LastingStream(sys.stderr)
+
+    def tell(line: str) -> None:
+        progress.write(f"{line}\n")
+        progress.flush()
+
+    found = search(config, tokens, target, Asked(options.link_gbit_per_second, options.count, tell))
+    report = {"name": config.name, "chip": target.chip.name, **found.to_dict()}
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_search(report, console_for_tables())
+    return found.best is not None
+
+
+def console_for_tables() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def tokens_of(config: TrainConfig) -> int:

@@ -2,7 +2,7 @@
 
 `compiled_for(target, name, lowered, arguments)` gives an `Outcome` in either case. The TPU compiler refuses a program
 that needs more memory than a device has, once it has scheduled it: its schedule and its sizes are then read from what
-it writes beside.
+it writes beside (`read_dump`). `gregale.programs.plan.reported` stops there for programs that fit, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from gregale.audit.memory import CompilerMemory, compiler_memory
 from gregale.errors import UserError
 from gregale.programs.plan.devices import Target
 
+# Ends of the names of what the TPU compiler writes with `DUMPED`, in this order; then it makes code.
+SCHEDULE, REPORT, AFTERWARDS = (
+    f".after_optimizations{part}.txt" for part in ("", "-memory-usage-report", "_after_buffer_assignment")
+)
 SHOWN_BUFFERS = 5
 SHOWN_SHAPES = 2
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -29,6 +33,9 @@ _REFUSALS = (
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
 )
 _TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
+# XLA:CPU plans memory and communication before these, and takes most of its time for what they leave out.
+WITHOUT_OPTIMISED_CODE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+DUMPED: dict[str, Any] = {"xla_dump_hlo_as_text": True}
 _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+; (.*)$", re.MULTILINE)
 
 
@@ -48,8 +55,8 @@ class Shortage:
 class Outcome:
     """What the compiler says of a program.
 
-    - `text`: as scheduled; of a refused program without the code's estimates of cycles
-    - `flops`: on a device, each loop's body once; None: of a refused program, and of GPUs, where it is not told
+    - `text`: as scheduled; without the code's estimates of cycles where no code was made
+    - `flops`: on a device, each loop's body once; None: no code was made, and of GPUs, where it is not told
     - `shortage`: None: it fits
     """
 
@@ -59,21 +66,21 @@ class Outcome:
     shortage: Shortage | None = None
 
 
-def compiled_for(target: Target, name: str, lowered: jax.stages.Lowered, arguments: int) -> Outcome:
+def compiled_for(
+    target: Target, name: str, lowered: jax.stages.Lowered, arguments: int, options: dict[str, Any] | None = None
+) -> Outcome:
     """Compiles a program, or finds out why it cannot be.
 
     - `arguments`: bytes on a device of what the program is given
+    - `options`: of the compiler
 
     Raises:
         UserError: the compiler refuses the program for another reason than the devices' memory.
     """
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        sizes = refused_sizes(str(error))
-        if sizes is None:
-            raise UserError(f"the compiler does not take the program {name!r}: {reason_of(error)}") from error
-        return _refused(lowered, arguments, *sizes)
+        return _refused(lowered, arguments, str(error), name)
     costs = compiled.cost_analysis() or {}
     memory = compiler_memory(compiled, tells_peak=not target.simulated)
     return Outcome(compiled.as_text() or "", memory, costs.get("flops") or None)
@@ -87,9 +94,9 @@ def refused_sizes(message: str) -> tuple[int, int] | None:
     return None
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(message: str) -> str:
     """The first paragraph of the compiler's message, in one line."""
-    return " ".join(str(error).partition("\n\n")[0].split())
+    return " ".join(message.partition("\n\n")[0].split())
 
 
 def largest_buffers(report: str) -> list[tuple[int, str]]:
@@ -102,22 +109,46 @@ def largest_buffers(report: str) -> list[tuple[int, str]]:
     return found
 
 
-def _refused(lowered: jax.stages.Lowered, arguments: int, needed: int, offered: int) -> Outcome:
-    """Compiles again, with the compiler's own files in a folder: it writes them before it refuses."""
-    with TemporaryDirectory(prefix="gregale-plan-") as folder:
-        options: Any = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        with suppress(jax.errors.JaxRuntimeError):
-            lowered.compile(compiler_options=options)
-        text, report = (_written(Path(folder), end) for end in (".after_optimizations", "-memory-usage-report"))
+def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> Outcome:
+    """What the TPU compiler has written to a folder about a program, before it made code or refused to.
+
+    - `arguments`: bytes on a device of what the program is given
+    - `message`: with which it refused the program; None: it did not
+    - `name`: of the program
+
+    Raises:
+        UserError: it refused the program for another reason than the devices' memory, or has not written all of it.
+    """
+    shortage, needed = None, 0
+    text, report = (_written(folder, end) for end in (SCHEDULE, REPORT))
+    if message is not None:
+        sizes = refused_sizes(message)
+        if sizes is None:
+            raise UserError(f"the compiler does not take the program {name!r}: {reason_of(message)}")
+        needed, offered = sizes
+        shortage = Shortage(offered, largest_buffers(report))
     if total := _TOTAL.search(report):
         needed = int(total[1])
-    shortage = Shortage(offered, largest_buffers(report))
+    elif message is None:
+        raise UserError(
+            f"the compiler has written no memory report of the program {name!r} to {folder}: it was killed, as by a "
+            "system that runs out of memory, or the disk is full. TMPDIR in the environment names another folder."
+        )
     return Outcome(text, CompilerMemory(arguments, 0, max(0, needed - arguments), 0, needed), None, shortage)
+
+
+def _refused(lowered: jax.stages.Lowered, arguments: int, message: str, name: str) -> Outcome:
+    """Compiles again, with its files in a folder; the compiler writes them before it refuses what does not fit."""
+    with TemporaryDirectory(prefix="gregale-plan-") as folder:
+        with suppress(jax.errors.JaxRuntimeError):
+            if refused_sizes(message) is not None:
+                lowered.compile(compiler_options={"xla_dump_to": folder, **DUMPED})
+        return read_dump(Path(folder), arguments, message, name)
 
 
 def _written(folder: Path, end: str) -> str:
     """The largest file with this end: small programs may have been compiled beside."""
-    files = sorted(folder.glob(f"*{end}.txt"), key=lambda path: path.stat().st_size)
+    files = sorted(folder.glob(f"*{end}"), key=lambda path: path.stat().st_size)
     return files[-1].read_text(encoding="utf-8", errors="replace") if files else ""
 
 

@@ -34,6 +34,7 @@ class Target:
         chip: what they are.
         devices_a_chip: JAX devices that a chip shows as.
         simulated: they are simulated CPU devices, compiled for by XLA:CPU.
+        topology: the TPU topology that they are, and its slices, as given to `topology_target`.
         share: of the chip's memory that JAX takes.
     """
 
@@ -41,6 +42,7 @@ class Target:
     chip: Chip
     devices_a_chip: int
     simulated: bool
+    topology: tuple[str, int] | None = None
     share: float = 1.0
 
     @property
@@ -121,7 +123,7 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
         raise UserError(f"topology: the TPU compiler does not take {name!r}: {reason}.") from error
     chips = prod(int(size) for size in sizes) * slices
     found = chip(chip_name or CHIP_OF_TOPOLOGY[family])
-    return Target(list(described.devices), found, len(described.devices) // chips, simulated=False)
+    return Target(list(described.devices), found, len(described.devices) // chips, False, (name, slices))
 
 
 def _gpus(name: str, boxes: int, chip_name: str | None) -> Target:

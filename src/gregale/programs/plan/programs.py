@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import haliax as hax
 import jax
@@ -11,10 +12,11 @@ import jax
 from gregale.audit import Audit, Collective, audit
 from gregale.audit.memory import CompilerMemory
 from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
-from gregale.programs.plan.compiling import Outcome, Shortage, compiled_for
+from gregale.programs.plan.compiling import Outcome, Shortage
 from gregale.programs.plan.devices import Target
-from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers, tree_bytes
+from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
 from gregale.programs.run.setup import Setup
 from gregale.training.state import abstract_state
 
@@ -39,36 +41,50 @@ class Program:
     shortage: Shortage | None = None
 
 
-def programs_of(setup: Setup, target: Target) -> dict[str, Program]:
+@dataclass(frozen=True)
+class Lowering:
+    """A program that is to be compiled.
+
+    - `lower`: traces it, from shapes alone
+    - `expected`: what it has to send, in closed form
+    """
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    expected: list[Transfer]
+
+
+Compile = Callable[[Lowering], Outcome]
+
+
+def programs_of(setup: Setup, target: Target, compile_: Compile) -> dict[str, Program]:
     """The programs that `train` runs, compiled by name; nothing is allocated.
 
     - `step`: of PSDP, or of DiLoCo's replicas when nothing is sent or applied
     - what the method does beside it, by the names of its traffic's `kinds`
     - `warm_up`: the PSDP step before another method begins
     """
-    arguments = tree_bytes(setup).arguments
     with hax.axis_mapping({}):
         return {
-            name: _read(setup, target, compiled_for(target, name, lowered, arguments), sent)
-            for name, lowered, sent in _lowered(setup, target)
+            each.name: _read(setup, target, compile_(each), each.expected) for each in lowerings(setup, target.backend)
         }
 
 
-def _lowered(setup: Setup, target: Target) -> Iterator[tuple[str, jax.stages.Lowered, list[Transfer]]]:
-    """The name, the program to compile, and what it has to send."""
+def lowerings(setup: Setup, backend: Backend) -> Iterator[Lowering]:
+    """The programs that `programs_of` compiles."""
     method, batch = setup.method, abstract_batch(setup)
     state, stepper = setup.abstract_state(), setup.stepper()
-    sent = step_transfers(setup, target.backend)
-    yield STEP, stepper.program.lower(state, batch, *method.actions(1).during), sent
+    sent, step = step_transfers(setup, backend), stepper.program.lower
+    yield Lowering(STEP, partial(step, state, batch, *method.actions(1).during), sent)
     for name, kind in method.traffic(step_shape(setup)).kinds().items():
         actions = method.actions(kind.step)
         if actions.after is not None:
-            yield name, stepper.synchronise.lower(state, actions.after), kind.transfers
+            yield Lowering(name, partial(stepper.synchronise.lower, state, actions.after), kind.transfers)
         else:
-            yield name, stepper.program.lower(state, batch, *actions.during), sent + kind.transfers
+            yield Lowering(name, partial(step, state, batch, *actions.during), sent + kind.transfers)
     if setup.method_after(0) is not method:
         program, start = setup.stepper(setup.psdp).program, abstract_state(setup.psdp, setup.model)
-        yield WARM_UP, program.lower(start, batch), step_transfers(setup, target.backend, setup.psdp)
+        yield Lowering(WARM_UP, partial(program.lower, start, batch), step_transfers(setup, backend, setup.psdp))
 
 
 def _read(setup: Setup, target: Target, outcome: Outcome, expected: list[Transfer]) -> Program:

@@ -11,12 +11,13 @@ from gregale.audit.step import ACCELERATOR, Backend
 from gregale.audit.traffic import bytes_by_axes
 from gregale.methods.island import Island
 from gregale.model.execution import execution
+from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import IslandPlan
 from gregale.programs.plan.methods import GBIT, methods_of
 from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
-from gregale.programs.plan.step import Plan
+from gregale.programs.plan.step import MEMORY, Plan
 from gregale.programs.run.setup import Setup
 
 
@@ -31,7 +32,7 @@ def report_of(
     setup, target = plan.setup, plan.target
     step, config = step_shape(setup), setup.config
     per_token = model_flops_per_token(step)
-    far = link_bytes_per_second(plan, link_gbit_per_second)
+    far = link_bytes_per_second(target, setup, link_gbit_per_second)
     bandwidth = None if far is None else far / devices_of_a_replica(setup)
     bound = plan.roofline(bandwidth)
     memory = memory_of(plan, island)
@@ -41,6 +42,7 @@ def report_of(
         "device_kind": "simulated CPU" if target.simulated else target.devices[0].device_kind,
         "mesh": {axis: size for axis, size in setup.layout.mesh.shape.items() if size > 1},
         "chip": target.chip.name,
+        "until": plan.until,
         "kernels": kernels_of(setup),
         "compiler_options": setup.compiler_options or {},
         "pipeline": pipeline_of(setup),
@@ -78,14 +80,12 @@ def pipeline_of(setup: Setup) -> dict[str, Any] | None:
     return {**asdict(schedule), **computed}
 
 
-def link_bytes_per_second(plan: Plan, link_gbit_per_second: float | None) -> float | None:
+def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: float | None) -> float | None:
     """What one replica sends to the others, in bytes per second: as given, or all its chips' share of the network."""
     if link_gbit_per_second is not None:
         return link_gbit_per_second * GBIT
-    network = plan.target.chip.network_bytes_per_second
-    if network is None:
-        return None
-    return network / plan.target.devices_a_chip * devices_of_a_replica(plan.setup)
+    network = target.chip.network_bytes_per_second
+    return None if network is None else network / target.devices_a_chip * devices_of_a_replica(setup)
 
 
 def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
@@ -186,6 +186,7 @@ def roofline_of(plan: Plan, bound: Roofline) -> dict[str, Any]:
         "compute_seconds": bound.compute,
         "memory_seconds": bound.memory,
         "link_seconds": dict(bound.links),
+        "host_seconds": bound.host,
         "step_seconds_overlapped": bound.overlapped,
         "step_seconds_one_after_another": bound.one_after_another,
         "mfu_bound": bound.mfu_bound,
@@ -224,6 +225,11 @@ def notes_of(plan: Plan) -> list[str]:
             "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
             "taking part; outer parameters and the outer optimizer are "
             f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
+        )
+    if plan.until == MEMORY and not plan.target.simulated:
+        notes.append(
+            "compiled to the memory report: the peak is without the program's code, some tens of MiB, and nothing is "
+            "said of what the compiler overlaps. --until code tells both."
         )
     if any(program.shortage is not None for program in plan.programs.values()):
         notes.append(

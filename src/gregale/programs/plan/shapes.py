@@ -53,6 +53,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         microbatches=batch.microbatches,
         layers=model.layers,
         heads=model.heads,
+        kv_heads=model.KvHeads.size,
         head_size=model.HeadSize.size,
         compute_bytes=jnp.dtype(DTYPES[compute.dtype]).itemsize,
         remat=compute.remat if config.pipeline is None else config.pipeline.remat,
@@ -60,6 +61,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         loss_block=compute.loss_block,
         unrolled=run.unroll >= model.layers,
         scores=not run.kernels.opaque,
+        rules=run.kernels.rules != "plain",
+        window=model.sliding_window,
         pipeline=pipeline_shape(setup),
     )
 
@@ -150,7 +153,10 @@ def _sent_by_link(transfers: list[Transfer], step: StepShape) -> dict[str, float
 
 
 def estimated_work(setup: Setup, link_bytes: dict[str, float]) -> Work:
-    return work_of(step_shape(setup), tree_bytes(setup).optimizer, link_bytes)
+    """What a device does in a step, with the optimizer's own matrix products."""
+    step = step_shape(setup)
+    update = setup.config.optimizer.update_flops(step.weights, step.layout)
+    return work_of(step, tree_bytes(setup).optimizer, link_bytes, update)
 
 
 def devices_of_a_replica(setup: Setup) -> int:

@@ -10,11 +10,16 @@ from gregale.audit.overlap import Rates, Schedule, schedule_of
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.axes.mesh import make_mesh
+from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
-from gregale.programs.plan.programs import STEP, Program, known_trips, programs_of
-from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work
+from gregale.programs.plan.programs import STEP, Compile, Program, known_trips, programs_of
+from gregale.programs.plan.reported import Request, reported
+from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, tree_bytes
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.services.config import TrainConfig
+
+CODE, MEMORY = "code", "memory"
+UNTIL = (CODE, MEMORY)  # to the end; to the memory report and the schedule, which come long before the code
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,13 @@ class Plan:
     """Everything that the compiled programs tell.
 
     - `programs`: by name, see `programs_of`; `step` is always there
+    - `until`: how far they are compiled, one of `UNTIL`
     """
 
     setup: Setup
     target: Target
     programs: dict[str, Program]
+    until: str = CODE
 
     @property
     def step(self) -> Program:
@@ -80,13 +87,31 @@ class Plan:
         return roofline(work, self.target.chip, self.target.devices_a_chip, between_bytes_per_second)
 
 
-def plan_step(config: TrainConfig, tokens: int, target: Target) -> Plan:
+def plan_step(config: TrainConfig, tokens: int, target: Target, until: str = CODE) -> Plan:
     """Compiles the programs of a configuration for the target and reads them.
+
+    - `until`: how far they are compiled, one of `UNTIL`
 
     Raises:
         UserError: the configuration does not fit the devices.
     """
+    setup = setup_for(config, tokens, target)
+    return Plan(setup, target, programs_of(setup, target, _compiler(setup, tokens, target, until)), until)
+
+
+def setup_for(config: TrainConfig, tokens: int, target: Target) -> Setup:
+    """What is planned: the configuration as it is compiled for the target. Raises `UserError` as `plan_step`."""
     config = for_accelerators(config, target)
     setup = set_up(config, tokens, make_mesh(config.mesh, target.devices))
     check_replicas(config, setup.layout)
-    return Plan(setup, target, programs_of(setup, target))
+    return setup
+
+
+def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
+    """Compiles a program as far as it is asked for."""
+    arguments = tree_bytes(setup).arguments
+    if until == MEMORY and target.topology is not None:
+        request = Request(setup.config, tokens, *target.topology)
+        return lambda each: reported(request, each.name, arguments)
+    options = WITHOUT_OPTIMISED_CODE if until == MEMORY else None
+    return lambda each: compiled_for(target, each.name, each.lower(), arguments, options)

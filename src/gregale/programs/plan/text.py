@@ -104,9 +104,14 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
         )
     for each in memory["largest"]:
         console.print(f"  {size(each['bytes'])}: {each['shapes']}", highlight=False, markup=False)
-    if report["remedies"]:
+    print_remedies(report["remedies"], console)
+
+
+def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
+    """Each with its effect; nothing if there are none."""
+    if remedies:
         console.print("The cheapest remedies, estimated:", highlight=False)
-    for remedy in report["remedies"]:
+    for remedy in remedies:
         fits = "fits" if remedy["fits"] else "does not fit alone"
         effect = f"{size(remedy['peak_bytes'])}, {fits}; {remedy['step_time']:.2f} times the step time"
         console.print(f"  {remedy['change']}: {effect}", highlight=False)
@@ -173,6 +178,7 @@ def _speed(report: dict[str, Any], console: Console) -> None:
     bound = report["roofline"]
     rows = [("compute", f"{bound['compute_seconds']:.4g} s"), ("memory", f"{bound['memory_seconds']:.4g} s")]
     rows += [(f"link {link}", f"{seconds:.4g} s") for link, seconds in bound["link_seconds"].items()]
+    rows += [("to the host and back", f"{bound['host_seconds']:.4g} s")] if bound["host_seconds"] else []
     rows += [
         ("step, all at once", f"{bound['step_seconds_overlapped']:.4g} s"),
         ("step, one after another", f"{bound['step_seconds_one_after_another']:.4g} s"),

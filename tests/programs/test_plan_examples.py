@@ -1,0 +1,103 @@
+"""Every example in config/ fits the hardware that it names, and one that is made too large is found not to.
+
+Those for TPUs are compiled as far as the memory report. Those for GPUs are planned by the closed form, on described
+devices; of their shapes the TPU compiler says whether it is to be believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from gregale.audit.chips import GIB, chip
+from gregale.audit.memory import Estimate
+from gregale.audit.step import ACCELERATOR, CPU
+from gregale.axes.mesh import make_mesh
+from gregale.data.tokenizers import BpeConfig
+from gregale.programs.plan.command import tokens_of
+from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.shapes import estimate
+from gregale.programs.plan.step import MEMORY, Plan, plan_step
+from gregale.programs.run.setup import set_up
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+
+CONFIGS = Path(__file__).parent.parent.parent / "config"
+ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}
+ON_GPU = {"mistral_7b": (8, "A100"), "qwen3_600m": (8, "A100"), "llama_124m_gpu": (1, "A100-40GB")}
+ON_CPU = {"quickstart": 8, "diloco_small": 4, "islands": 2}
+ALL_IN_HOST_MEMORY = GIB  # of all simulated devices together, on any machine
+LIKE_GPUS = "v5p:2x2x2"  # eight devices with 95 GB each
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a device as a mesh and the choice of kernels look at."""
+
+    id: int
+    platform: str
+    device_kind: str = "NVIDIA A100-SXM4-80GB"
+    process_index: int = 0
+    compute_capability: str = "8.0"
+
+
+def config_of(name: str, *changes: str) -> TrainConfig:
+    return load(TrainConfig, CONFIGS / f"{name}.yaml", changes)
+
+
+def tokens_in(config: TrainConfig) -> int:
+    tokenizer = config.data.tokenizer
+    return tokenizer.vocabulary if isinstance(tokenizer, BpeConfig) else tokens_of(config)
+
+
+@lru_cache
+def compiled(name: str, topology: str, slices: int, *changes: str) -> Plan:
+    config = config_of(name, *changes)
+    return plan_step(config, tokens_in(config), topology_target(topology, slices, None), MEMORY)
+
+
+def closed_form(name: str, count: int, platform: str, *changes: str) -> Estimate:
+    config = config_of(name, *changes)
+    mesh = make_mesh(config.mesh, [Device(number, platform) for number in range(count)])
+    return estimate(set_up(config, tokens_in(config), mesh), CPU if platform == "cpu" else ACCELERATOR)
+
+
+def test_every_example_is_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ON_TPU, *ON_GPU, *ON_CPU}
+
+
+@pytest.mark.parametrize("name", ON_TPU)
+def test_an_example_for_tpus_fits(name):
+    plan = compiled(name, *ON_TPU[name])
+    assert plan.step.shortage is None
+    assert plan.memory.peak <= 15.75 * GIB, "which the compiler has for programs on a v5e"
+    assert plan.memory.peak > plan.memory.arguments > 0
+
+
+def test_one_that_is_too_large_does_not():
+    plan = compiled("llama_8b_two_slices", *ON_TPU["llama_8b_two_slices"], "--compute.remat=projections")
+    assert plan.step.shortage is not None
+    assert plan.memory.peak > plan.memory_bytes == 15.75 * GIB
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_an_example_for_gpus_fits(name):
+    count, gpu = ON_GPU[name]
+    assert closed_form(name, count, "gpu").peak <= chip(gpu).memory_bytes
+
+
+def test_one_for_gpus_that_is_too_large_does_not():
+    assert closed_form("mistral_7b", 8, "gpu", "--compute.remat=none").peak > chip("A100").memory_bytes
+
+
+@pytest.mark.parametrize("name", [name for name, (count, _) in ON_GPU.items() if count == 8])
+def test_the_closed_form_of_these_is_what_a_compiler_says(name):
+    assert closed_form(name, 8, "gpu").peak == pytest.approx(compiled(name, LIKE_GPUS, 1).memory.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_an_example_for_cpu_devices_fits(name):
+    assert ON_CPU[name] * closed_form(name, ON_CPU[name], "cpu").peak <= ALL_IN_HOST_MEMORY

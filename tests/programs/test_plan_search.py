@@ -1,0 +1,178 @@
+"""`plan --search` on simulated devices: real compiles, of a small model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gregale.audit.chips import chip
+from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.report import Audit
+from gregale.cli import main
+from gregale.errors import UserError
+from gregale.programs.plan.devices import simulated_target
+from gregale.programs.plan.search import (
+    ENOUGH,
+    Asked,
+    Candidate,
+    Weighed,
+    _Compiler,
+    scheduled_seconds,
+    search,
+    weighed_candidates,
+)
+from gregale.programs.plan.search_text import print_search
+from gregale.programs.plan.step import MEMORY, plan_step, setup_for
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
+from tests.programs.tiny import SMALL_QUICKSTART
+
+QUICKSTART = Path(__file__).parent.parent.parent / "config" / "quickstart.yaml"
+SMALL = [*SMALL_QUICKSTART, "--model.layers=2", "--batch.size=8"]
+CONFIG = load(TrainConfig, QUICKSTART, SMALL)
+TARGET = simulated_target(CONFIG, None, "v5e")
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What the search told."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def found(lines):
+    return search(CONFIG, 257, TARGET, Asked(None, None, lines.append))
+
+
+def printed(found) -> str:
+    written = StringIO()
+    print_search({"name": "small", "chip": "v5e", **found.to_dict()}, Console(file=written, width=110))
+    return written.getvalue()
+
+
+def test_the_fastest_of_those_that_fit_is_chosen(found):
+    compiled = [each for each in found.weighed if each.peak is not None]
+    assert len(compiled) == ENOUGH
+    assert all(each.fits for each in compiled)
+    assert found.best == min(compiled, key=lambda each: each.seconds)
+    assert found.configured in {each.candidate for each in compiled}, "to compare with"
+    assert found.best.candidate.microbatches == 1, "weights are gathered once"
+    assert found.remedies == []
+
+
+def test_all_policies_microbatches_and_gathers_are_weighed(found):
+    assert len(found.weighed) == 6 * 2 * 2 == len({each.candidate for each in found.weighed})
+    assert {each.candidate.microbatches for each in found.weighed} == {1, 2}, "two rows on a device"
+    assert {each.candidate.unroll for each in found.weighed} == {1}, "as configured: nothing here tells them apart"
+    times = [each.closed_form_seconds for each in found.weighed]
+    assert times == sorted(times)
+
+
+def test_what_is_printed_is_a_configuration_and_the_table(found, tmp_path):
+    text = printed(found)
+    for heading in ("batches", "closed", "compiled", "schedule", "fits", "The fastest that fits: "):
+        assert heading in text
+    (tmp_path / "best.yaml").write_text(found.best.candidate.yaml())
+    assert text.endswith(found.best.candidate.yaml())
+    config = load(TrainConfig, tmp_path / "best.yaml", ["--name=best", "--steps=1"])
+    assert found.best.candidate.of(CONFIG).compute.remat == config.compute.remat
+    assert found.best.candidate.microbatches == config.batch.microbatches
+    assert "Configured: remat full, microbatches 2, unroll 1, gather per_layer" in text
+
+
+def test_each_compile_is_told_before_and_after(found, lines):
+    assert len(lines) == 2 * ENOUGH
+    assert lines[0] == "remat full, microbatches 2, unroll 1, gather per_layer: compiling"
+    assert "of 16.00 GiB, fits; a step takes" in lines[1]
+
+
+def test_json_has_it_all(found, monkeypatch, capsys):
+    monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: found)
+    assert main(["plan", str(QUICKSTART), *SMALL, "--search", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["best"] == report["candidates"][[each == found.best for each in found.weighed].index(True)]
+    assert report["best"].keys() >= {"remat", "microbatches", "unroll", "gather", "peak", "seconds", "fits"}
+    assert report["fits"]
+
+
+@pytest.fixture(scope="module")
+def nothing():
+    """A search for a chip whose memory no candidate fits."""
+    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=1000))
+    return search(CONFIG, 257, tight, Asked(None, None, str))
+
+
+def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing):
+    compiled = [each for each in nothing.weighed if each.peak is not None]
+    assert [each.closed_form_peak for each in compiled] == [min(each.closed_form_peak for each in nothing.weighed)]
+    assert nothing.best is None
+    assert nothing.remedies
+    text = printed(nothing)
+    assert "Nothing fits." in text
+    assert "The cheapest remedies" in text
+    assert "too large" in text
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--require-fit",), 3)])
+def test_exit_codes_are_those_of_plan(nothing, monkeypatch, options, code):
+    monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
+    assert main(["plan", str(QUICKSTART), *SMALL, "--search", *options]) == code
+
+
+def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
+    def refuse(compute, layout, model):
+        if compute.remat == "offload":
+            raise UserError("compute.remat is offload: not here.")
+
+    monkeypatch.setattr("gregale.programs.plan.search.execution", refuse)
+    weighed, left_out = weighed_candidates(setup_for(CONFIG, 257, TARGET), TARGET, 1, None)
+    assert left_out == ["compute.remat is offload: not here."], "once"
+    assert len(weighed) == 5 * 2 * 2
+
+
+def test_what_is_asynchronous_inside_a_slice_is_hidden(found):
+    """As far as there is compute; between slices nothing is."""
+    plan = plan_step(found.best.candidate.of(CONFIG), 257, TARGET, MEMORY)
+    bound = plan.roofline(None)
+    assert scheduled_seconds(plan, None) == pytest.approx(bound.one_after_another), "nothing is, on simulated devices"
+    moving = Audit(tuple(replace(each, is_async=True) for each in plan.step.audit.collectives))
+    hidden = replace(plan, programs={"step": replace(plan.step, audit=moving)})
+    longest = max(bound.compute, bound.memory, bound.links[INSIDE])
+    assert scheduled_seconds(hidden, None) == pytest.approx(longest + bound.links[BETWEEN])
+
+
+def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
+    compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, Asked(None, None, str))
+
+    def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> Weighed:
+        return Weighed(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)
+
+    two = weighed(2, 2.0, fits=False)
+    compiler.answers[two.candidate] = two
+    assert not compiler.is_worth(two)
+    assert not compiler.is_worth(weighed(1, 1.0))
+    assert compiler.is_worth(weighed(4, 3.0))
+    assert compiler.is_worth(weighed(1, 1.0, "context"))
+    compiler.answers[two.candidate] = replace(two, fits=True)
+    assert not compiler.is_worth(weighed(4, 3.0)), "slower than what fits"
+    assert compiler.is_worth(weighed(1, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hlo", "step.txt"], "search and hlo are both given"),
+        (["--mesh.stage=2", "--mesh.model=1", "--pipeline.repeats=1"], "search: the configuration has a pipeline"),
+        (["--batch.size", "30"], "30 / 4 = 7.5 is not a whole number"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments, message, capsys):
+    assert main(["plan", str(QUICKSTART), *SMALL, "--search", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
