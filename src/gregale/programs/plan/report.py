@@ -226,7 +226,7 @@ def notes_of(plan: Plan) -> list[str]:
             "taking part; outer parameters and the outer optimizer are "
             f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
         )
-    if plan.until == MEMORY and not plan.target.simulated:
+    if plan.until == MEMORY and plan.target.topology is not None:
         notes.append(
             "compiled to the memory report: the peak is without the program's code, some tens of MiB, and nothing is "
             "said of what the compiler overlaps. --until code tells both."

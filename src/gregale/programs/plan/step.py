@@ -113,5 +113,5 @@ def _compiler(setup: Setup, tokens: int, target: Target, until: str) -> Compile:
     if until == MEMORY and target.topology is not None:
         request = Request(setup.config, tokens, *target.topology)
         return lambda each: reported(request, each.name, arguments)
-    options = WITHOUT_OPTIMISED_CODE if until == MEMORY else None
+    options = WITHOUT_OPTIMISED_CODE if until == MEMORY and target.simulated else None
     return lambda each: compiled_for(target, each.name, each.lower(), arguments, options)
