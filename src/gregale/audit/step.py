@@ -9,6 +9,7 @@ from math import prod
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import LAYERS, REPLICA, AxisMapping, Layout
+from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,21 @@ class StepShape:
         """Width of the feed-forward layer on one device."""
         return size_of(self.weights, "mlp") // self.mesh["model"]
 
+    @property
+    def shards(self) -> int:
+        """Devices of a replica that have other rows and other parameters."""
+        return self.mesh["data"] * self.mesh["stage"]
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether the embedding's rows are exchanged, instead of the table gathered."""
+        return exchanges_rows(self.tokens, self.embed, self.vocabulary, self.compute_bytes, self.shards)
+
+    @property
+    def loss_blocks(self) -> LossBlocks:
+        """How the loss cuts a device's tokens."""
+        return loss_blocks(self.tokens, self.embed, self.compute_bytes, self.loss_block)
+
     def stacked(self) -> list[NamedArray]:
         """The weights of the layers."""
         return [weight for weight in self.weights if is_stacked(weight)]
@@ -145,6 +161,11 @@ BATCH_MESH_AXES = ("island", REPLICA, "data", "stage")
 
 def values(axes: Sequence[Axis]) -> int:
     return prod(axis.size for axis in axes)
+
+
+def is_table(weight: NamedArray) -> bool:
+    """Whether a weight is the embedding, [vocab, embed]."""
+    return weight.axes[0].name == "vocab"
 
 
 def is_stacked(weight: NamedArray) -> bool:

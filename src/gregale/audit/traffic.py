@@ -13,12 +13,12 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, StepShape, is_stacked, values
+from gregale.audit.step import Backend, StepShape, is_stacked, is_table, values
 from gregale.axes.layout import REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
-FLOAT32 = 4
+INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The attention's output projection runs again.
 RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
@@ -174,9 +174,11 @@ def is_on_model(weight: NamedArray) -> bool:
 
 
 def _uses(step: StepShape, weight: NamedArray) -> int:
-    """How often a weight is used in a pass: a table that is the head as well is used twice."""
-    tables = sum(axis.name == "vocab" for each in step.weights for axis in each.axes)
-    return 2 if tables == 1 and any(axis.name == "vocab" for axis in weight.axes) else 1
+    """How often a weight is used whole in a pass: the head once, the table to look up in unless rows are exchanged."""
+    if not is_table(weight):
+        return 1
+    heads = sum(axis.name == "vocab" for each in step.weights for axis in each.axes) == 1
+    return heads + (not step.exchanges_rows)
 
 
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
@@ -191,12 +193,18 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Over `model`: the embeddings found, the loss's three numbers a token, and its gradient."""
-    width = max(step.compute_bytes, backend.narrowest_bytes)
-    block = min(step.loss_block, step.tokens)
-    padded = -(-step.tokens // block) * block
-    size = 2 * step.tokens * step.embed * width + SOFTMAX_NUMBERS * FLOAT32 * padded
-    return [Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)]
+    """Over `model`: the embeddings found, the loss's three numbers a token, and its gradient. Exchanged rows."""
+    found = activation_bytes(step, backend)
+    size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
+    over_model = Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)
+    if not step.exchanges_rows:
+        return [over_model]
+    ways = 1 if step.per_step else 2  # a table that was gathered before: only gradients are
+    return [
+        over_model,
+        Transfer("tokens", "all-gather", SHARDS, INTEGER * step.tokens * step.shards, step.microbatches),
+        Transfer("rows of the embedding", "all-to-all", SHARDS, found, ways * step.microbatches),
+    ]
 
 
 def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:
