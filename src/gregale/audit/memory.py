@@ -73,7 +73,7 @@ class Estimate:
         arguments: parameters, optimizer state and batch.
         buffers: gradients summed over microbatches.
         saved: what layers keep for the backward pass.
-        tables: embedding and head, gathered; with `per_step` all weights.
+        tables: embedding and head, as far as they are gathered; with `per_step` all weights.
         working: the largest set that is alive at once beside them: one layer's backward pass, or the loss.
         update: what the optimizer takes beside the buffers, when all that was there for the gradients is gone.
     """
@@ -98,7 +98,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     of it by itself: scores are held for all heads of a microbatch.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
-    gathered = step.weights if step.per_step else step.single()
+    gathered = step.weights if step.per_step else [each for each in step.single() if step.uses(each)]
     # A compiler that widens bfloat16 keeps both forms of what it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
@@ -106,7 +106,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
         buffers=buffers,
         saved=step.layers * _saved_values(step) * step.compute_bytes,
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
-        working=max(_layer(step, backend), _loss(step)),
+        working=max(_layer(step, backend), _loss(step, backend)),
         update=update,
     )
 
@@ -147,8 +147,13 @@ def _layer(step: StepShape, backend: Backend) -> int:
     return gathered + width * weights + stream * width * step.tokens * step.embed + max(attention, mlp)
 
 
-def _loss(step: StepShape) -> int:
-    """The loss: a block's logits, the gradient of the whole head, and that of the hidden state."""
-    block = min(step.loss_block, step.tokens)
-    logits = LOGIT_ARRAYS * block * step.vocabulary
-    return FLOAT32 * (logits + 2 * step.embed * step.vocabulary + 2 * step.tokens * step.embed)
+def _loss(step: StepShape, backend: Backend) -> int:
+    """The loss: a block's logits, a group's gradients by them, the head's gradient, that of the hidden state.
+
+    Several groups are added up in a table of their own.
+    """
+    blocks, width = step.loss_blocks, max(step.compute_bytes, backend.narrowest_bytes)
+    head = step.embed * step.vocabulary
+    logits = FLOAT32 * LOGIT_ARRAYS * blocks.block * step.vocabulary + width * blocks.group * step.vocabulary
+    table = FLOAT32 * head if blocks.groups > 1 else 0
+    return logits + table + width * head + FLOAT32 * 2 * step.tokens * step.embed

@@ -132,6 +132,14 @@ class StepShape:
         """Whether the embedding's rows are exchanged, instead of the table gathered."""
         return exchanges_rows(self.tokens, self.embed, self.vocabulary, self.compute_bytes, self.shards)
 
+    def uses(self, weight: NamedArray) -> int:
+        """How often a weight is used whole in a pass: the embedding to look up in, unless rows are exchanged, and as
+        the head, if there is no other."""
+        if not is_table(weight):
+            return 1
+        heads = [each for each in self.single() if not is_table(each) and has_vocabulary(each)]
+        return (not heads) + (not self.exchanges_rows)
+
     @property
     def loss_blocks(self) -> LossBlocks:
         """How the loss cuts a device's tokens."""
@@ -166,6 +174,10 @@ def values(axes: Sequence[Axis]) -> int:
 def is_table(weight: NamedArray) -> bool:
     """Whether a weight is the embedding, [vocab, embed]."""
     return weight.axes[0].name == "vocab"
+
+
+def has_vocabulary(weight: NamedArray) -> bool:
+    return any(axis.name == "vocab" for axis in weight.axes)
 
 
 def is_stacked(weight: NamedArray) -> bool:

@@ -13,7 +13,7 @@ from math import prod
 
 from haliax import NamedArray
 
-from gregale.audit.step import Backend, StepShape, is_stacked, is_table, values
+from gregale.audit.step import Backend, StepShape, is_stacked, values
 from gregale.axes.layout import REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
@@ -135,7 +135,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             size, times = _per_execution(step, weight), passes * step.microbatches * step.layers
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
-            times *= 1 if step.per_step else _uses(step, weight)
+            times *= 1 if step.per_step else step.uses(weight)
         found.append(Transfer("weights", "all-gather", SHARDS, size * width, times))
     return found
 
@@ -150,7 +150,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        found += _summed(step, kind, size, times * _uses(step, weight))
+        found += _summed(step, kind, size, times * step.uses(weight))
         if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
@@ -171,14 +171,6 @@ ON_EMBED_OR_SPLIT = {"embed", "heads", "kv_heads", "mlp", "vocab"}
 def is_on_model(weight: NamedArray) -> bool:
     """Whether each device of `model` has the gradient of its weight whole."""
     return bool({axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT)
-
-
-def _uses(step: StepShape, weight: NamedArray) -> int:
-    """How often a weight is used whole in a pass: the head once, the table to look up in unless rows are exchanged."""
-    if not is_table(weight):
-        return 1
-    heads = sum(axis.name == "vocab" for each in step.weights for axis in each.axes) == 1
-    return heads + (not step.exchanges_rows)
 
 
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 INTEGER, FLOAT32 = 4, 4  # bytes
+MOST_BLOCKS = 4  # of a group, where the memory for it is beside the table: `compute.loss_block` bounds both
 
 
 def exchanges_rows(tokens: int, embed: int, vocabulary: int, width: int, devices: int) -> bool:
@@ -53,8 +54,8 @@ def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
 
     The gradient by head is one product for each group. With more than one they are added up in a float32 table
     [embed, vocabulary], which is read and written once a group; with one there is no such table. So all tokens are one
-    group if their gradients by logits take no more memory than the table would; else a group's take half of it at most,
-    or are those of one block.
+    group if their gradients by logits take no more memory than the table would. Else a group's take half of it at most,
+    and are those of `MOST_BLOCKS` blocks at most; those of one block in any case.
 
     Arguments:
     - `tokens`: on a device, in a microbatch
@@ -63,6 +64,6 @@ def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
     """
     block = min(block, tokens)
     instead_of_table = embed * FLOAT32 // width
-    most = instead_of_table if tokens <= instead_of_table else instead_of_table // 2
+    most = tokens if tokens <= instead_of_table else min(instead_of_table // 2, MOST_BLOCKS * block)
     groups = -(-tokens // max(block, most))
     return LossBlocks(groups, -(-tokens // (groups * block)), block)

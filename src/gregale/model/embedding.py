@@ -38,7 +38,8 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
     - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
     - `ids`: integers in [0, vocab)
     """
-    lookup = Lookup(table.axes[0], table.axes[1], ids.axes, execution.layout, execution.dtype, execution.weights_ready)
+    dtype = jnp.dtype(execution.dtype)
+    lookup = Lookup(*table.axes, ids.axes, execution.layout, dtype, execution.weights_ready)
     weight = table if lookup.exchanges else execution.gathered(table)
     found: Any = _embed(lookup, weight.array, ids.array)
     return NamedArray(found, (*(axis.name for axis in ids.axes), lookup.Embed.name))
