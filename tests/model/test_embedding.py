@@ -14,7 +14,6 @@ from haliax import Axis
 
 from gregale.audit import audit
 from gregale.axes.layout import BATCH, Layout
-from gregale.axes.vocabulary import exchanges_rows
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
 from gregale.programs.sample import unbatched
@@ -133,14 +132,6 @@ def test_what_is_sent_where_rows_are_exchanged(name):
         ("all-gather", tokens * 4): 1,
         ("all-to-all", rows): 2,
     }
-
-
-def test_the_form_that_sends_less_is_taken():
-    """8,192 tokens of an 8B model on 64 devices are far fewer than its rows; of a byte model they are more."""
-    assert exchanges_rows(tokens=8192, embed=4096, vocabulary=128256, width=2, devices=64)
-    assert not exchanges_rows(tokens=8192, embed=4096, vocabulary=256, width=2, devices=64)
-    assert not exchanges_rows(tokens=8192, embed=4096, vocabulary=128256, width=2, devices=1), "nothing is sent"
-    assert not exchanges_rows(tokens=1000, embed=1, vocabulary=2000, width=4, devices=64), "ids weigh more than rows"
 
 
 def test_a_sum_in_bfloat16_would_be_far_off():

@@ -38,11 +38,12 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
     - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
     - `ids`: integers in [0, vocab)
     """
+    Vocab, Embed = table.axes
     dtype = jnp.dtype(execution.dtype)
-    lookup = Lookup(*table.axes, ids.axes, execution.layout, dtype, execution.weights_ready)
+    lookup = Lookup(Vocab, Embed, ids.axes, execution.layout, dtype, execution.weights_ready)
     weight = table if lookup.exchanges else execution.gathered(table)
     found: Any = _embed(lookup, weight.array, ids.array)
-    return NamedArray(found, (*(axis.name for axis in ids.axes), lookup.Embed.name))
+    return NamedArray(found, (*(axis.name for axis in ids.axes), Embed.name))
 
 
 @dataclass(frozen=True)
