@@ -77,7 +77,7 @@ def test_an_accelerator_sends_bfloat16_in_two_bytes():
     step = small_step((2, 4, 1), compute={"dtype": "bfloat16"})
     wide = replace(ACCELERATOR, narrowest_bytes=4)
     narrow_sums, wide_sums = (bytes_by_axes(expected_transfers(step, each)) for each in (ACCELERATOR, wide))
-    scalars = 2 * 4 * step.microbatches
+    scalars = 2 * 4 * step.microbatches + 4 * step.tokens * 4 * step.microbatches  # losses, weights; tokens' ids
     assert wide_sums["data",] - scalars == 2 * (narrow_sums["data",] - scalars)
     assert wide_sums["replica",] == narrow_sums["replica",], "gradient buffers are float32"
 

@@ -122,15 +122,22 @@ def test_what_is_hidden_is_weighed_by_cycles(plan):
     assert 0 < inside.hidden < inside.seconds
 
 
-def test_gradients_of_embedding_and_head_are_summed_in_the_loop(plan):
-    """Moved out of it, their buffers would not be split over `data`."""
+def test_the_heads_gradient_is_summed_in_the_loop(plan):
+    """Moved out of it, its buffer would not be split over `data`."""
     inside = [each for each in plan.step.audit.over("data") if each.loop and each.kind != "all-gather"]
     table = MODEL.hidden * TOKENS // 2
-    assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) >= 2
+    assert sum(size == table for each in inside for shape in each.shapes for size in [prod(shape)]) == 1
+
+
+def test_the_embeddings_rows_are_exchanged(plan):
+    """There and back in each microbatch; of the table and its gradient nothing is sent over `data`."""
+    rows = [each for each in plan.step.audit.over("data") if each.kind == "all-to-all"]
+    tokens = CONFIG.batch.size * CONFIG.batch.sequence_length // (4 * MICROBATCHES)
+    assert [(each.bytes, each.times) for each in rows] == [(tokens * MODEL.hidden * 2, MICROBATCHES)] * 2
 
 
 def test_attention_is_a_kernel_on_each_devices_heads(plan):
-    assert kernels_of(plan.setup) == {"rules": "plain", "attention": "splash"}
+    assert kernels_of(plan.setup) == {"rules": "plain", "attention": "splash", "embedding": "rows"}
     kernels = [
         instruction
         for computation in parse(plan.step.text).computations.values()

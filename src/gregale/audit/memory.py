@@ -74,7 +74,7 @@ class Estimate:
         arguments: parameters, optimizer state and batch.
         buffers: gradients summed over microbatches.
         saved: what layers keep for the backward pass.
-        tables: with `per_step` all weights, gathered; else embedding and head, if they are gathered before the loop.
+        tables: embedding and head, as far as they are gathered before the loop; with `per_step` all weights.
         working: the largest set that is alive at once beside them: one layer's backward pass, or the loss.
         update: what the optimizer takes beside the buffers, when all that was there for the gradients is gone.
     """
@@ -100,7 +100,8 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     dtype; XLA:CPU holds four arrays of them in float32, and the mask.
     """
     buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
-    gathered = step.weights if step.per_step else step.single() if backend.hoists_gathers else []
+    uses = [each for each in step.single() if step.uses(each)]
+    gathered = step.weights if step.per_step else uses if backend.hoists_gathers else []
     # A compiler that widens bfloat16 keeps both forms of what it gathered before the loop.
     copies = step.compute_bytes + (backend.narrowest_bytes if backend.narrowest_bytes > step.compute_bytes else 0)
     return Estimate(
@@ -177,12 +178,13 @@ def _layer(step: StepShape, backend: Backend) -> int:
 
 
 def _loss(step: StepShape, backend: Backend) -> int:
-    """The loss: a block's logits, the head and its whole gradient, and the gradient of the hidden state.
+    """The loss: a block's logits, a group's gradients by them, the head, its gradient, that of the hidden state.
 
-    The gradient is there twice: in float32, and as it is sent, which fused is in the compute dtype.
+    Several groups are added up in a table of their own, in float32.
     """
-    block = min(step.loss_block, step.tokens)
-    head, hidden = step.embed * step.vocabulary, step.tokens * step.embed
+    blocks, head, hidden = step.loss_blocks, step.embed * step.vocabulary, step.tokens * step.embed
     arrays, sent = (FUSED_LOGIT_ARRAYS, step.compute_bytes) if backend.fuses_softmax else (LOGIT_ARRAYS, FLOAT32)
     gathered = 0 if step.per_step or backend.hoists_gathers else step.compute_bytes
-    return FLOAT32 * (arrays * block * step.vocabulary + 2 * hidden) + (FLOAT32 + sent + gathered) * head
+    table = FLOAT32 if blocks.groups > 1 else 0
+    logits = FLOAT32 * arrays * blocks.block * step.vocabulary + sent * blocks.group * step.vocabulary
+    return logits + FLOAT32 * 2 * hidden + (table + sent + gathered) * head

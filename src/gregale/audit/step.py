@@ -9,6 +9,7 @@ from math import prod
 from haliax import Axis, NamedArray
 
 from gregale.axes.layout import LAYERS, REPLICA, AxisMapping, Layout
+from gregale.axes.vocabulary import LossBlocks, exchanges_rows, loss_blocks
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,29 @@ class StepShape:
         """Width of the feed-forward layer on one device."""
         return size_of(self.weights, "mlp") // self.mesh["model"]
 
+    @property
+    def shards(self) -> int:
+        """Devices of a replica that have other rows and other parameters."""
+        return self.mesh["data"] * self.mesh["stage"]
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether the embedding's rows are exchanged, instead of the table gathered."""
+        return exchanges_rows(self.tokens, self.embed, self.vocabulary, self.compute_bytes, self.shards)
+
+    def uses(self, weight: NamedArray) -> int:
+        """How often a weight is used whole in a pass: the embedding to look up in, unless rows are exchanged, and as
+        the head, if there is no other."""
+        if not is_table(weight):
+            return 1
+        heads = [each for each in self.single() if not is_table(each) and has_vocabulary(each)]
+        return (not heads) + (not self.exchanges_rows)
+
+    @property
+    def loss_blocks(self) -> LossBlocks:
+        """How the loss cuts a device's tokens."""
+        return loss_blocks(self.tokens, self.embed, self.compute_bytes, self.loss_block)
+
     def stacked(self) -> list[NamedArray]:
         """The weights of the layers."""
         return [weight for weight in self.weights if is_stacked(weight)]
@@ -155,6 +179,15 @@ BATCH_MESH_AXES = ("island", REPLICA, "data", "stage")
 
 def values(axes: Sequence[Axis]) -> int:
     return prod(axis.size for axis in axes)
+
+
+def is_table(weight: NamedArray) -> bool:
+    """Whether a weight is the embedding, [vocab, embed]."""
+    return weight.axes[0].name == "vocab"
+
+
+def has_vocabulary(weight: NamedArray) -> bool:
+    return any(axis.name == "vocab" for axis in weight.axes)
 
 
 def is_stacked(weight: NamedArray) -> bool:

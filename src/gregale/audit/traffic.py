@@ -18,7 +18,7 @@ from gregale.axes.layout import REPLICA
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 SHARDS = (STAGE, DATA)  # mesh axes that split rows and parameters inside a replica; layers have stages of their own
-FLOAT32 = 4
+INTEGER, FLOAT32 = 4, 4
 SOFTMAX_NUMBERS = 3  # a token's largest logit, sum of exponentials and logit of the target
 # The attention's output projection runs again.
 RECOMPUTED_SUMS = {"full": 1, "context": 1, "context_offload": 1, "attention": 1, "offload": 1}
@@ -135,7 +135,7 @@ def _weights(step: StepShape, weights: list[NamedArray], backend: Backend) -> li
             size, times = _per_execution(step, weight), passes * step.microbatches * step.layers
         else:
             size, times = _per_execution(step, weight), 1 if once or backend.hoists_gathers else step.microbatches
-            times *= 1 if step.per_step else _uses(step, weight)
+            times *= 1 if step.per_step else step.uses(weight)
         found.append(Transfer("weights", "all-gather", SHARDS, size * width, times))
     return found
 
@@ -150,7 +150,7 @@ def _gradients(step: StepShape, weights: list[NamedArray], backend: Backend) -> 
         kind = "reduce-scatter" if table or (matrix and backend.scatters_layers) else "all-reduce"
         times = step.microbatches * (step.layers if is_stacked(weight) else 1)
         size = _per_execution(step, weight) * width
-        found += _summed(step, kind, size, times * _uses(step, weight))
+        found += _summed(step, kind, size, times * step.uses(weight))
         if not is_on_model(weight):
             # The scale of the heads' norm is on every device of `model`, each of which has some of the heads.
             found.append(Transfer("gradients", kind, (MODEL,), size, times))
@@ -173,12 +173,6 @@ def is_on_model(weight: NamedArray) -> bool:
     return bool({axis.name for axis in weight.axes} & ON_EMBED_OR_SPLIT)
 
 
-def _uses(step: StepShape, weight: NamedArray) -> int:
-    """How often a weight is used in a pass: a table that is the head as well is used twice."""
-    tables = sum(axis.name == "vocab" for each in step.weights for axis in each.axes)
-    return 2 if tables == 1 and any(axis.name == "vocab" for axis in weight.axes) else 1
-
-
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     """How often a layer sums activations over `model`: after each half of it, and their gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
@@ -191,12 +185,18 @@ def activation_bytes(step: StepShape, backend: Backend) -> int:
 
 
 def _vocabulary(step: StepShape, backend: Backend) -> list[Transfer]:
-    """Over `model`: the embeddings found, the loss's three numbers a token, and its gradient."""
-    width = max(step.compute_bytes, backend.narrowest_bytes)
-    block = min(step.loss_block, step.tokens)
-    padded = -(-step.tokens // block) * block
-    size = 2 * step.tokens * step.embed * width + SOFTMAX_NUMBERS * FLOAT32 * padded
-    return [Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)]
+    """Over `model`: the embeddings found, the loss's three numbers a token, and its gradient. Exchanged rows."""
+    found = activation_bytes(step, backend)
+    size = 2 * found + SOFTMAX_NUMBERS * FLOAT32 * step.loss_blocks.tokens
+    over_model = Transfer("embedding and loss", "all-reduce", (MODEL,), size, step.microbatches)
+    if not step.exchanges_rows:
+        return [over_model]
+    ways = 1 if step.per_step else 2  # a table that was gathered before: only gradients are
+    return [
+        over_model,
+        Transfer("tokens", "all-gather", SHARDS, INTEGER * step.tokens * step.shards, step.microbatches),
+        Transfer("rows of the embedding", "all-to-all", SHARDS, found, ways * step.microbatches),
+    ]
 
 
 def reduced(step: StepShape, axis: str = REPLICA) -> list[Transfer]:

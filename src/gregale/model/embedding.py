@@ -2,93 +2,227 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
+from gregale.axes.vocabulary import exchanges_rows
 from gregale.model.execution import Execution
 
 
 def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArray:
     """Rows `ids` of the table: [..., position] -> [..., position, embed].
 
-    Written per device in `jax.shard_map`: ids over `data`, table rows over `model`. A device looks up the rows that it
-    holds, and the results are added over `model`; its gradient is a local scatter and one reduce-scatter over `data`.
-    Left to the partitioner, the gradient's scatter crosses `replica` in every microbatch.
+    Written per device in `jax.shard_map`: ids over `data`, table rows over `model`. Left to the partitioner, the
+    gradient's scatter crosses `replica` in every microbatch. Of two forms, `axes.vocabulary.exchanges_rows` takes the
+    one that sends less:
+
+    - rows are exchanged: a device looks up its columns of all tokens of the devices it shares the table with, and an
+      all-to-all makes whole rows of them; gradients go back by another one and are added to the device's columns
+    - the table is gathered, and the gradient of all of it is summed over `data` (a reduce-scatter, or what the compiler
+      makes of it)
+
+    In both, rows found are added over `model`. With `Execution.weights_ready` the table has been gathered, and only the
+    way back is chosen. Gradients are added up in float32: a frequent token gets thousands of addends, which bfloat16
+    would drop.
 
     Arguments:
-    - `table`: [vocab, embed], gathered over `data` (`Execution.gathered`)
+    - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
     - `ids`: integers in [0, vocab)
     """
     Vocab, Embed = table.axes
-    found: Any = _embed(table.array, ids.array, (Vocab, Embed), ids.axes, execution.layout)
+    dtype = jnp.dtype(execution.dtype)
+    lookup = Lookup(Vocab, Embed, ids.axes, execution.layout, dtype, execution.weights_ready)
+    weight = table if lookup.exchanges else execution.gathered(table)
+    found: Any = _embed(lookup, weight.array, ids.array)
     return NamedArray(found, (*(axis.name for axis in ids.axes), Embed.name))
 
 
-Axes = tuple[Axis, ...]
+@dataclass(frozen=True)
+class Lookup:
+    """The shapes and places of one call of `embed`."""
+
+    Vocab: Axis
+    Embed: Axis
+    tokens: tuple[Axis, ...]
+    layout: Layout
+    dtype: jnp.dtype
+    ready: bool
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the tokens."""
+        return self.layout.mesh_axes(self.tokens, self.layout.compute)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the rows of the table."""
+        return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
+
+    @property
+    def column_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the columns of the table as a parameter."""
+        return self.layout.mesh_axes((self.Embed,), self.layout.params)
+
+    @property
+    def shared(self) -> bool:
+        """Whether devices with other columns have other tokens; else they have the same, as where text is drawn."""
+        return bool({*self.column_axes} & {*self.token_axes})
+
+    @property
+    def devices(self) -> int:
+        """Devices that have the columns of a row between them."""
+        return self.size(self.column_axes)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table on a device."""
+        return self.Vocab.size // self.size(self.row_axes)
+
+    @property
+    def exchanges(self) -> bool:
+        tokens = prod(axis.size for axis in self.tokens) // self.size(self.token_axes)
+        return exchanges_rows(tokens, self.Embed.size, self.rows, self.dtype.itemsize, self.devices)
+
+    def size(self, mesh_axes: tuple[str, ...]) -> int:
+        return prod(self.layout.mesh.shape[axis] for axis in mesh_axes)
+
+    @property
+    def ids_spec(self) -> PartitionSpec:
+        return self.layout.spec(self.tokens, self.layout.compute)
+
+    @property
+    def found_spec(self) -> PartitionSpec:
+        return self.layout.spec((*self.tokens, self.Embed), self.layout.compute)
+
+    def table_spec(self, mapping) -> PartitionSpec:
+        return self.layout.spec((self.Vocab, self.Embed), mapping)
+
+    def sharded(self, function, in_specs, out_specs):
+        mesh = self.layout.mesh
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def local_rows(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where each id's row is among those of this device, and whether it is among them."""
+        local = ids - jax.lax.axis_index(self.row_axes) * self.rows if self.row_axes else ids
+        return local, (local >= 0) & (local < self.rows)
+
+    def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """[..., columns]: of this device's rows and columns; zeros where another device has the row."""
+        local, held = self.local_rows(ids)
+        return jnp.where(held[..., None], table.at[local].get(mode="clip"), 0)
+
+    def summed(self, found: jax.Array) -> jax.Array:
+        return jax.lax.psum(found, self.row_axes) if self.row_axes else found
+
+    def scatter(self, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+        """The gradient by this device's rows: [rows, columns], float32."""
+        local, held = self.local_rows(ids)
+        zeros = jnp.zeros((self.rows, cotangent.shape[-1]), jnp.float32)
+        return zeros.at[jnp.where(held, local, self.rows)].add(cotangent.astype(jnp.float32), mode="drop")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _embed(table: jax.Array, ids: jax.Array, table_axes: Axes, ids_axes: Axes, layout: Layout) -> jax.Array:
-    vocab_mesh_axes = layout.mesh_axes(table_axes[:1], layout.compute)
-
-    def lookup(rows, ids):
-        local, held = _local_rows(ids, rows.shape[0], vocab_mesh_axes)
-        found = jnp.where(held[..., None], rows.at[local].get(mode="clip"), 0)
-        return jax.lax.psum(found, vocab_mesh_axes) if vocab_mesh_axes else found
-
-    return jax.shard_map(
-        lookup,
-        mesh=layout.mesh,
-        in_specs=(layout.spec(table_axes, layout.compute), layout.spec(ids_axes, layout.compute)),
-        out_specs=layout.spec((*ids_axes, table_axes[1]), layout.compute),
-        check_vma=False,
-    )(table, ids)
+# The lookup where the table is whole.
 
 
-def _local_rows(ids: jax.Array, rows: int, vocab_mesh_axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Where each id's row is among those of this device, and whether it is among them."""
-    local = ids - jax.lax.axis_index(vocab_mesh_axes) * rows if vocab_mesh_axes else ids
-    return local, (local >= 0) & (local < rows)
+def _from_whole(lookup: Lookup, table, ids):
+    def local(table, ids):
+        return lookup.summed(lookup.look_up(table, ids))
+
+    specs = (lookup.table_spec(lookup.layout.compute), lookup.ids_spec)
+    return lookup.sharded(local, specs, lookup.found_spec)(table, ids)
 
 
-def _embed_forward(table, ids, table_axes, ids_axes, layout):
-    return _embed(table, ids, table_axes, ids_axes, layout), (ids, jnp.zeros((0,), table.dtype))
+def _summed_gradient(lookup: Lookup, ids, cotangent, dtype):
+    def local(ids, cotangent):
+        gradient = lookup.scatter(ids, cotangent).astype(dtype)
+        return scattered(gradient, (lookup.Vocab, lookup.Embed), lookup.token_axes, lookup.layout)
+
+    specs = (lookup.ids_spec, lookup.found_spec)
+    return lookup.sharded(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
 
 
-def _embed_backward(table_axes, ids_axes, layout, saved, cotangent):
+# The lookup that exchanges rows. `ids` are those of all devices that share the table: [devices * tokens], or the
+# tokens that they all have.
+
+
+def _ids_of_all(lookup: Lookup, ids):
+    def local(ids):
+        ids = ids.reshape(-1)
+        return jax.lax.all_gather(ids, lookup.column_axes, tiled=True) if lookup.shared else ids
+
+    return lookup.sharded(local, lookup.ids_spec, _spec_of_all(lookup))(ids)
+
+
+def _spec_of_all(lookup: Lookup) -> PartitionSpec:
+    return PartitionSpec(_others(lookup) or None)
+
+
+def _others(lookup: Lookup) -> tuple[str, ...]:
+    """Mesh axes that split the tokens and not the columns."""
+    return tuple(axis for axis in lookup.token_axes if axis not in lookup.column_axes)
+
+
+def _from_columns(lookup: Lookup, table, ids, shape: tuple[int, ...]):
+    """`shape`: of the ids on a device."""
+    devices, axes = lookup.devices, lookup.column_axes
+
+    def local(table, ids):
+        found = lookup.look_up(table.astype(lookup.dtype), ids)
+        if lookup.shared:
+            found = jax.lax.all_to_all(found.reshape(devices, -1, found.shape[-1]), axes, 0, 0).swapaxes(0, 1)
+        else:
+            found = jax.lax.all_gather(found, axes, axis=1, tiled=True)
+        return lookup.summed(found.reshape(*shape, lookup.Embed.size))
+
+    specs = (lookup.table_spec(lookup.layout.params), _spec_of_all(lookup))
+    return lookup.sharded(local, specs, lookup.found_spec)(table, ids)
+
+
+def _gradient_of_columns(lookup: Lookup, ids, cotangent, dtype):
+    devices, axes, columns = lookup.devices, lookup.column_axes, lookup.Embed.size // lookup.devices
+
+    def local(ids, cotangent):
+        parts = cotangent.reshape(-1, devices, columns).swapaxes(0, 1)
+        if lookup.shared:
+            mine = jax.lax.all_to_all(parts, axes, 0, 0).reshape(-1, columns)
+        else:
+            mine = parts[jax.lax.axis_index(axes)]
+        gradient = lookup.scatter(ids, mine)
+        return (jax.lax.psum(gradient, _others(lookup)) if _others(lookup) else gradient).astype(dtype)
+
+    specs = (_spec_of_all(lookup), lookup.found_spec)
+    return lookup.sharded(local, specs, lookup.table_spec(lookup.layout.params))(ids, cotangent)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed(lookup: Lookup, table: jax.Array, ids: jax.Array) -> jax.Array:
+    return _embed_forward(lookup, table, ids)[0]
+
+
+def _embed_forward(lookup: Lookup, table, ids):
+    like = jnp.zeros((0,), table.dtype)
+    if not lookup.exchanges:
+        return _from_whole(lookup, table, ids), (ids, like)
+    every = _ids_of_all(lookup, ids)
+    if lookup.ready:
+        return _from_whole(lookup, table, ids), (every, like)
+    shape = lookup.layout.sharding(lookup.tokens, lookup.layout.compute).shard_shape(ids.shape)
+    return _from_columns(lookup, table, every, shape), (every, like)
+
+
+def _embed_backward(lookup: Lookup, saved, cotangent):
     ids, like = saved
-    Vocab, Embed = table_axes
-    vocab_mesh_axes = layout.mesh_axes((Vocab,), layout.compute)
-    rows = Vocab.size // max(1, _product(layout, vocab_mesh_axes))
-
-    def scatter(ids, cotangent):
-        local, held = _local_rows(ids, rows, vocab_mesh_axes)
-        # Added up in float32: a frequent token gets thousands of addends, which bfloat16 would drop.
-        zeros = jnp.zeros((rows, Embed.size), jnp.float32)
-        gradient = zeros.at[jnp.where(held, local, rows)].add(cotangent.astype(jnp.float32), mode="drop")
-        return scattered(gradient.astype(like.dtype), table_axes, layout.mesh_axes(ids_axes, layout.compute), layout)
-
-    gradient = jax.shard_map(
-        scatter,
-        mesh=layout.mesh,
-        in_specs=(layout.spec(ids_axes, layout.compute), layout.spec((*ids_axes, Embed), layout.compute)),
-        out_specs=layout.spec(table_axes, layout.params),
-        check_vma=False,
-    )(ids, cotangent)
-    return gradient, None
-
-
-def _product(layout: Layout, mesh_axes: tuple[str, ...]) -> int:
-    size = 1
-    for axis in mesh_axes:
-        size *= layout.mesh.shape[axis]
-    return size
+    gradient = _gradient_of_columns if lookup.exchanges else _summed_gradient
+    return gradient(lookup, ids, cotangent, like.dtype), None
 
 
 _embed.defvjp(_embed_forward, _embed_backward)

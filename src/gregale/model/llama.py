@@ -108,7 +108,7 @@ class Llama(eqx.Module):
         - `positions`: integers [Batch, Position], each token's place in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
         """
-        x = execution.placed(embed(execution.gathered(self.embedding), tokens, execution))
+        x = execution.placed(embed(self.embedding, tokens, execution))
 
         def block(x, weights, rows, execution):
             return execution.gathered(weights)(x, rows["positions"], rows["segments"], execution)
@@ -149,7 +149,7 @@ class Llama(eqx.Module):
         them. Returns the logits and the caches of the layers, with room for `slots` tokens each: stacked if the blocks
         are, else a tuple.
         """
-        x = embed(execution.gathered(self.embedding), tokens, execution)
+        x = embed(self.embedding, tokens, execution)
 
         def block(x, weights):
             return execution.gathered(weights).prefill(x, slots, execution)
@@ -162,7 +162,7 @@ class Llama(eqx.Module):
 
         The caches hold the places before; returns the logits and the caches with this one.
         """
-        x = embed(execution.gathered(self.embedding), tokens, execution)
+        x = embed(self.embedding, tokens, execution)
 
         def block(x, weights, cache):
             return execution.gathered(weights).decode(x, cache, place, execution)

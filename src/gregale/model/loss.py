@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
+from gregale.axes.vocabulary import loss_blocks
 from gregale.model.execution import Execution
 
 
@@ -21,9 +22,12 @@ def next_token_loss(
     """Sum over tokens of weight * -log softmax(hidden . head)[target], a float32 scalar.
 
     Written per device in `jax.shard_map`: a device's tokens go through the head in blocks of `execution.loss_block`,
-    with the vocabulary split over `model`. When gradients are wanted they are taken in the same pass, while a block's
-    logits are there, so logits are computed once and never stored. Sent are three numbers a token over `model` for the
-    softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each; nothing over `replica`.
+    with the vocabulary split over `model`. When gradients are wanted, those by the logits are taken in the same pass,
+    while a block's logits are there, and kept in the compute dtype for a group of blocks, see
+    `axes.vocabulary.loss_blocks`; two products make of them the gradients by `hidden` and by `head`. So logits are
+    computed once, those of one block are held in float32, and the head's gradient is not read and written for each
+    block. Sent are three numbers a token over `model` for the softmax, the gradient of `hidden` over `model` and that
+    of `head` over `data`, once each; nothing over `replica`.
 
     Arguments:
     - `hidden`: [batch, position, embed]
@@ -65,15 +69,14 @@ class HeadLoss:
         in_specs = (hidden, head, tokens, tokens)
         return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def blocks(self, hidden, targets, weights):
-        """A device's tokens in blocks: [blocks, block, embed], [blocks, block] twice; filled up with weight 0."""
+    def cut(self, hidden, targets, weights):
+        """A device's tokens, [groups, blocks, block, embed] and [groups, blocks, block] twice; weight 0 fills up."""
         count = targets.size
-        block = min(self.block, count)
-        blocks = -(-count // block)
+        blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block)
 
         def cut(x):
-            filled = jnp.pad(x, [(0, blocks * block - count)] + [(0, 0)] * (x.ndim - 1))
-            return filled.reshape(blocks, block, *x.shape[1:])
+            filled = jnp.pad(x, [(0, blocks.tokens - count)] + [(0, 0)] * (x.ndim - 1))
+            return filled.reshape(*blocks, *x.shape[1:])
 
         return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
 
@@ -89,7 +92,8 @@ class HeadLoss:
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
         loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
-        return loss, weights[:, None] * (exponentials / total[:, None] - is_target)
+        by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
+        return loss, by_logits
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,7 +102,8 @@ def _loss(spec: HeadLoss, hidden, head, targets, weights):
         def step(loss, block):
             return loss + spec.of_block(block[0], head, *block[1:])[0], None
 
-        loss, _ = jax.lax.scan(step, jnp.float32(0), spec.blocks(hidden, targets, weights))
+        blocks = [x.reshape(-1, *x.shape[2:]) for x in spec.cut(hidden, targets, weights)]
+        loss, _ = jax.lax.scan(step, jnp.float32(0), blocks)
         return jax.lax.psum(loss, spec.token_mesh_axes)
 
     return spec.sharded(local, PartitionSpec())(hidden, head, targets, weights)
@@ -106,16 +111,23 @@ def _loss(spec: HeadLoss, hidden, head, targets, weights):
 
 def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
     def local(hidden, head, targets, weights):
-        def step(carry, block):
-            loss, head_gradient = carry
-            block_loss, by_logits = spec.of_block(block[0], head, *block[1:])
-            by_logits = by_logits.astype(head.dtype)
-            head_gradient += jnp.dot(block[0].T, by_logits, preferred_element_type=jnp.float32)
-            by_hidden = jnp.dot(by_logits, head.T, preferred_element_type=jnp.float32)
-            return (loss + block_loss, head_gradient), by_hidden.astype(hidden.dtype)
+        def block(loss, rows):
+            block_loss, by_logits = spec.of_block(rows[0], head, *rows[1:])
+            return loss + block_loss, by_logits.astype(head.dtype)
+
+        def group(carry, rows):
+            loss, by_head = carry
+            loss, by_logits = jax.lax.scan(block, loss, rows)
+            by_logits = by_logits.reshape(-1, by_logits.shape[-1])
+            by_hidden = jnp.dot(by_logits, head.T, preferred_element_type=jnp.float32).astype(hidden.dtype)
+            # In this order the gathered head is not needed any more when its gradient is made.
+            by_hidden, by_logits = jax.lax.optimization_barrier((by_hidden, by_logits))
+            tokens = rows[0].reshape(-1, spec.Embed.size)
+            by_head += jnp.dot(tokens.T, by_logits, preferred_element_type=jnp.float32)
+            return (loss, by_head), by_hidden
 
         start = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
-        (loss, by_head), by_hidden = jax.lax.scan(step, start, spec.blocks(hidden, targets, weights))
+        (loss, by_head), by_hidden = jax.lax.scan(group, start, spec.cut(hidden, targets, weights))
         by_hidden = by_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
         by_hidden = jax.lax.psum(by_hidden, spec.vocab_mesh_axes)
         by_head = scattered(by_head.astype(head.dtype), (spec.Embed, spec.Vocab), spec.token_mesh_axes, spec.layout)

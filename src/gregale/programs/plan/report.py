@@ -66,9 +66,10 @@ def report_of(
 
 
 def kernels_of(setup: Setup) -> dict[str, str]:
-    """The form of the model's operations: whose rules of differentiation, and which attention."""
+    """The form of the model's operations: whose rules of differentiation, which attention, what an embedding sends."""
     kernels = execution(setup.config.compute, setup.layout, setup.config.model).kernels
-    return {"rules": kernels.rules, "attention": kernels.attention}
+    embedding = "rows" if step_shape(setup).exchanges_rows else "table"
+    return {"rules": kernels.rules, "attention": kernels.attention, "embedding": embedding}
 
 
 def pipeline_of(setup: Setup) -> dict[str, Any] | None:

@@ -71,7 +71,8 @@ def _head(report: dict[str, Any], console: Console) -> None:
         f"({report['device_kind']}{f'; {mesh}' if mesh else ''}), {report['sync']}, {report['tokens_per_step']:,} "
         f"tokens a step\n{report['flops_per_token']:.4g} FLOPs a token, {report['flops_per_step']:.4g} a step"
         f"{counted}\n"
-        f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}",
+        f"Rules of differentiation: {report['kernels']['rules']}; attention: {report['kernels']['attention']}; "
+        f"embedding: {report['kernels']['embedding']}",
         highlight=False,
     )
     if report["compiler_options"]:
