@@ -51,7 +51,7 @@ from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.services.devices import with_flags
+from gregale.services.devices import THREADS_A_DEVICE, with_flags
 from gregale.services.memory import keep_memory
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}
@@ -286,8 +286,9 @@ def measure(devices: int, unrolls: list[int], rounds: int, torch: str | None) ->
 
 def measure_in_process(devices: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """`measure` in a new process: the number of simulated devices is fixed when JAX starts."""
-    flags = with_flags(f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    flags = with_flags(f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}", devices)
+    threads = {"PJRT_NPROC": str(THREADS_A_DEVICE * devices)} if devices > 1 else {}
+    environment = {**threads, **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, "--worker", "--devices", str(devices), "--rounds", str(arguments.rounds)]
     command += ["--unroll", *(str(unroll) for unroll in arguments.unroll)]
     command += ["--torch", arguments.torch] if arguments.torch else []

@@ -15,14 +15,15 @@ FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
+    "--xla_disable_hlo_passes=cpu-parallel-task-assigner",  # as `gregale train` has it for as many devices
     # On a busy machine the threads of eight simulated devices can be minutes apart.
     "--xla_cpu_collective_call_terminate_timeout_seconds=120",
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Threads of the simulated devices: with as few as there are devices, those that wait in a collective of the next step
-# can leave none for a device that is still in the last one.
-os.environ.setdefault("PJRT_NPROC", "32")
+# Threads of the simulated devices: with twice as many as there are devices or fewer, those that wait in a collective of
+# the next step can leave none for a device that is still in the last one.
+os.environ.setdefault("PJRT_NPROC", "24")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

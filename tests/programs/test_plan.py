@@ -52,7 +52,7 @@ def test_xla_has_the_flags_of_train_where_the_run_has_cpu_devices(monkeypatch, c
     monkeypatch.setenv("XLA_FLAGS", own)
     config = replace(load(TrainConfig, QUICKSTART, SMALL), cpu_devices=cpu_devices)
     simulated_target(config, 8, None)
-    assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own))
+    assert os.environ["XLA_FLAGS"] == (own if cpu_devices is None else with_flags(own, 8))
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,21 @@ import jax
 import pytest
 
 from gregale.services.config import DistributedConfig
-from gregale.services.devices import PATIENCE, WITHOUT_YNN, WITHOUT_YNN_BEFORE, start_devices, with_flags
+from gregale.services.devices import (
+    PATIENCE,
+    WITHOUT_PARALLEL_LOOPS,
+    WITHOUT_YNN,
+    WITHOUT_YNN_BEFORE,
+    start_devices,
+    with_flags,
+)
 
 
 def test_flags_are_added_and_a_users_own_stand():
-    assert with_flags("").split() == [PATIENCE, WITHOUT_YNN]
+    assert with_flags("", 1).split() == [PATIENCE, WITHOUT_YNN]
     own = f"--xla_dump_to=here {WITHOUT_YNN}dot"
-    assert with_flags(own).split() == [*own.split(), PATIENCE]
-    assert with_flags(with_flags(own)) == with_flags(own)
+    assert with_flags(own, 1).split() == [*own.split(), PATIENCE]
+    assert with_flags(with_flags(own, 1), 1) == with_flags(own, 1)
 
 
 def test_a_version_that_may_not_know_a_flag_does_not_get_it(monkeypatch: pytest.MonkeyPatch):
@@ -23,7 +30,19 @@ def test_a_version_that_may_not_know_a_flag_does_not_get_it(monkeypatch: pytest.
         "does it know the flag, and is it still of use? Then raise the bound"
     )
     monkeypatch.setattr(jax, "__version_info__", WITHOUT_YNN_BEFORE)
-    assert with_flags("") == PATIENCE
+    assert with_flags("", 1) == PATIENCE
+
+
+@pytest.mark.parametrize(("devices", "processors", "whole"), [(1, 1, False), (4, 8, False), (8, 8, True), (8, 2, True)])
+def test_loops_are_whole_where_devices_are_as_many_as_processors(monkeypatch, devices, processors, whole):
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    assert (WITHOUT_PARALLEL_LOOPS in with_flags("", devices).split()) == whole
+
+
+def test_one_device_has_as_many_threads_as_jax_gives_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    start_devices(1, DistributedConfig())
+    assert "PJRT_NPROC" not in os.environ
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "0.92"), ("0.5", "0.5")])

@@ -27,9 +27,14 @@ GPU_MEMORY = 0.92
 WITHOUT_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 WITHOUT_YNN_BEFORE = (0, 11)
 
-# With one thread a device, those that wait in a collective of the next step can leave none for a device that is still
-# in the last one, and all wait for ever.
-THREADS_A_DEVICE = 4
+# With two threads a device or fewer, those that wait in a collective of the next step can leave none for a device that
+# is still in the last one, and all wait for ever: of eight devices with 15 threads, not seen with 16. Each thread more
+# costs: Eigen cuts a product into as many parts as there are threads.
+THREADS_A_DEVICE = 3
+
+# Simulated devices are as many as the processors, or more: a loop that is cut into parts for all of their threads takes
+# longer than one.
+WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 
 JOIN_SECONDS = 300  # within which all processes have to be there
 JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
@@ -52,8 +57,9 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
                 f"cpu_devices is {cpu_devices}, but {processes} processes share them: {cpu_devices} / {processes} = "
                 f"{cpu_devices / processes:.4g} is not a whole number. Use a multiple of {processes}."
             )
-        os.environ.setdefault("PJRT_NPROC", str(THREADS_A_DEVICE * cpu_devices))
-        set_flags()
+        if cpu_devices > 1:
+            os.environ.setdefault("PJRT_NPROC", str(THREADS_A_DEVICE * cpu_devices))
+        set_flags(cpu_devices)
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
     if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
@@ -70,14 +76,16 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
         _join(distributed, None)
 
 
-def set_flags() -> None:
+def set_flags(cpu_devices: int) -> None:
     """XLA's flags for CPU devices, for this process and those that it starts; before anything uses a device."""
-    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), cpu_devices)
 
 
-def with_flags(flags: str) -> str:
+def with_flags(flags: str, cpu_devices: int) -> str:
     """XLA's flags with those for CPU devices after them; a flag that is there already stays as it is."""
-    wanted = [PATIENCE, WITHOUT_YNN] if jax.__version_info__ < WITHOUT_YNN_BEFORE else [PATIENCE]
+    wanted = [PATIENCE]
+    wanted += [WITHOUT_YNN] if jax.__version_info__ < WITHOUT_YNN_BEFORE else []
+    wanted += [WITHOUT_PARALLEL_LOOPS] if 1 < cpu_devices >= (os.cpu_count() or 1) else []
     return " ".join([flags, *(flag for flag in wanted if f"{flag.partition('=')[0]}=" not in flags)]).strip()
 
 

@@ -69,7 +69,7 @@ def simulated_target(config: TrainConfig, count: int | None, chip_name: str | No
     if count is None:
         count = device_count(config)
     if config.cpu_devices is not None:  # the run is on CPU devices too, so its programs are those of `train`
-        set_flags()
+        set_flags(count)
     jax.config.update("jax_platforms", "cpu")
     with suppress(RuntimeError):  # the devices are there already: a caller's, as in tests
         jax.config.update("jax_num_cpu_devices", count)
