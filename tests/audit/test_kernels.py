@@ -38,24 +38,25 @@ BACKWARD = """HloModule jit_step, is_scheduled=true
 ENTRY %main (q: bf16[4,2,64,128]) -> f32[] {
   %q = bf16[4,2,64,128] parameter(0)
   %mask = s8[1,2,2] parameter(1)
-  %kernel = bf16[4,2,64,128] custom-call(%mask, %q), custom_call_target="tpu_custom_call", attributes={metadata={
-"xprof_metadata":"{\\"use_fused_bwd_kernel\\": FUSED}"
-}}, metadata={op_name="jit(step)/NAME_no_residuals/pallas_call"}
+  %kernel = (f32[64,128], RESULTS) custom-call(%mask, %q), custom_call_target="tpu_custom_call", ATTRIBUTES
   ROOT %zero = f32[] constant(0)
 }
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "fused", "products"),
+    ("name", "results", "products"),
     [
-        ("splash_mha_dkv", "true", 5),
-        ("splash_mha_dkv", "false", 4),
-        ("splash_mha_dq", "false", 3),
-        ("another_kernel", "false", 0),
+        ("splash_mha_dkv", 3, 5),
+        ("splash_mha_dkv", 2, 4),
+        ("splash_mha_dq", 1, 3),
+        ("another_kernel", 3, 0),
     ],
 )
-def test_products_of_the_backward_kernels(name, fused, products):
-    computation = parse(BACKWARD.replace("NAME", name).replace("FUSED", fused)).computations["main"]
+def test_products_of_the_backward_kernels(name, results, products):
+    """One that gives three gradients is fused."""
+    attributes = f'metadata={{op_name="jit(step)/{name}_segmented_no_residuals/pallas_call"}}'
+    text = BACKWARD.replace("RESULTS", ", ".join(["bf16[4,2,64,128]"] * results)).replace("ATTRIBUTES", attributes)
+    computation = parse(text).computations["main"]
     found = Peak(1e12).seconds(computation, computation.instructions["kernel"])
     assert found == pytest.approx(2 * products * 4 * 2 * (64 * 65 / 2) * 128 / 1e12)

@@ -17,7 +17,6 @@ from gregale.audit.hlo import Computation, Instruction, Shape
 PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 FUSED = 5
 _KERNEL = re.compile("|".join(PRODUCTS))
-_FUSED = re.compile(r'use_fused_bwd_kernel\\?": true')
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Peak:
         if instruction.opcode != "custom-call" or found is None:
             return 0.0
         products = PRODUCTS[found[0]]
-        if found[0] == "splash_mha_dkv" and _FUSED.search(instruction.attributes):
-            products = FUSED
+        if found[0] == "splash_mha_dkv" and len([each for each in instruction.shapes if wide(each)]) > 2:
+            products = FUSED  # gives the gradients by queries too
         query = next(
             shape for shape in computation.operand_shapes(instruction) if len(shape.sizes) >= 3 and wide(shape)
         )
@@ -48,8 +47,8 @@ class Peak:
 
 
 def wide(shape: Shape) -> bool:
-    """Whether it is an array of numbers that are multiplied; masks have bytes, block numbers integers."""
-    return shape.dtype.startswith(("bf", "f"))
+    """Whether it is [..., heads, position, head_size]; masks have bytes, block numbers integers, scratch two axes."""
+    return len(shape.sizes) >= 3 and shape.dtype.startswith(("bf", "f"))
 
 
 def visible(positions: int, window: int | None) -> int:
