@@ -13,6 +13,7 @@ import optax
 from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
+from gregale.methods.delayed import Delayed
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import layers_in
 from gregale.methods.island import Island
@@ -104,6 +105,14 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
+    delay: int = field(
+        default=0,
+        metadata={
+            "help": "steps until an update is applied; 1 hides half of what replicas send, 2 all of it",
+            "range": whole(0, 2),
+        },
+    )
+
     def build(self, parts: Parts) -> Methods:
         islands = parts.layout.mesh.shape[ISLAND]
         if islands > 1:
@@ -112,7 +121,7 @@ class PsdpConfig(SyncConfig):
                 f"sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
-        return Methods(psdp, psdp)
+        return Methods(psdp, Delayed(psdp, self.delay) if self.delay else psdp)
 
 
 @SyncConfig.register_subclass("diloco")

@@ -15,6 +15,8 @@ from gregale.audit.traffic import (
     Transfer,
     agreement,
     apply_transfers,
+    exact_averages,
+    finiteness,
     given_back,
     kept,
     reduced,
@@ -65,6 +67,16 @@ class PsdpTraffic:
     def bytes_a_step(self) -> tuple[float, float]:
         sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
         return sent, sent
+
+
+@dataclass(frozen=True)
+class DelayedTraffic(PsdpTraffic):
+    """What PSDP with delayed updates sends: the same, and whether gradients are finite before they are averaged."""
+
+    @property
+    def averages(self) -> list[Transfer]:
+        averages = super().averages
+        return [*(exact_averages(self.step) if averages is None else averages), finiteness(self.step)]
 
 
 @dataclass(frozen=True)
