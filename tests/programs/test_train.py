@@ -56,7 +56,8 @@ def go_on(gregale):
 
 def test_a_run_leaves_what_is_documented(whole):
     names = {path.name for path in whole.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "newest_checkpoint.json", "tokenizer.json"}
+    files = {"config.yaml", "metrics.jsonl", "newest_checkpoint.json", "starts.jsonl", "tokenizer.json"}
+    assert names == {*files, "checkpoints"}
     assert checkpoint_steps(whole) == [4, 8, 12]
     steps = [line for line in lines(whole) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))

@@ -20,6 +20,7 @@ from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
+from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Settings, between, whole
 
@@ -37,6 +38,7 @@ class Parts(NamedTuple):
     reduce: ReduceConfig  # the codecs of what crosses the slow axis
     steps: int  # of the run
     seed: int  # of the run
+    compiler_options: CompilerOptions | None = None  # of programs that the method compiles itself
 
 
 class Methods(NamedTuple):
@@ -186,7 +188,7 @@ class DilocoConfig(SyncConfig):
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
         outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
-        return Island(inner, outer, schedule, self.mixing, parts.reduce)
+        return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
         """It does."""

@@ -1,6 +1,6 @@
 """PSDP with its updates applied one or two steps later, so that what crosses `replica` is hidden behind the steps.
 
-    Delayed(psdp, delay=2)      # sync: {type: psdp, delay: 2}
+Delayed(psdp, delay=2)      # sync: {type: psdp, delay: 2}
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import StepShape
-from gregale.axes.layout import REPLICA, Layout, is_parameter
+from gregale.axes.layout import REPLICA, Layout
 from gregale.communication.accumulate import finite_replicas, zero_sums
 from gregale.communication.quantised import Lost
 from gregale.methods.method import Actions, PsdpState, StepMetrics

@@ -2,17 +2,17 @@
 
     jax.jit(step, compiler_options=compiler_options(config.compute.compiler_options, mesh))
 
-The defaults make collectives asynchronous that the TPU compiler else waits for.
+The defaults make collectives asynchronous that the TPU compiler else waits for. All programs of a run get them: steps,
+rounds, evaluations, the initial state, what goes from one method to another, and sampling.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
+from gregale.model.config import CompilerOptions
 
 _ASYNC_GATHERS = (
     "xla_tpu_enable_async_collective_fusion",
@@ -27,24 +27,26 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "TPU v6 lite": _ASYNC_GATHERS,
 }
 
-Value = bool | int | float | str
+PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def compiler_options(given: Mapping[str, Value], mesh: Mesh) -> dict[str, Value] | None:
+def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | None:
     """The options for the devices of a mesh; `given` go over the defaults. None: there are none.
 
-    Raises:
-        UserError: the compiler does not take what is given.
+    What is given for another platform (`xla_tpu_...` on a CPU) is left out, so that a run can be sampled elsewhere.
     """
-    kind = getattr(mesh.devices.flat[0], "device_kind", "")
-    options: dict[str, Value] = {**dict.fromkeys(DEFAULTS.get(kind, ()), True), **given}
-    if given:
-        _try(options, mesh)
-    return options or None
+    device = mesh.devices.flat[0]
+    others = tuple(f"xla_{platform}_" for platform in PLATFORMS if platform != device.platform)
+    own = {name: value for name, value in given.items() if not name.startswith(others)}
+    return {**dict.fromkeys(DEFAULTS.get(getattr(device, "device_kind", ""), ()), True), **own} or None
 
 
-def _try(options: dict[str, Value], mesh: Mesh) -> None:
-    """Compiles next to nothing with the options."""
+def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
+    """Compiles next to nothing with the options.
+
+    Raises:
+        UserError: the compiler does not take them.
+    """
     number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(number).compile()
