@@ -40,7 +40,7 @@ class Delayed:
 
         g_t     = gradients of step t at p_t, left in the state as each replica's own sums
         u_t     = optimizer(average of g_t), computed in the program of step t + 1
-        p_{t+d} = p_{t+d-1} + u_{t-1}        # d = delay: u_t enters in step t + d
+        p_{t+1} = p_t + u_{t-d}              # d: the delay, 1 or 2
 
     Averaging is one reduce-scatter over `replica` of what came into the step, so it waits for nothing in the step and
     nothing in the step waits for it: the compiler can hide it behind the microbatches. Giving back is one all-gather
@@ -49,7 +49,7 @@ class Delayed:
     gradient is 1 or 2 steps old when it is used, one more buffer of gradients (and of updates in shards), and the last
     `delay` gradients of a run are not used.
 
-    A step whose loss or gradient is not finite leaves no gradient; the ones before it are applied.
+    A step whose loss or gradient is not finite leaves the state as it was: what waits goes on waiting.
     """
 
     inner: Psdp
@@ -114,32 +114,34 @@ class Delayed:
     def step(self, state: DelayedState, batch: Tree) -> tuple[DelayedState, StepMetrics]:
         """One step on a batch, as `Psdp.step`; the norm is that of the gradient that is averaged in it, 0 at first."""
         new = self.inner.sums(state.psdp, batch)
-        new = new._replace(loss=_unless_finite(finite_replicas(new.gradients, self.layout), new.loss))
-        weight, loss = self.inner.reducer.totals(new.weight, new.loss)
+        loss = _unless_finite(finite_replicas(new.gradients, self.layout), new.loss)
+        weight, loss = self.inner.reducer.totals(new.weight, loss)
         loss = loss / weight
         usable = jnp.isfinite(loss)
-
-        moved, norm = self._moved(state)
-        sums = either(usable, new.gradients, jax.tree.map(jnp.zeros_like, new.gradients))
-        moved = moved._replace(sums=self.layout.constrain(sums, self.layout.params))
-        moved = moved._replace(weight=jnp.where(usable, weight, 0.0))
+        moved, norm = self._moved(state, usable)
+        moved = either(usable, moved._replace(sums=new.gradients, weight=weight), state)
         return moved, StepMetrics(loss, weight, norm, usable & jnp.isfinite(norm))
 
-    def _moved(self, state: DelayedState) -> tuple[DelayedState, jax.Array]:
-        """The state moved by what came into the step, and the norm of the gradient that was averaged."""
+    def _moved(self, state: DelayedState, usable: jax.Array) -> tuple[DelayedState, jax.Array]:
+        """The state moved by what came into the step, and the norm of the gradient that was averaged.
+
+        Whatever is computed of what was received waits for `usable`, and so for the microbatches: the compiler would
+        else compute it before them, and wait for the transfer first.
+        """
         inner, psdp = self.inner, state.psdp
-        updates, moved, norm = inner.update(psdp, state.sums, jnp.where(state.weight > 0, state.weight, 1.0))
-        usable = (state.weight > 0) & jnp.isfinite(norm)
+        some = state.weight > 0
+        grads, error = inner.reducer.reduce(state.sums, jnp.where(some, state.weight, 1.0), psdp.error)
+        grads = jax.tree.map(lambda grad: grad * jnp.where(usable, 1.0, 0.0), grads)
+        updates, moved, norm = inner.update(psdp._replace(error=error), grads)
+        some &= jnp.isfinite(norm)
         if self.delay == 1:
-            return state._replace(psdp=either(usable, inner.apply(moved, updates), psdp)), norm
-        applied = either(state.ready, inner.apply(moved, state.updates), psdp)
-        optimizer, error = either(usable, (moved.sharded, applied.error), (psdp.sharded, psdp.error))
+            return state._replace(psdp=either(some, inner.apply(moved, updates), psdp)), norm
+        given = inner.apply(moved, state.updates)
+        applied = either(state.ready & usable, given, psdp)
+        optimizer, error = either(some, (moved.sharded, given.error), (psdp.sharded, psdp.error))
+        updates = either(some, updates, jax.tree.map(jnp.zeros_like, updates))
         updates = self.layout.constrain(updates, self.layout.opt_state)
-        return state._replace(
-            psdp=applied._replace(sharded=optimizer, error=error),
-            updates=either(usable, updates, jax.tree.map(jnp.zeros_like, updates)),
-            ready=usable,
-        ), norm
+        return state._replace(psdp=applied._replace(sharded=optimizer, error=error), updates=updates, ready=some), norm
 
     def actions(self, step: int) -> Actions:
         """What step number `step` (from 1) does beside its update: nothing."""

@@ -104,7 +104,8 @@ class Psdp:
         sums, reducer = self.sums(state, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
-        updates, moved, norm = self.update(state, sums.gradients, weight)
+        grads, error = reducer.reduce(sums.gradients, weight, state.error)
+        updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         return either(finite, moved, state), StepMetrics(loss, weight, norm, finite)
@@ -113,25 +114,20 @@ class Psdp:
         """The gradients of a batch, each replica's by itself."""
         return accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
 
-    def update(self, state: PsdpState, sums: Tree, weight: jax.Array) -> tuple[Tree, PsdpState, jax.Array]:
-        """The first leg: gradients are averaged, and the optimizer makes updates of them, both under `opt_state`.
+    def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
+        """What the optimizer makes of averaged gradients, both under `opt_state`.
 
-        Arguments:
-        - `sums`: of gradients, [replica, ...] under `params`
-        - `weight`: scalar, the total of all replicas
-
-        Returns the updates, the state with the optimizer's own moved on, and the norm of the averaged gradient.
+        Returns the updates, the state with the optimizer's own moved on, and the norm of the gradients.
         """
-        layout, reducer = self.layout, self.reducer
-        grads, error = reducer.reduce(sums, weight, state.error)
-        norm = reducer.norm(grads)
+        layout = self.layout
+        norm = self.reducer.norm(grads)
         shard = layout.constrain(state.parameters, layout.opt_state)
         updates, sharded = self.optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
         updates, sharded = layout.constrain((updates, sharded), layout.opt_state)
-        return updates, state._replace(sharded=sharded, error=error), norm
+        return updates, state._replace(sharded=sharded), norm
 
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
-        """The second leg: updates under `opt_state` are given back to `params`, and added to the parameters."""
+        """Updates under `opt_state` are given back to `params` and added to the parameters."""
         layout = self.layout
         updates, error = self.reducer.give_back(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
