@@ -75,12 +75,12 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(delayed, gregale, capsys):
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(lines(delayed)[-1]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("delay", [0, 1, 2])
-def test_plan_tells_what_waits_and_what_is_sent(inputs, delay, monkeypatch, compiled_anew):
+@pytest.mark.parametrize(("delay", "more"), [(0, []), (1, ["--reduce.codec=int4"]), (2, [])])
+def test_plan_tells_what_waits_and_what_is_sent(inputs, delay, more, monkeypatch, compiled_anew):
     """Traffic as compiled equals the closed form; of memory there is a buffer more, and of updates a shard of one."""
     del compiled_anew
     monkeypatch.chdir(inputs)
-    config = load(TrainConfig, "tiny.yaml", [*COMMON, f"--sync.delay={delay}", "--cpu_devices=8"])
+    config = load(TrainConfig, "tiny.yaml", [*COMMON, f"--sync.delay={delay}", "--cpu_devices=8", *more])
     plan = plan_step(config, 257, simulated_target(config, None, None))
     report = report_of(plan, 257, None)["programs"][STEP]
     compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}

@@ -237,9 +237,10 @@ def exact_averages(step: StepShape) -> list[Transfer]:
     return found
 
 
-def finiteness(step: StepShape) -> Transfer:
-    """Whether a replica's gradients are finite, agreed on by its devices."""
-    return Transfer("finite", "all-reduce", tuple(axis for axis in step.mesh if axis != REPLICA), FLOAT32)
+def finiteness(step: StepShape) -> list[Transfer]:
+    """Whether a replica's gradients are finite, a number, agreed on by its devices and added up over replicas."""
+    inside = tuple(axis for axis in step.mesh if axis != REPLICA)
+    return [Transfer("finite", "all-reduce", axes, FLOAT32) for axes in (inside, (REPLICA,))]
 
 
 def agreement(step: StepShape, axis: str) -> list[Transfer]:

@@ -76,14 +76,14 @@ def zero_sums(parameters: Tree, layout: Layout) -> Tree:
 
 
 def finite_replicas(sums: Tree, layout: Layout) -> NamedArray:
-    """Whether all numbers of each replica's sums are finite, [replica] bool; nothing crosses `replica` for it."""
+    """1 for each replica all of whose sums are finite, else 0: [replica] float32; nothing crosses `replica` for it."""
     leaves = jax.tree.leaves(sums, is_leaf=is_named)
     specs = [layout.spec(leaf.axes, layout.params) if is_named(leaf) else PartitionSpec(REPLICA) for leaf in leaves]
     inside = tuple(axis for axis in layout.mesh.axis_names if axis != REPLICA)
 
     def on_device(shards: list[jax.Array]) -> jax.Array:
         here = jnp.stack([jnp.isfinite(shard).all() for shard in shards]).all()
-        return jax.lax.pmin(here.astype(jnp.int32), inside)[None] == 1
+        return jax.lax.pmin(here.astype(jnp.float32), inside)[None]
 
     arrays = [leaf.array if is_named(leaf) else leaf for leaf in leaves]
     run = jax.shard_map(

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import StepShape
-from gregale.axes.layout import REPLICA, Layout
+from gregale.axes.layout import Layout
 from gregale.communication.accumulate import finite_replicas, zero_sums
 from gregale.communication.quantised import Lost
 from gregale.methods.method import Actions, PsdpState, StepMetrics
@@ -44,10 +43,10 @@ class Delayed:
 
     Averaging is one reduce-scatter over `replica` of what came into the step, so it waits for nothing in the step and
     nothing in the step waits for it: the compiler can hide it behind the microbatches. Giving back is one all-gather
-    over `replica`. With delay 1 it gathers what the step has just averaged, and so is hidden behind nothing; with delay
-    2 it gathers the updates that came into the step, and is hidden too. What is sent is what PSDP sends. The price: a
-    gradient is 1 or 2 steps old when it is used, one more buffer of gradients (and of updates in shards), and the last
-    `delay` gradients of a run are not used.
+    over `replica`. With delay 2 it gathers the updates that came into the step, and is hidden as well. With delay 1 it
+    gathers what the step has just averaged: behind the backward pass if there is one microbatch, else behind nothing.
+    What is sent is what PSDP sends, and one number more. The price: a gradient is 1 or 2 steps old when it is used, one
+    more buffer of gradients (and of updates in shards), and the last `delay` gradients of a run are not used.
 
     A step whose loss or gradient is not finite leaves the state as it was: what waits goes on waiting.
     """
@@ -113,20 +112,23 @@ class Delayed:
 
     def step(self, state: DelayedState, batch: Tree) -> tuple[DelayedState, StepMetrics]:
         """One step on a batch, as `Psdp.step`; the norm is that of the gradient that is averaged in it, 0 at first."""
-        new = self.inner.sums(state.psdp, batch)
-        loss = _unless_finite(finite_replicas(new.gradients, self.layout), new.loss)
-        weight, loss = self.inner.reducer.totals(new.weight, loss)
+        new, reducer = self.inner.sums(state.psdp, batch), self.inner.reducer
+        weight, loss = reducer.totals(new.weight, new.loss)
+        (finite,) = reducer.totals(
+            finite_replicas(new.gradients, self.layout)
+        )
         loss = loss / weight
-        usable = jnp.isfinite(loss)
-        moved, norm = self._moved(state, usable)
+        moved, norm = self._moved(state, jnp.isfinite(loss))
+        usable = jnp.isfinite(loss) & (finite == self.layout.replicas)
         moved = either(usable, moved._replace(sums=new.gradients, weight=weight), state)
         return moved, StepMetrics(loss, weight, norm, usable & jnp.isfinite(norm))
 
     def _moved(self, state: DelayedState, usable: jax.Array) -> tuple[DelayedState, jax.Array]:
         """The state moved by what came into the step, and the norm of the gradient that was averaged.
 
-        Whatever is computed of what was received waits for `usable`, and so for the microbatches: the compiler would
-        else compute it before them, and wait for the transfer first.
+        Whatever is computed of what was received waits for `usable`, and so for the loss: the compiler would else
+        compute it first, and wait for the transfer before the microbatches. With one microbatch the loss is there
+        before the backward pass, so that what is computed of the first transfer is sent behind that.
         """
         inner, psdp = self.inner, state.psdp
         some = state.weight > 0
@@ -181,8 +183,3 @@ class Delayed:
 
     def traffic(self, step: StepShape) -> DelayedTraffic:
         return DelayedTraffic(self.inner.reducer, self.inner.model, step)
-
-
-def _unless_finite(finite: NamedArray, loss: NamedArray) -> NamedArray:
-    """Losses [replica], NaN where the gradients are not finite: so all replicas get to know it with the loss."""
-    return NamedArray(jnp.where(finite.array, loss.array, jnp.nan), (REPLICA,))

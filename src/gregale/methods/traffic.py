@@ -75,8 +75,11 @@ class DelayedTraffic(PsdpTraffic):
 
     @property
     def averages(self) -> list[Transfer]:
-        averages = super().averages
-        return [*(exact_averages(self.step) if averages is None else averages), finiteness(self.step)]
+        reducer, inside, over = self.reducer, *finiteness(self.step)
+        if isinstance(reducer, QuantisedReducer):
+            over = replace(over, kind="all-gather", bytes=over.bytes * reducer.lanes)
+            return [*step_messages(reducer, self.model), inside, over]
+        return [*exact_averages(self.step), inside, over]
 
 
 @dataclass(frozen=True)
