@@ -114,6 +114,10 @@ class PsdpConfig(SyncConfig):
             "range": whole(0, 2),
         },
     )
+    warmup_steps: int = field(
+        default=0,
+        metadata={"help": "steps without the delay, while gradients still change much", "range": whole(0)},
+    )
 
     def build(self, parts: Parts) -> Methods:
         islands = parts.layout.mesh.shape[ISLAND]
@@ -124,6 +128,9 @@ class PsdpConfig(SyncConfig):
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
         return Methods(psdp, Delayed(psdp, self.delay) if self.delay else psdp)
+
+    def warm_up(self) -> int:
+        return self.warmup_steps if self.delay else 0
 
 
 @SyncConfig.register_subclass("diloco")

@@ -114,10 +114,9 @@ class Delayed:
         """One step on a batch, as `Psdp.step`; the norm is that of the gradient that is averaged in it, 0 at first."""
         new, reducer = self.inner.sums(state.psdp, batch), self.inner.reducer
         weight, loss = reducer.totals(new.weight, new.loss)
-        (finite,) = reducer.totals(
-            finite_replicas(new.gradients, self.layout)
-        )
         loss = loss / weight
+        # In a sum of its own: with one microbatch the loss is there before the backward pass, the gradients are not.
+        (finite,) = reducer.totals(finite_replicas(new.gradients, self.layout))
         moved, norm = self._moved(state, jnp.isfinite(loss))
         usable = jnp.isfinite(loss) & (finite == self.layout.replicas)
         moved = either(usable, moved._replace(sums=new.gradients, weight=weight), state)

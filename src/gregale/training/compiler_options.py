@@ -14,17 +14,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.model.config import CompilerOptions
 
+# Gathers of weights behind the layer's own products, where the compiler does not do so by itself.
 _ASYNC_GATHERS = (
     "xla_tpu_enable_async_collective_fusion",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     "xla_tpu_enable_async_collective_fusion_multiple_steps",
     "xla_tpu_overlap_compute_collective_tc",
     "xla_enable_async_all_gather",
+    "xla_tpu_prefer_async_allgather_to_allreduce",
 )
-# By `jax.Device.device_kind`; "TPU v5" is v5p, whose gathers else are all-reduces.
+# Sums of a layer's gradients behind the backward pass of the layer below: the loop is pipelined by one layer.
+_ASYNC_SUMS = (
+    "xla_enable_async_all_reduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_ici_ar_pipelining",
+)
+# By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md has what each of them does.
 DEFAULTS: dict[str, tuple[str, ...]] = {
-    "TPU v5": ("xla_tpu_prefer_async_allgather_to_allreduce",),
-    "TPU v6 lite": _ASYNC_GATHERS,
+    "TPU v5 lite": _ASYNC_SUMS,
+    "TPU v5": (*_ASYNC_GATHERS, *_ASYNC_SUMS),
+    "TPU v6 lite": (*_ASYNC_GATHERS, *_ASYNC_SUMS),
 }
 
 PLATFORMS = ("cpu", "gpu", "tpu")
