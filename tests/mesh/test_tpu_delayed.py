@@ -22,19 +22,19 @@ from tests.mesh.test_tpu_diloco import layout as layout
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices that are not there is not kept
 
-VOCABULARY = 8192
-CONFIG = LlamaConfig(layers=4, hidden=1024, heads=8, mlp=4096)  # small weights may be sent after the loops, in no time
-WEIGHT_BYTES = 1 << 18  # transfers at least as large are a weight's, not scalars
+VOCABULARY = 4096
+CONFIG = LlamaConfig(layers=4, hidden=512, heads=4, mlp=2048)  # small weights may be sent after the loops, in no time
+WEIGHT_BYTES = 1 << 17  # transfers at least as large are a weight's, not scalars
 WEIGHTS = 9  # seven of the layers, embedding and head
 
 
-def loops_behind_transfers(layout, delay: int, microbatches: int) -> list[int]:
+def loops_behind_transfers(layout, delay: int) -> list[int]:
     """Of each transfer of a weight between slices, in the order in which they start, how many loops it spans."""
     inside = layout.inside_replica()
     model = jax.eval_shape(lambda key: Llama.init(CONFIG, Axis("vocab", VOCABULARY), key), jax.random.key(0))
     optimizer = SgdConfig().build(model, 100, layout)
     run = Execution(layout=inside)
-    psdp = Psdp(model, lambda model, batch: model.loss(batch, run), optimizer, layout, microbatches)
+    psdp = Psdp(model, lambda model, batch: model.loss(batch, run), optimizer, layout, microbatches=4)
     method = Delayed(psdp, delay)
     batch = layout.abstract(token_batch(positions=128, vocabulary=VOCABULARY), layout.compute)
     text = Stepper(method, model).program.lower(abstract_state(method, model), batch).compile().as_text()
@@ -53,24 +53,10 @@ def loops_behind_transfers(layout, delay: int, microbatches: int) -> list[int]:
                 received[name[1]] = rendezvous[1]
         elif name and (done := re.search(r" recv-done\(%?([\w.-]+)", line)) and done[1] in received:
             ends[received[done[1]]] = place
-    print(loops, [(sent[e], ends[e]) for e in sorted(ends, key=sent.__getitem__)])
     return [sum(sent[each] < loop < ends[each] for loop in loops) for each in sorted(ends, key=sent.__getitem__)]
 
 
 def test_with_two_steps_all_is_sent_behind_the_microbatches(layout):
-    spanned = loops_behind_transfers(layout, delay=2, microbatches=4)
+    spanned = loops_behind_transfers(layout, delay=2)
     assert len(spanned) >= 2 * WEIGHTS
     assert min(spanned) >= 1
-
-
-def test_with_one_step_and_one_microbatch_too(layout):
-    """Gradients behind the forward pass and the loss, updates behind the backward pass."""
-    spanned = loops_behind_transfers(layout, delay=1, microbatches=1)
-    assert len(spanned) >= 2 * WEIGHTS
-    assert min(spanned) >= 1
-
-
-def test_with_one_step_and_several_the_updates_are_not(layout):
-    spanned = loops_behind_transfers(layout, delay=1, microbatches=4)
-    assert sum(each >= 1 for each in spanned) >= WEIGHTS
-    assert 0 in spanned
