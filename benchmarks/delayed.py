@@ -1,4 +1,4 @@
-"""Held-out loss of one small model under PSDP with and without delayed updates (`sync.delay`).
+"""Held-out loss of one small model under PSDP with and without delayed updates (`sync.type: delayed_psdp`).
 
     python benchmarks/delayed.py RUNS [--rates 1e-3 4e-3] [--seeds 1 2 3] [--steps 400] [--warmup 100]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from training_runs import rows_of
 
-from gregale.methods.config import PsdpConfig
+from gregale.methods.config import DelayedPsdpConfig, PsdpConfig
 from gregale.services.config import TrainConfig
 from gregale.services.memory import keep_memory
 from gregale.services.parsing import load
@@ -42,9 +42,8 @@ DELAYS = (0, 1, 2)
 
 def configured(runs: Path, steps: int, rate: float, sync: PsdpConfig, seed: int) -> TrainConfig:
     config: TrainConfig = load(TrainConfig, CONFIG, [*SMALL, f"--steps={steps}", f"--optimizer.learning_rate={rate}"])
-    name = f"psdp-steps{steps}-rate{rate:g}-delay{sync.delay}-seed{seed}"
-    if sync.warm_up():
-        name += f"-warmup{sync.warm_up()}"
+    name = f"psdp-steps{steps}-rate{rate:g}-delay{getattr(sync, 'delay', 0)}-seed{seed}"
+    name += f"-warmup{sync.warm_up()}" if sync.warm_up() else ""
     return replace(config, name=name, runs=str(runs), seed=seed, sync=sync)
 
 
@@ -61,7 +60,7 @@ def main() -> None:
     for rate in options.rates:
         for seed in options.seeds:
             for delay in DELAYS:
-                sync = PsdpConfig(delay=delay, warmup_steps=options.warmup)
+                sync = DelayedPsdpConfig(delay=delay, warmup_steps=options.warmup) if delay else PsdpConfig()
                 rows = rows_of(configured(options.runs, options.steps, rate, sync, seed))
                 found.setdefault((rate, delay), []).append(rows[options.steps]["eval_loss"])
     print(f"| learning rate | {' | '.join(f'delay {delay}' for delay in DELAYS)} |")

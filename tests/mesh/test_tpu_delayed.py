@@ -37,7 +37,8 @@ def loops_behind_transfers(layout, delay: int) -> list[int]:
     psdp = Psdp(model, lambda model, batch: model.loss(batch, run), optimizer, layout, microbatches=4)
     method = Delayed(psdp, delay)
     batch = layout.abstract(token_batch(positions=128, vocabulary=VOCABULARY), layout.compute)
-    text = Stepper(method, model).program.lower(abstract_state(method, model), batch).compile().as_text()
+    compiled = Stepper(method, model).program.lower(abstract_state(method, model), batch).compile()
+    text = compiled.as_text() or ""
     lines = text[text.index("\nENTRY") :].splitlines()
     loops = [place for place, line in enumerate(lines) if re.search(r" while\(", line)]
     assert loops

@@ -21,7 +21,7 @@ from tests.programs.tiny import assert_same_state, lines, losses, saved_state
 
 STEPS, STOP = 5, 3
 COMMON = ["--mesh.data=4", "--mesh.model=1", f"--steps={STEPS}", "--batch.microbatches=1", "--checkpoint.every=1"]
-DELAYED = ["--sync.delay=2", "--reduce.codec=int4", "--reduce.second_leg=int8"]
+DELAYED = ["--sync.type=delayed_psdp", "--sync.delay=2", "--reduce.codec=int4", "--reduce.second_leg=int8"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_run_goes_on_bit_for_bit_with_what_waits(delayed, resumed):
 
 @pytest.mark.parametrize(
     "options",
-    [[*DELAYED, "--mesh.replica=4", "--mesh.data=2"], ["--sync.delay=1"]],
+    [[*DELAYED, "--mesh.replica=4", "--mesh.data=2"], ["--sync.type=delayed_psdp"]],
     ids=["another mesh", "another delay, exact averages"],
 )
 def test_a_run_goes_on_otherwise_without_what_waited(delayed, resumed, options):
@@ -75,12 +75,19 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(delayed, gregale, capsys):
     assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(lines(delayed)[-1]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("delay", "more"), [(0, []), (1, ["--reduce.codec=int4"]), (2, [])])
+@pytest.mark.parametrize(
+    ("delay", "more"),
+    [
+        (0, []),
+        (1, ["--sync.type=delayed_psdp", "--reduce.codec=int4"]),
+        (2, ["--sync.type=delayed_psdp", "--sync.delay=2"]),
+    ],
+)
 def test_plan_tells_what_waits_and_what_is_sent(inputs, delay, more, monkeypatch, compiled_anew):
     """Traffic as compiled equals the closed form; of memory there is a buffer more, and of updates a shard of one."""
     del compiled_anew
     monkeypatch.chdir(inputs)
-    config = load(TrainConfig, "tiny.yaml", [*COMMON, f"--sync.delay={delay}", "--cpu_devices=8", *more])
+    config = load(TrainConfig, "tiny.yaml", [*COMMON, "--cpu_devices=8", *more])
     plan = plan_step(config, 257, simulated_target(config, None, None))
     report = report_of(plan, 257, None)["programs"][STEP]
     compiled = {axes: size for axes, size in report["bytes_per_step"]["axes"].items() if axes}

@@ -10,7 +10,7 @@ import draccus
 import jax
 import optax
 
-from gregale.axes.layout import ISLAND, Layout
+from gregale.axes.layout import ISLAND, REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
 from gregale.methods.delayed import Delayed
@@ -107,30 +107,48 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
-    delay: int = field(
-        default=0,
-        metadata={
-            "help": "steps until an update is applied; 1 hides half of what replicas send, 2 all of it",
-            "range": whole(0, 2),
-        },
-    )
-    warmup_steps: int = field(
-        default=0,
-        metadata={"help": "steps without the delay, while gradients still change much", "range": whole(0)},
-    )
-
     def build(self, parts: Parts) -> Methods:
-        islands = parts.layout.mesh.shape[ISLAND]
+        islands, kind = parts.layout.mesh.shape[ISLAND], self.get_choice_name(type(self))
         if islands > 1:
             raise UserError(
-                f"mesh.island is {islands}, but sync.type is 'psdp': islands are joined by DiLoCo only. Choose "
+                f"mesh.island is {islands}, but sync.type is {kind!r}: islands are joined by DiLoCo only. Choose "
                 f"sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
-        return Methods(psdp, Delayed(psdp, self.delay) if self.delay else psdp)
+        return Methods(psdp, psdp)
+
+
+@SyncConfig.register_subclass("delayed_psdp")
+@dataclass(frozen=True)
+class DelayedPsdpConfig(PsdpConfig):
+    """PSDP whose updates are applied one or two steps later, so that what replicas send is hidden behind the steps."""
+
+    delay: int = field(
+        default=1,
+        metadata={
+            "help": "steps from gradients to their update; 2 hides both ways, 1 with one microbatch",
+            "range": whole(1, 2),
+        },
+    )
+    warmup_steps: int = field(
+        default=0, metadata={"help": "steps of PSDP before, while gradients change fast", "range": whole(0)}
+    )
+
+    def build(self, parts: Parts) -> Methods:
+        psdp = super().build(parts).psdp
+        return Methods(psdp, Delayed(psdp, self.delay))
 
     def warm_up(self) -> int:
-        return self.warmup_steps if self.delay else 0
+        return self.warmup_steps
+
+    def remark(self, layout: Layout, steps: int) -> str | None:
+        del steps
+        if layout.mesh.shape[REPLICA] > 1:
+            return None
+        return (
+            "sync.type is delayed_psdp, but mesh.replica is 1: there is nothing to hide between replicas, and the delay "
+            "only makes gradients older. sync.type psdp is the same without it."
+        )
 
 
 @SyncConfig.register_subclass("diloco")

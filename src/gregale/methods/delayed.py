@@ -1,6 +1,6 @@
 """PSDP with its updates applied one or two steps later, so that what crosses `replica` is hidden behind the steps.
 
-Delayed(psdp, delay=2)      # sync: {type: psdp, delay: 2}
+Delayed(psdp, delay=2)      # sync: {type: delayed_psdp, delay: 2}
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Delayed:
     inner: Psdp
     delay: int
 
-    name: ClassVar[str] = "psdp_delayed"
+    name: ClassVar[str] = "delayed_psdp"
     shown: ClassVar[tuple[str, ...]] = ()
 
     @property

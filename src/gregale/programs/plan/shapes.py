@@ -80,7 +80,7 @@ class Bytes:
         optimizer: state of the optimizer; of DiLoCo, the replica's own.
         outer_parameters: of DiLoCo; 0 for PSDP.
         outer_optimizer: state of DiLoCo's outer optimizer, its momentum; 0 for PSDP.
-        delayed: of PSDP with `sync.delay`, gradients and updates that wait for the next steps; else 0.
+        delayed: of `delayed_psdp`, gradients and updates that wait for the next steps; else 0.
         counters: steps, skipped ones, and tokens seen.
         gradients: the buffers in which microbatches are added up.
         batch: one step's.

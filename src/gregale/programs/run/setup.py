@@ -245,9 +245,10 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     axis = config.sync.parted_over(layout)
     if axis is None:
         raise UserError(
-            "data.replica_mixtures gives each replica its own text, but sync.type is 'psdp': all replicas make every "
-            "step together, so it would be one mixture. Use sync.type diloco or streaming_diloco, or give the sources "
-            "their weights (data.sources.<name>.weight)."
+            "data.replica_mixtures gives each replica its own text, but sync.type is "
+            f"{config.sync.get_choice_name(type(config.sync))!r}: all replicas make every step together, so it would "
+            "be one mixture. Use sync.type diloco or streaming_diloco, or give the sources their weights "
+            "(data.sources.<name>.weight)."
         )
     replicas = layout.mesh.shape[axis]
     if mixtures != replicas:
