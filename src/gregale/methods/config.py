@@ -146,8 +146,8 @@ class DelayedPsdpConfig(PsdpConfig):
         if layout.mesh.shape[REPLICA] > 1:
             return None
         return (
-            "sync.type is delayed_psdp, but mesh.replica is 1: there is nothing to hide between replicas, and the delay "
-            "only makes gradients older. sync.type psdp is the same without it."
+            "sync.type is delayed_psdp, but mesh.replica is 1: nothing is sent between replicas that could be hidden, "
+            "and the delay only makes gradients older. sync.type psdp is the same without it."
         )
 
 
