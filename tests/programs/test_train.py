@@ -56,7 +56,8 @@ def go_on(gregale):
 
 def test_a_run_leaves_what_is_documented(whole):
     names = {path.name for path in whole.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "newest_checkpoint.json", "tokenizer.json"}
+    files = {"config.yaml", "metrics.jsonl", "newest_checkpoint.json", "starts.jsonl", "tokenizer.json"}
+    assert names == {*files, "checkpoints"}
     assert checkpoint_steps(whole) == [4, 8, 12]
     steps = [line for line in lines(whole) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
@@ -66,6 +67,16 @@ def test_a_run_leaves_what_is_documented(whole):
     evaluations = [line for line in lines(whole) if "loss" not in line]
     assert [tuple(line) for line in evaluations] == [("step", "eval_loss", "bits_per_byte")] * 2
     assert [line["step"] for line in evaluations] == [6, 12]
+
+
+def test_each_start_is_noted_with_its_devices_and_options(whole, half, go_on):
+    (start,) = map(json.loads, (whole / "starts.jsonl").read_text().splitlines())
+    facts = {"step": 0, "devices": 8, "device_kind": "cpu", "kernels": {"rules": "cpu", "attention": "blocked"}}
+    assert start.items() >= {**facts, "compiler_options": {}}.items()
+    assert start["mesh"] == {"island": 1, "replica": 2, "stage": 1, "data": 2, "model": 2}
+    assert go_on(half, "--compute.compiler_options", "{xla_cpu_enable_fast_min_max: false, xla_tpu_nonsense: 1}") == 0
+    last = json.loads((half / "starts.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["compiler_options"]) == (8, {"xla_cpu_enable_fast_min_max": False})
 
 
 def test_it_learns(whole):

@@ -1,14 +1,18 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.shapes import abstract_batch
-from gregale.training.compiler_options import DEFAULTS, compiler_options
+from gregale.programs.sample import Sampler
+from gregale.programs.train.resume import converted
+from gregale.training.compiler_options import DEFAULTS, check_compiler_options, compiler_options
 from gregale.training.stepper import Stepper
 from tests.audit.steps import small_setup
 
@@ -17,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices t
 
 @pytest.mark.parametrize(
     ("topology", "count", "kind"),
-    [("v5e:2x2", 0, "TPU v5 lite"), ("v6e:2x2", 5, "TPU v6 lite"), ("v5p:2x2x1", 1, "TPU v5")],
+    [("v5e:2x2", 3, "TPU v5 lite"), ("v6e:2x2", 9, "TPU v6 lite"), ("v5p:2x2x1", 9, "TPU v5")],
 )
 def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, kind):
     target = topology_target(topology, 1, None)
@@ -25,12 +29,59 @@ def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, ki
     mesh = Mesh(np.array(target.devices), "data")
     assert len(compiler_options({}, mesh) or {}) == count
     name, value = "xla_tpu_scoped_vmem_limit_kib", 50000
-    options = compiler_options({name: value, **dict.fromkeys(DEFAULTS.get(kind, ()), False)}, mesh)
-    assert options == {name: value, **dict.fromkeys(DEFAULTS.get(kind, ()), False)}, "what is given goes first"
+    given = {name: value, **dict.fromkeys(DEFAULTS[kind], False)}
+    assert compiler_options(given, mesh) == given, "what is given goes first"
+    check_compiler_options(compiler_options({name: value}, mesh) or {}, mesh)
     with pytest.raises(
         UserError, match=r"compiler for TPU .* does not take them: No such compile option: 'xla_nonsense'"
     ):
-        compiler_options({"xla_nonsense": True}, mesh)
+        check_compiler_options({"xla_nonsense": True}, mesh)
+
+
+def test_options_of_other_platforms_are_left_out():
+    mesh = Mesh(np.array(jax.devices()[:1]), "data")
+    assert compiler_options({}, mesh) is None
+    assert compiler_options({"xla_tpu_nonsense": True, "xla_gpu_nonsense": 1}, mesh) is None
+    assert compiler_options({"xla_cpu_nonsense": True, "xla_nonsense": 1}, mesh) == {
+        "xla_cpu_nonsense": True,
+        "xla_nonsense": 1,
+    }
+
+
+NONSENSE = {"xla_nonsense": True}
+
+
+def test_every_program_of_a_run_is_compiled_with_its_options(monkeypatch):
+    """Each is made by `jax.jit` with them: the initial state, changes of method, steps, samples."""
+    options = {"xla_cpu_enable_fast_min_max": False}
+    setup = small_setup((1, 1, 1), compute={"compiler_options": options})
+    taken: list[dict] = []
+    jit = jax.jit
+
+    def noted(function, **given):
+        if getattr(getattr(function, "func", function), "__module__", "").startswith("gregale"):
+            taken.append(given.get("compiler_options") or {})
+        return jit(function, **given)
+
+    monkeypatch.setattr(jax, "jit", noted)
+    converted(setup, setup.initial_state(), 0, replace(setup.psdp, microbatches=1))
+    setup.stepper()
+    Sampler(setup, BytesTokenizer())
+    assert len(taken) == 9, "next to nothing, two states, the step and what follows it, and four for texts"
+    assert all(each.items() >= options.items() for each in taken)
+
+
+def test_programs_of_an_island_are_compiled_with_its_options():
+    setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_cpu_enable_fast_min_max": False}})
+    island = DilocoConfig().island(setup.parts)
+    assert island.compiler_options == setup.compiler_options
+    state, fragment = jax.eval_shape(island.init), island.fragment(0)
+    theta = jax.eval_shape(lambda tree: tree, state.psdp.parameters)
+    refused = replace(island, compiler_options=NONSENSE)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        refused._depart.lower(state.psdp.parameters, state.error, theta, fragment).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        refused._arrive.lower(state.psdp.parameters, state.error, theta, fragment, np.float32(0), None).compile()
 
 
 @dataclass(frozen=True)
@@ -38,6 +89,7 @@ class Gpu:
     """What is read of a device."""
 
     device_kind: str
+    platform: str = "gpu"
 
 
 @pytest.mark.parametrize(("kind", "count"), [("NVIDIA H100 80GB HBM3", 2), ("NVIDIA A100-SXM4-40GB", 2), ("gfx942", 0)])
@@ -45,17 +97,15 @@ def test_nvidias_gpus_have_theirs_and_their_names_are_xlas(kind, count):
     gpus = Mesh(np.array([Gpu(kind)]), "data")
     found = compiler_options({}, gpus) or {}
     assert len(found) == count
-    here = Mesh(np.array(jax.devices()[:1]), "data")
-    assert compiler_options(found, here) == (found or None), "XLA's compilers have one list of names"
+    check_compiler_options(found, Mesh(np.array(jax.devices()[:1]), "data"))  # XLA's compilers have one list of names
 
 
 def test_steps_are_compiled_with_the_configurations_options():
-    assert compiler_options({}, Mesh(np.array(jax.devices()[:1]), "data")) is None
     setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_nonsense": True}})
     with pytest.raises(UserError, match=r"compute\.compiler_options: the compiler for cpu does not take them"):
         setup.stepper()
     setup = small_setup((1, 1, 1), compute={"compiler_options": {"xla_cpu_enable_fast_min_max": False}})
-    assert setup.compiler_options == {"xla_cpu_enable_fast_min_max": False}
+    assert setup.compiler_options == setup.facts["compiler_options"] == {"xla_cpu_enable_fast_min_max": False}
     refused = Stepper(setup.method, setup.model, {"xla_nonsense": True}).program
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         refused.lower(setup.abstract_state(), abstract_batch(setup)).compile()

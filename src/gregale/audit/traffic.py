@@ -58,7 +58,7 @@ def expected_transfers(
     found = [*_weights(step, step.single(), backend), *_gradients(step, step.single(), backend)]
     found += _scanned(step, backend) if stack is None else stack
     found += [*_vocabulary(step, backend), Transfer("loss and weight", "all-reduce", SHARDS, 8, step.microbatches)]
-    return kept(step, [*found, *(_exact_averages(step) if averages is None else averages)])
+    return kept(step, [*found, *(exact_averages(step) if averages is None else averages)])
 
 
 def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
@@ -229,12 +229,18 @@ def _shard_bytes(step: StepShape, weight: NamedArray, split: Iterable[str]) -> i
     return FLOAT32 * values(weight.axes) // prod(step.mesh[axis] for axis in split)
 
 
-def _exact_averages(step: StepShape) -> list[Transfer]:
+def exact_averages(step: StepShape) -> list[Transfer]:
     """Gradients, loss and weight over replicas; each gradient's squared norm; updates."""
     found = [*reduced(step), *given_back(step), *_squared_norms(step)]
     if REPLICA in step.layout.params:
         found.append(Transfer("loss and weight", "all-reduce", (REPLICA,), 2 * FLOAT32))
     return found
+
+
+def finiteness(step: StepShape) -> list[Transfer]:
+    """Whether a replica's gradients are finite, a number, agreed on by its devices and added up over replicas."""
+    inside = tuple(axis for axis in step.mesh if axis != REPLICA)
+    return [Transfer("finite", "all-reduce", axes, FLOAT32) for axes in (inside, (REPLICA,))]
 
 
 def agreement(step: StepShape, axis: str) -> list[Transfer]:

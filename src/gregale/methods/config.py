@@ -10,15 +10,17 @@ import draccus
 import jax
 import optax
 
-from gregale.axes.layout import ISLAND, Layout
+from gregale.axes.layout import ISLAND, REPLICA, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
+from gregale.methods.delayed import Delayed
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import layers_in
 from gregale.methods.island import Island
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp
 from gregale.methods.schedule import PATTERNS, Schedule
+from gregale.model.config import CompilerOptions
 from gregale.optim import ConstantSchedule, MuonConfig, OptimizerConfig, SgdConfig
 from gregale.settings import Range, Settings, between, whole
 
@@ -36,6 +38,7 @@ class Parts(NamedTuple):
     reduce: ReduceConfig  # the codecs of what crosses the slow axis
     steps: int  # of the run
     seed: int  # of the run
+    compiler_options: CompilerOptions | None = None  # of programs that the method compiles itself
 
 
 class Methods(NamedTuple):
@@ -105,14 +108,47 @@ class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
     def build(self, parts: Parts) -> Methods:
-        islands = parts.layout.mesh.shape[ISLAND]
+        islands, kind = parts.layout.mesh.shape[ISLAND], self.get_choice_name(type(self))
         if islands > 1:
             raise UserError(
-                f"mesh.island is {islands}, but sync.type is 'psdp': islands are joined by DiLoCo only. Choose "
+                f"mesh.island is {islands}, but sync.type is {kind!r}: islands are joined by DiLoCo only. Choose "
                 f"sync.type diloco or streaming_diloco, or make the islands replicas (mesh.replica)."
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
         return Methods(psdp, psdp)
+
+
+@SyncConfig.register_subclass("delayed_psdp")
+@dataclass(frozen=True)
+class DelayedPsdpConfig(PsdpConfig):
+    """PSDP whose updates are applied one or two steps later, so that what replicas send is hidden behind the steps."""
+
+    delay: int = field(
+        default=1,
+        metadata={
+            "help": "steps from gradients to their update; 2 hides both ways, 1 with one microbatch",
+            "range": whole(1, 2),
+        },
+    )
+    warmup_steps: int = field(
+        default=0, metadata={"help": "steps of PSDP before, while gradients change fast", "range": whole(0)}
+    )
+
+    def build(self, parts: Parts) -> Methods:
+        psdp = super().build(parts).psdp
+        return Methods(psdp, Delayed(psdp, self.delay))
+
+    def warm_up(self) -> int:
+        return self.warmup_steps
+
+    def remark(self, layout: Layout, steps: int) -> str | None:
+        del steps
+        if layout.mesh.shape[REPLICA] > 1:
+            return None
+        return (
+            "sync.type is delayed_psdp, but mesh.replica is 1: nothing is sent between replicas that could be hidden, "
+            "and the delay only makes gradients older. sync.type psdp is the same without it."
+        )
 
 
 @SyncConfig.register_subclass("diloco")
@@ -177,7 +213,7 @@ class DilocoConfig(SyncConfig):
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
         outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
-        return Island(inner, outer, schedule, self.mixing, parts.reduce)
+        return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
         """It does."""

@@ -46,6 +46,7 @@ from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
 from gregale.methods.schedule import Schedule
 from gregale.methods.traffic import PsdpTraffic
+from gregale.model.config import CompilerOptions
 
 Tree = Any
 
@@ -71,6 +72,7 @@ class Island:
     - `schedule`: H, P, tau, and which layers a fragment has
     - `mixing`: alpha, what an island keeps of its own when a fragment that it contributed to arrives
     - `reduce`: the codecs of what crosses the network, and the feedback
+    - `compiler_options`: of the programs that run on the island's devices
     """
 
     inner: Psdp
@@ -78,6 +80,7 @@ class Island:
     schedule: Schedule
     mixing: float = 0.0
     reduce: ReduceConfig = field(default=ReduceConfig())
+    compiler_options: CompilerOptions | None = None
 
     name: ClassVar[str] = "island"
     shown: ClassVar[tuple[str, ...]] = ()
@@ -132,13 +135,14 @@ class Island:
 
     @cached_property
     def _depart(self) -> Callable[..., Any]:
-        return jax.jit(self.message)
+        return jax.jit(self.message, compiler_options=self.compiler_options)
 
     @cached_property
     def _arrive(self) -> Callable[..., Any]:
         abstract = jax.eval_shape(self.init)
         places = self.shardings(abstract)
-        return jax.jit(self.mixed, donate_argnums=(0, 1), out_shardings=(places.psdp.parameters, places.error))
+        where = places.psdp.parameters, places.error
+        return jax.jit(self.mixed, donate_argnums=(0, 1), out_shardings=where, compiler_options=self.compiler_options)
 
     def message(
         self, parameters: Tree, error: ErrorState, theta: Tree, fragment: Fragment

@@ -93,7 +93,10 @@ class HostOuter:
     def begin(self, parameters: Tree) -> None:
         """The outer side before the first round, from the island's parameters; version 0."""
         finest = self.island.finest
-        taken = jax.jit(lambda fragment, tree: finest.constrain(fragment.take(tree), finest.params))
+        taken = jax.jit(
+            lambda fragment, tree: finest.constrain(fragment.take(tree), finest.params),
+            compiler_options=self.island.compiler_options,
+        )
         for index, part in enumerate(self.parts):
             arrays = jax.tree.leaves(taken(part.fragment, parameters))
             theta = {}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gregale.audit.step import StepShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.accumulate import accumulate
+from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import Lost, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
 from gregale.methods.method import Actions, PsdpState, StepMetrics
@@ -25,6 +25,11 @@ Tree = Any
 
 def same(tree: Tree) -> Tree:
     return tree
+
+
+def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+    """One of two trees, by a scalar."""
+    return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
 @dataclass(frozen=True)
@@ -96,30 +101,44 @@ class Psdp:
 
         A step whose loss or gradient is not finite leaves the state as it was.
         """
-        layout, optimizer, reducer = self.layout, self.optimizer, self.reducer
-        sums = accumulate(self._loss, state.parameters, batch, layout, self.microbatches, self.prepare)
+        sums, reducer = self.sums(state, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
         grads, error = reducer.reduce(sums.gradients, weight, state.error)
-        norm = reducer.norm(grads)
-
-        shard = layout.constrain(state.parameters, layout.opt_state)
-        updates, sharded = optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
-        updates, error = reducer.give_back(layout.constrain(updates, layout.opt_state), error)  # type: ignore[arg-type]
-        updates, gathered = optimizer.gathered.update(updates, state.gathered, state.parameters)
-
-        parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
-        parameters = layout.constrain(parameters, layout.params)
-        moved = PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered, error)
+        updates, moved, norm = self.update(state._replace(error=error), grads)
+        moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, state)
-        return kept, StepMetrics(loss, weight, norm, finite)
+        return either(finite, moved, state), StepMetrics(loss, weight, norm, finite)
+
+    def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
+        """The gradients of a batch, each replica's by itself."""
+        return accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+
+    def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
+        """What the optimizer makes of averaged gradients, both under `opt_state`.
+
+        Returns the updates, the state with the optimizer's own moved on, and the norm of the gradients.
+        """
+        layout = self.layout
+        norm = self.reducer.norm(grads)
+        shard = layout.constrain(state.parameters, layout.opt_state)
+        updates, sharded = self.optimizer.sharded.update(grads, state.sharded, shard, gradient_norm=norm)
+        updates, sharded = layout.constrain((updates, sharded), layout.opt_state)
+        return updates, state._replace(sharded=sharded), norm
+
+    def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
+        """Updates under `opt_state` are given back to `params` and added to the parameters."""
+        layout = self.layout
+        updates, error = self.reducer.give_back(updates, state.error)  # type: ignore[arg-type]
+        updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
+        parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
+        return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
     def lost(self, state: PsdpState, batch: Tree) -> Lost:
         """What quantising would lose of the gradients of a batch; for a program of its own, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
-        sums = accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
+        sums = self.sums(state, batch)
         (weight,) = reducer.totals(sums.weight)
         return reducer.measure(sums.gradients, weight, state.error)
 

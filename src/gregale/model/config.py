@@ -15,6 +15,7 @@ from gregale.settings import Fixed, Settings, above, at_least, whole
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
+CompilerOptions = dict[str, bool | int | float | str]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -305,7 +306,7 @@ class ComputeConfig(Settings):
     loss_block: int = field(
         default=1024, metadata={"help": "tokens whose logits are held at a time, a device", "range": whole(1)}
     )
-    compiler_options: dict[str, bool | int | float | str] = field(
+    compiler_options: CompilerOptions = field(
         default_factory=dict,
         metadata={"help": "XLA's own options"},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, repeat
 
 import haliax as hax
@@ -14,6 +15,7 @@ from haliax import NamedArray
 
 from gregale.axes.layout import BATCH
 from gregale.model.cache import POSITION, Cache
+from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 from gregale.settings import Range, Settings, at_least, whole
@@ -72,13 +74,15 @@ class Generator:
     - `execution`: of a layout that does not split the batch
     - `vocabulary`: tokens that may be drawn; a model's vocabulary may be padded beyond them
     - `end`: the token that ends a text
+    - `options`: the compiler's
     """
 
-    def __init__(self, execution: Execution, vocabulary: int, end: int):
+    def __init__(self, execution: Execution, vocabulary: int, end: int, options: CompilerOptions | None = None):
         self._execution, self._vocabulary, self._end = execution, vocabulary, end
-        self.read = jax.jit(self._read_prompt, static_argnames=("slots", "sampling"))
-        self.draw = jax.jit(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
-        self._widen = jax.jit(_with_room, static_argnames=("slots",))
+        compiled = partial(jax.jit, compiler_options=options)
+        self.read = compiled(self._read_prompt, static_argnames=("slots", "sampling"))
+        self.draw = compiled(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
+        self._widen = compiled(_with_room, static_argnames=("slots",))
 
     def tokens(self, model: Llama, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
         """Up to `count` tokens that continue the prompt; ends early before the end-of-document token.

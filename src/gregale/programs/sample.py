@@ -42,8 +42,9 @@ class Sampler:
         self._execution = execution(config.compute, unbatched(layout), config.model)
         self._whole = config.compute.gather == "per_step" or layout.mesh.shape["data"] * layout.mesh.shape["stage"] == 1
         run = replace(self._execution, weights_ready=self._whole)
-        self._generator = Generator(run, tokenizer.vocabulary_size, tokenizer.end_of_document)
-        self._prepare = jax.jit(self._gathered)
+        options = setup.compiler_options
+        self._generator = Generator(run, tokenizer.vocabulary_size, tokenizer.end_of_document, options)
+        self._prepare = jax.jit(self._gathered, compiler_options=options)
 
     def prepared(self, model):
         """The model as the other methods take it: on the devices that sample, gathered and cast once for all tokens."""

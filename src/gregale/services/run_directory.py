@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import gregale
 from gregale.errors import UserError
@@ -46,6 +47,11 @@ class RunDirectory:
     def changes(self) -> Path:
         """A line for each time that the run went on with another configuration."""
         return self.path / "changes.jsonl"
+
+    @property
+    def starts(self) -> Path:
+        """A line for each time that the run began or went on: on which devices, with which compiler options."""
+        return self.path / "starts.jsonl"
 
     @property
     def newest_checkpoint(self) -> Path:
@@ -133,14 +139,18 @@ class RunDirectory:
         """Adds a line to changes.jsonl: from which step on which keys have which other values; none if nothing has."""
         if not changed:
             return
-        entry = {
-            "step": step,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "gregale": gregale.__version__,
-            "changes": {change.key: [change.before, change.now] for change in changed},
-        }
-        before = self.changes.read_bytes() if self.changes.is_file() else b""
-        write_bytes(self.changes, before + json.dumps(entry).encode() + b"\n")
+        self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
+
+    def record_start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Adds a line to starts.jsonl: with what the run goes on after a step."""
+        self._add(self.starts, step, facts)
+
+    def _add(self, path: Path, step: int, facts: Mapping[str, Any]) -> None:
+        """Puts a line behind those of a file, whole or not at all."""
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
+        before = path.read_bytes() if path.is_file() else b""
+        write_bytes(path, before + json.dumps(entry).encode() + b"\n")
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes config.yaml, first under a temporary name."""

@@ -2,54 +2,66 @@
 
     jax.jit(step, compiler_options=compiler_options(config.compute.compiler_options, mesh))
 
-The defaults make collectives asynchronous that the TPU compiler else waits for.
+The defaults make collectives asynchronous that the TPU compiler else waits for. All programs of a run get them: steps,
+rounds, evaluations, the initial state, what goes from one method to another, and sampling.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.errors import UserError
+from gregale.model.config import CompilerOptions
 
+# Gathers of weights behind the layer's own products, where the compiler does not do so by itself.
 _ASYNC_GATHERS = (
     "xla_tpu_enable_async_collective_fusion",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     "xla_tpu_enable_async_collective_fusion_multiple_steps",
     "xla_tpu_overlap_compute_collective_tc",
     "xla_enable_async_all_gather",
+    "xla_tpu_prefer_async_allgather_to_allreduce",
 )
-# By `jax.Device.device_kind`; "TPU v5" is v5p, whose gathers else are all-reduces.
+# Sums of a layer's gradients behind the backward pass of the layer below: the loop is pipelined by one layer.
+_ASYNC_SUMS = (
+    "xla_enable_async_all_reduce",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+    "xla_tpu_enable_ici_ar_pipelining",
+)
+# By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md has what each of them does.
 DEFAULTS: dict[str, tuple[str, ...]] = {
-    "TPU v5": ("xla_tpu_prefer_async_allgather_to_allreduce",),
-    "TPU v6 lite": _ASYNC_GATHERS,
+    "TPU v5 lite": _ASYNC_SUMS,
+    "TPU v5": (*_ASYNC_GATHERS, *_ASYNC_SUMS),
+    "TPU v6 lite": (*_ASYNC_GATHERS, *_ASYNC_SUMS),
 }
 # On NVIDIA's GPUs a layer is gathered while the layer before it computes, and its gradients are summed while the next
 # one's are computed. What else is advised for GPUs is the compiler's own default by now, or does harm: docs/gpu.md.
 GPU_DEFAULTS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
 GPUS = "NVIDIA "
 
-Value = bool | int | float | str
+PLATFORMS = ("cpu", "gpu", "tpu")
 
 
-def compiler_options(given: Mapping[str, Value], mesh: Mesh) -> dict[str, Value] | None:
+def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | None:
     """The options for the devices of a mesh; `given` go over the defaults. None: there are none.
 
-    Raises:
-        UserError: the compiler does not take what is given.
+    What is given for another platform (`xla_tpu_...` on a CPU) is left out, so that a run can be sampled elsewhere.
     """
-    kind = getattr(mesh.devices.flat[0], "device_kind", "")
+    device = mesh.devices.flat[0]
+    kind = getattr(device, "device_kind", "")
     defaults = GPU_DEFAULTS if kind.startswith(GPUS) else DEFAULTS.get(kind, ())
-    options: dict[str, Value] = {**dict.fromkeys(defaults, True), **given}
-    if given:
-        _try(options, mesh)
-    return options or None
+    others = tuple(f"xla_{platform}_" for platform in PLATFORMS if platform != device.platform)
+    own = {name: value for name, value in given.items() if not name.startswith(others)}
+    return {**dict.fromkeys(defaults, True), **own} or None
 
 
-def _try(options: dict[str, Value], mesh: Mesh) -> None:
-    """Compiles next to nothing with the options."""
+def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
+    """Compiles next to nothing with the options.
+
+    Raises:
+        UserError: the compiler does not take them.
+    """
     number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(number).compile()

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import with_shardings
 from gregale.methods.method import Method, StepMetrics
+from gregale.model.config import CompilerOptions
 from gregale.training.once import compiled_once
 
 Tree = Any
@@ -36,14 +37,18 @@ class Report(NamedTuple):
     skipped_in_a_row: Leaf
 
 
-def initial_state(method: Method, make_model: Callable[[], Tree]) -> TrainState:
-    """The state before the first step, made in shards; `make_model` is traced, so no weight is made in one piece."""
+def initial_state(method: Method, make_model: Callable[[], Tree], options: CompilerOptions | None = None) -> TrainState:
+    """The state before the first step, made in shards; `make_model` is traced, so no weight is made in one piece.
+
+    - `options`: the compiler's, see `gregale.training.compiler_options`
+    """
 
     def make() -> TrainState:
         return wrapped(method, method.init(make_model()), 0)
 
     shardings = state_shardings(method, jax.eval_shape(make))
-    return jax.jit(make, out_shardings=shardings, compiler_options=compiled_once(method.layout.mesh))()
+    options = {**(compiled_once(method.layout.mesh) or {}), **(options or {})}
+    return jax.jit(make, out_shardings=shardings, compiler_options=options or None)()
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:

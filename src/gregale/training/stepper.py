@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gregale.methods.method import Method
-from gregale.training.compiler_options import Value
+from gregale.model.config import CompilerOptions
 from gregale.training.state import Report, TrainState, abstract_state, counted_step, state_shardings
 
 Tree = Any
@@ -24,7 +24,7 @@ class Stepper:
     - `options`: the compiler's, see `gregale.training.compiler_options`
     """
 
-    def __init__(self, method: Method, model: Tree, options: dict[str, Value] | None = None):
+    def __init__(self, method: Method, model: Tree, options: CompilerOptions | None = None):
         self._method = method
         shardings = state_shardings(method, abstract_state(method, model))
         compiled = partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)

@@ -132,6 +132,7 @@ def train(
 
     def begin() -> None:
         run.record_changes(start.step, changed)
+        run.record_start(start.step, setup.facts)
         run.write_config(config)
         run.write_samples(start.step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)

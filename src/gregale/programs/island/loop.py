@@ -132,7 +132,7 @@ class IslandLoop(Loop):
             files.write(sides.folder, outer, sides.outer.leaves(moment))
 
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(method, state, step), metadata, beside)
+        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
 
     def _round_of(self, step: int) -> int:
         try:

@@ -15,11 +15,12 @@ from gregale.programs.run.setup import Setup
 from gregale.training.state import TrainState, abstract_state
 
 
-def checkpointed(method: Method, state: TrainState, step: int) -> TrainState:
+def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
     """The state after `step` steps as a checkpoint holds it: complete without the replicas for who only evaluates."""
     if not method.due(step):
         return state
-    return state._replace(joined=jax.jit(lambda state: method.end(state).parameters)(state.method))
+    join = jax.jit(lambda state: method.end(state).parameters, compiler_options=setup.compiler_options)
+    return state._replace(joined=join(state.method))
 
 
 def checkpoint_metadata(
@@ -96,7 +97,8 @@ def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
     """The model that is evaluated of a checkpoint, from what `evaluation_template` asked for."""
     if state.joined is not None:
         return setup.psdp.model_with(state.joined)
-    return jax.jit(saved_by(setup, metadata).trained)(state.method)
+    trained = jax.jit(saved_by(setup, metadata).trained, compiler_options=setup.compiler_options)
+    return trained(state.method)
 
 
 def same_mesh(setup: Setup, metadata: dict) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 from haliax import Axis
@@ -20,11 +21,12 @@ from gregale.methods.config import Methods, Parts
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
+from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
 from gregale.services.config import TrainConfig
-from gregale.training.compiler_options import Value, compiler_options
+from gregale.training.compiler_options import check_compiler_options, compiler_options
 from gregale.training.state import TrainState, abstract_state, initial_state
 from gregale.training.stepper import Stepper
 
@@ -70,7 +72,8 @@ class Setup:
 
     def initial_state(self) -> TrainState:
         """The state before the first step, made in shards."""
-        return initial_state(self.method_after(0), lambda: self.init_model(jax.random.key(self.config.seed)))
+        method, options = self.method_after(0), self.compiler_options
+        return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
     def init_model(self, key):
         """The model with its initial weights."""
@@ -84,10 +87,28 @@ class Setup:
         """Takes the steps of the configured method, or of another one."""
         return Stepper(method or self.method, self.model, self.compiler_options)
 
+    @cached_property
+    def compiler_options(self) -> CompilerOptions | None:
+        """With which all programs are compiled; raises `UserError` if the compiler does not take what is given."""
+        given, mesh = self.config.compute.compiler_options, self.layout.mesh
+        options = compiler_options(given, mesh)
+        if given and options:
+            check_compiler_options(options, mesh)
+        return options
+
     @property
-    def compiler_options(self) -> dict[str, Value] | None:
-        """With which the programs of steps and evaluations are compiled."""
-        return compiler_options(self.config.compute.compiler_options, self.layout.mesh)
+    def facts(self) -> dict[str, Any]:
+        """What a run's programs are made by and for, beside its configuration; for JSON."""
+        mesh = self.layout.mesh
+        kernels = execution(self.config.compute, self.layout, self.config.model).kernels
+        return {
+            "jax": jax.__version__,
+            "devices": mesh.size,
+            "device_kind": mesh.devices.flat[0].device_kind,
+            "mesh": dict(mesh.shape),
+            "kernels": {"rules": kernels.rules, "attention": kernels.attention},
+            "compiler_options": self.compiler_options or {},
+        }
 
     def learning_rate(self, update: int) -> float:
         """The learning rate of an update, counted from 1; skipped steps make none."""
@@ -203,7 +224,8 @@ def methods_of(config: TrainConfig, parts: Parts) -> Methods:
 
 def parts_of(config: TrainConfig, model, layout: Layout) -> Parts:
     """What the configuration's methods are built of."""
-    return Parts(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed)
+    options = compiler_options(config.compute.compiler_options, layout.mesh)
+    return Parts(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
 
 
 def check_parameters(model) -> None:
@@ -223,9 +245,10 @@ def check_replicas(config: TrainConfig, layout: Layout) -> None:
     axis = config.sync.parted_over(layout)
     if axis is None:
         raise UserError(
-            "data.replica_mixtures gives each replica its own text, but sync.type is 'psdp': all replicas make every "
-            "step together, so it would be one mixture. Use sync.type diloco or streaming_diloco, or give the sources "
-            "their weights (data.sources.<name>.weight)."
+            "data.replica_mixtures gives each replica its own text, but sync.type is "
+            f"{config.sync.get_choice_name(type(config.sync))!r}: all replicas make every step together, so it would "
+            "be one mixture. Use sync.type diloco or streaming_diloco, or give the sources their weights "
+            "(data.sources.<name>.weight)."
         )
     replicas = layout.mesh.shape[axis]
     if mixtures != replicas:

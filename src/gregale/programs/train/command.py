@@ -129,6 +129,7 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
 
     def begin() -> None:
         run.record_changes(first_step, changed)
+        run.record_start(first_step, setup.facts)
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
@@ -165,10 +166,12 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
     epochs = config.steps * config.batch.tokens / corpus.training_tokens
+    options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
     return (
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
         f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
+        f"{f'; compiler options: {options}' if options else ''}"
     )
 
 

@@ -46,7 +46,10 @@ class Loop:
         """`report`: told in one line of what fails and does not end the run."""
         self._setup, self._corpus, self._run = setup, corpus, run
         self._checkpoints, self._trackers, self._report = checkpoints, trackers, report
-        self._trained = {method.name: jax.jit(method.trained) for method in (setup.psdp, setup.method)}
+        self._trained = {
+            method.name: jax.jit(method.trained, compiler_options=setup.compiler_options)
+            for method in (setup.psdp, setup.method)
+        }
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
@@ -100,7 +103,7 @@ class Loop:
         """Saves in the background."""
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(method, state, step), metadata)
+        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata)
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config

@@ -18,7 +18,11 @@ class QuantisationFigures:
 
     def __init__(self, setup: Setup, held_out: Examples):
         self._setup, self._held_out = setup, held_out
-        self._lost = jax.jit(setup.method.lost, out_shardings=setup.layout.sharding((), {}))
+        self._lost = jax.jit(
+            setup.method.lost,
+            out_shardings=setup.layout.sharding((), {}),
+            compiler_options=setup.compiler_options,
+        )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """`quantisation_error`: what a message lacks, relative to its values; `feedback_norm`: what is kept."""

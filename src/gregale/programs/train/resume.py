@@ -71,5 +71,6 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
 
 def _moved(setup: Setup, method: Method, change, state: TrainState) -> TrainState:
     shardings = state_shardings(method, abstract_state(method, setup.model))
-    move = jax.jit(lambda inner: wrapped(method, change(inner), 0), out_shardings=shardings)
+    options = setup.compiler_options
+    move = jax.jit(lambda inner: wrapped(method, change(inner), 0), out_shardings=shardings, compiler_options=options)
     return move(state.method)._replace(step=state.step)
