@@ -35,12 +35,15 @@ class Blocks:
     fused: bool
 
 
-def blocks_for(device_kind: str, length: int, window: int | None) -> Blocks:
+def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES) -> Blocks:
     """The blocks for rows of `length` tokens on a chip, all of one size and as few as the most rows allow.
 
-    Blocks are as even as their multiples allow, so that little is filled up, and hardly longer than a window.
+    Blocks are as even as their multiples allow, so that little is filled up, and hardly longer than a window. They are
+    half as long for heads that take more than one row of lanes.
     """
     most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
+    if head_size > LANES:
+        most //= 2
     if window is not None:
         most = min(most, max(FEWEST_IN_WINDOW, _up(window, 2 * LANES)))
     count = -(-length // most)

@@ -30,7 +30,7 @@ class Splash:
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None
     ) -> jax.Array:
         length, heads, head_size = q.shape[1:]
-        blocks = blocks_for(self.device_kind, length, window)
+        blocks = blocks_for(self.device_kind, length, window, head_size)
         q = (q * head_size**-0.5).astype(q.dtype)
         q, k, v = (_filled(x, blocks.length).swapaxes(1, 2) for x in (q, k, v))
         ids = None if segments is None else _segment_ids(segments, blocks.length)
