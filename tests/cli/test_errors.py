@@ -174,7 +174,7 @@ MIXTURES = "--data.replica_mixtures"
             ["sync.fragments is 2 and sync.period is 1", "at most 1 fragments"],
         ),
         ([*STREAMING, "--sync.alpha", "1.5"], ["sync.alpha is 1.5", "from 0 to 1"]),
-        ([*DILOCO, "--sync.delay", "1"], ["`sync.delay`", "belongs to type streaming_diloco"]),
+        ([*DILOCO, "--sync.delay", "1"], ["`sync.delay`", "belongs to type delayed_psdp or streaming_diloco"]),
         ([*DILOCO, "--sync.outer.type", "adamx"], ["`sync.outer.type` is 'adamx'", "Did you mean", "adamw, lion, sgd"]),
         ([*DILOCO, "--sync.outer.type", "muon"], ["sync.outer.type is 'muon'", "whole matrices", "sgd would work"]),
         ([*DILOCO, "--sync.evaluate", "last"], ["sync.evaluate is 'last'", "outer, average, first_replica"]),

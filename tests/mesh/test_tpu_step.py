@@ -70,7 +70,7 @@ def test_the_memory_report_comes_with_every_collective(plan, target):
     found = plan_step(CONFIG, TOKENS, target, MEMORY)
     assert found.step.audit == plan.step.audit
     assert found.step.flops is None
-    assert found.overlap(found.step, None) is None
+    assert found.schedule(found.step, None) is None
     assert found.memory.arguments == pytest.approx(plan.memory.arguments, rel=0.01)
 
 

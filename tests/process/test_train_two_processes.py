@@ -88,6 +88,7 @@ def test_only_the_first_process_writes(outputs, two):
         "samples.txt",
         "checkpoints",
         "newest_checkpoint.json",
+        "starts.jsonl",
         "tokenizer.json",
     }
 

@@ -39,10 +39,12 @@ def test_loops_are_whole_where_devices_are_as_many_as_processors(monkeypatch, de
     assert (WITHOUT_PARALLEL_LOOPS in with_flags("", devices).split()) == whole
 
 
-def test_one_device_has_as_many_threads_as_jax_gives_it(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("devices", "threads"), [(1, None), (8, "24")])
+def test_one_device_has_as_many_threads_as_jax_gives_it(monkeypatch: pytest.MonkeyPatch, devices, threads):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
-    start_devices(1, DistributedConfig())
-    assert "PJRT_NPROC" not in os.environ
+    monkeypatch.setattr(jax.config, "update", lambda key, value: None)  # JAX has begun
+    start_devices(devices, DistributedConfig())
+    assert os.environ.get("PJRT_NPROC") == threads
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, "0.92"), ("0.5", "0.5")])
