@@ -50,8 +50,9 @@ submit() {
     exec 9>>"$folder/lock"
     flock --nonblock 9 || fail "another submit of $name is under way"
   fi
-  queue || fail "squeue does not answer: whether a job of $name is there is not known, so none was submitted"
-  [[ -z $answer ]] || fail "a job of $name is queued or runs: $(quoted $answer). \`stop\` ends it"
+  queue PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING ||
+    fail "squeue does not answer: whether a job of $name is there is not known, so none was submitted"
+  [[ -z $answer ]] || fail "a job of $name is queued or runs: ${answer//$'\n'/, }. \`stop\` ends it"
   if [[ $dry_run == yes ]]; then
     echo "mkdir -p $(quoted "$folder")"
     echo "cat >$(quoted "$folder/job.sh") <<'SCRIPT'"
@@ -66,11 +67,8 @@ submit() {
   [[ $dry_run == yes ]] || say "job ${answer%%;*} is queued; its log will be slurm/$name/${answer%%;*}.log"
 }
 
-# Of this user's jobs with this name, the numbers.
-queue() {
-  ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" \
-    --states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING "--format=%i"
-}
+# Of this user's jobs with this name and in some states, the numbers.
+queue() { ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
 
 sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
 
@@ -126,14 +124,14 @@ stop() {
 # --- in a job
 
 job() {
-  id=${SLURM_JOB_ID:?is set in a job only} heir="" interrupted=no asked_to_save=no
+  id=${SLURM_JOB_ID:?is set in a job only} heir="" step="" interrupted=no asked_to_save=no
   local code=0
+  trap save USR1
   cd "$root"
   [[ ! -f $folder/stopped ]] || { say "the run was stopped on request" && return; }
   [[ ! -f $folder/complete ]] || { say "the run is complete" && return; }
   count_attempts
   submit_heir || say "the successor is not submitted yet; that is tried again"
-  trap save USR1
   trap 'interrupted=yes' TERM # Slurm sends it to the training too
   train "$@" || code=$?
   conclude "$code"
@@ -161,7 +159,7 @@ count_attempts() {
 submit_heir() {
   [[ -z $heir ]] || return 0
   [[ ! -f $folder/stopped ]] || return 0
-  queue || return
+  queue PENDING || return # the job before this one may still be completing
   heir=$(grep -vx "$id" <<<"$answer" | head -n 1) || heir=""
   [[ -z $heir ]] || { say "job $heir follows this one" && return; }
   sbatch_script "--dependency=afterany:$id" || return
@@ -182,6 +180,7 @@ train() {
     . "$environment"
     set +a
   fi
+  [[ $asked_to_save == no ]] || return 143
   # A process that has saved and ended must not end those that still save; the processes watch one another.
   srun --kill-on-bad-exit=0 "$@" &
   step=$!
@@ -195,6 +194,7 @@ train() {
 # SIGTERM to all processes of the training. Not to srun, which would kill them.
 save() {
   interrupted=yes asked_to_save=yes
+  [[ -n $step ]] || return 0
   say "saving before the end of this job"
   local try
   for ((try = 1; try <= MOST_TRIES; try++)); do
