@@ -31,7 +31,6 @@ options:
   --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
   --partition, --account, --qos, --constraint, --reservation VALUE  passed on to sbatch (submit)
   --exclusive         take whole boxes (submit)
-  --program PROGRAM   train (the default), or island: the job is one island of a fleet (submit)
   --environment FILE  lines NAME=value for the training, such as keys of trackers: read in the job, never on a command line
   --attempts N        end after N jobs in a row without a new checkpoint, default 5 (submit)
   --dry-run           print every command and the script, run none
@@ -75,7 +74,7 @@ sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folde
 job_script() {
   local words=(bash "$root/infra/slurm.sh" job --name "$name" --attempts "$attempts")
   [[ -z $environment ]] || words+=(--environment "$environment")
-  words+=(-- .venv/bin/gregale "$program" "$config" --distributed.coordinator auto "${overrides[@]}")
+  words+=(-- .venv/bin/gregale train "$config" --distributed.coordinator auto "${overrides[@]}")
   echo "#!/usr/bin/env bash"
   printf '#SBATCH %s\n' "--job-name=$name" "--nodes=$nodes" "--ntasks-per-node=$gpus" "--gpus-per-node=$gpus" \
     "--time=$limit" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
@@ -237,7 +236,7 @@ conclude() {
 }
 
 main() {
-  name="" config="" nodes=1 gpus=8 limit="" margin=300 program=train environment="" attempts=5
+  name="" config="" nodes=1 gpus=8 limit="" margin=300 environment="" attempts=5
   asked=() overrides=()
   local command=${1:-} value variable
   case $command in
@@ -250,7 +249,7 @@ main() {
   shift
   while (($#)); do
     case $1 in
-      --name | --config | --nodes | --gpus | --margin | --program | --environment | --attempts)
+      --name | --config | --nodes | --gpus | --margin | --environment | --attempts)
         value=$(value_of "$@")
         variable=${1#--}
         printf -v "$variable" %s "$value"
@@ -291,7 +290,6 @@ check_options() {
   for value in "${asked[@]}"; do
     [[ $value =~ ^[A-Za-z0-9_.,:=\&\|-]+$ ]] || fail "'$value' has characters that sbatch would read in its own way"
   done
-  [[ $program == train || $program == island ]] || fail "--program is '$program': give train or island"
   if [[ -n $environment ]]; then
     [[ -f $environment ]] || fail "--environment is $environment: there is no such file"
     environment=$(cd "$(dirname "$environment")" && pwd)/$(basename "$environment")

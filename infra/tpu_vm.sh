@@ -42,6 +42,7 @@ options:
   --config FILE       the YAML file, below the repository (up, watch, train)
   --program PROGRAM   train (the default), or island: the slices are one island of a fleet (up, watch, train)
   --environment FILE  lines NAME=value for the training, such as keys of trackers: copied, never on a command line
+  --setup COMMAND     run on every host once it is installed, such as a mount of the shared file system (up, watch, install)
   --attempts N        watch: give up after N in a row without a new checkpoint, default 10
   --then-delete       watch: give the slices back when the run is complete
   --node N            ssh: the slice, default 0; or all, for a command
@@ -127,10 +128,11 @@ tar -C $(quoted "$root") -czf $(quoted "$archive") --null --ignore-failed-read -
   local python="command -v python3.11 >/dev/null || { sudo apt-get update -qq && sudo apt-get install -qq -y \
 python3.11 python3.11-venv make; }"
   local unpack="mkdir -p $FOLDER && tar -xzf gregale.tar.gz -C $FOLDER && cd $FOLDER"
-  local setup="make setup && .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable \
+  local packages="make setup && .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable \
 '.[$extras]'"
-  on_hosts all "$python && $unpack && $setup" limited "$SETUP" || return
-  [[ -z $environment ]] || copy_environment
+  on_hosts all "$python && $unpack && $packages" limited "$SETUP" || return
+  [[ -z $environment ]] || copy_environment || return
+  [[ -z $setup ]] || on_hosts all "$setup" limited "$SETUP"
 }
 
 copy_environment() {
@@ -318,7 +320,7 @@ read_states() {
 }
 
 main() {
-  name="" zone="" project="" slices=1 accelerator="" runtime=v2-alpha-tpuv5-lite config="" program=train environment=""
+  name="" zone="" project="" slices=1 accelerator="" runtime=v2-alpha-tpuv5-lite config="" program=train environment="" setup=""
   attempts=10 node=0 worker=0 then_delete=no
   capacity=() overrides=()
   local command=${1:-} value variable
@@ -335,7 +337,7 @@ main() {
   while (($#)); do
     case $1 in
       --name | --zone | --project | --slices | --accelerator | --runtime | --config | --program | --environment | \
-        --attempts | --node | --worker)
+        --setup | --attempts | --node | --worker)
         value=$(value_of "$@")
         variable=${1#--}
         printf -v "$variable" %s "$value"

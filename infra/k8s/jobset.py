@@ -132,6 +132,7 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
         "spec": {
             "failurePolicy": {
                 "maxRestarts": options.restarts,
+                "restartStrategy": "BlockingRecreate",  # those that still save are waited for
                 "rules": [{"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [{"name": HOSTS, "replicas": slices, "template": {"spec": job}}],

@@ -168,7 +168,7 @@ DOCKERFILE = (ROOT / "infra" / "Dockerfile").read_text()
 
 def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
     assert re.search(r"^ARG BASE=python:\d+\.\d+\.\d+-\S+$", DOCKERFILE, re.MULTILINE)
-    assert DOCKERFILE.rindex("\nUSER gregale\n") > DOCKERFILE.rindex("\nRUN ")
+    assert DOCKERFILE.rindex("\nUSER 1000\n") > DOCKERFILE.rindex("\nRUN ")
     copied = [word for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     ignored = (ROOT / "infra" / "Dockerfile.dockerignore").read_text().splitlines()
     assert [line for line in ignored if not line.startswith("#")][0] == "*"

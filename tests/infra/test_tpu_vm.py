@@ -135,7 +135,7 @@ def test_help_names_every_command_and_option():
     source = (ROOT / "infra" / "tpu_vm.sh").read_text()
     cases = source[source.index("case $1 in") : source.rindex("esac")]
     options = set(re.findall(r"--[a-z][a-z-]+", cases)) - {"--help", "--reservation-host-project"}
-    assert len(options) == 17
+    assert len(options) == 18
     commands = ("up", "watch", "create", "install", "train", "status", "log", "ssh", "stop", "delete")
     for word in (*commands, *options):
         assert f"  {word} " in text

@@ -150,7 +150,7 @@ def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
     "words",
     [
         ("create", "--accelerator", "v5litepod-16", "--reservation-project", "ours"),
-        ("install", "--environment", "keys.env"),
+        ("install", "--environment", "keys.env", "--setup", "sudo mount -t nfs server:/share '/mnt/a b'"),
         ("train", "--config", CONFIG, "--", "--data.sources.web.files", "['a b.jsonl', \"it's\"]"),
         ("status",),
         ("ssh", "--node", "1", "--worker", "all", "--", "grep", "-c", "it's there", "gregale/train.log"),
