@@ -183,6 +183,7 @@ train() {
   # A process that has saved and ended must not end those that still save; the processes watch one another.
   srun --kill-on-bad-exit=0 "$@" &
   step=$!
+  [[ $asked_to_save == no ]] || tell_to_save # by a signal that came before there was a number
   while true; do
     interrupted=no code=0
     wait "$step" || code=$?
@@ -190,17 +191,24 @@ train() {
   done
 }
 
-# SIGTERM to all processes of the training. Not to srun, which would kill them.
+# SIGTERM to all processes of the training. Not to srun, which would kill them. (bash 5.2 ends the script where a trap
+# that interrupts `wait` executes `return`, so there is none here.)
 save() {
   interrupted=yes asked_to_save=yes
-  [[ -n $step ]] || return 0
+  [[ -z $step ]] || tell_to_save
+}
+
+tell_to_save() {
+  local try told=no
   say "saving before the end of this job"
-  local try
   for ((try = 1; try <= MOST_TRIES; try++)); do
-    if timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null; then return; fi
+    if timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null; then
+      told=yes
+      break
+    fi
     sleep 5
   done
-  say "error: the training could not be told to save; the newest checkpoint is that of step $(checkpoint_of_logs)"
+  [[ $told == yes ]] || say "error: the training could not be told to save; its newest checkpoint has to do"
 }
 
 conclude() {

@@ -119,7 +119,10 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
         "parallelism": pods,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE]}}
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": "gregale", "operator": "In", "values": [MISTAKE]},
+                }
             ]
         },
         "template": {"spec": pod(options, name, overrides, on_tpu)},

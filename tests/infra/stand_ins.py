@@ -9,17 +9,17 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = "0.3"  # seconds that a command gets here, whatever it would get: one that hangs costs no more
+# A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time.
+HANG = f"kill -ALRM $PPID; exec {shutil.which('sleep')} 60"
 
-# Notes its words, each ended by a NUL and all by a newline of their own; then the part begins, in the folder of the play.
+# Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, in the folder of the play.
 RECORDER = """#!/bin/bash
 {{ printf '%s\\0' {name} "$@"; printf '\\n\\0'; }} >>{folder}/calls
 cd {folder}
 {part}
 """
-# These two are no cloud's: time passes at once, and limits are short.
-SLEEP = "echo $1 >>slept"
-TIMEOUT = 'exec {timeout} --kill-after=1 {limit} "${{@:3}}"'
+SLEEP = "echo $1 >>slept"  # time passes at once
+TIMEOUT = f'exec {shutil.which("timeout")} "$@"'
 
 
 class StandIns:
@@ -33,7 +33,7 @@ class StandIns:
         self.home = folder / "home"
         self.home.mkdir()
         self.play("sleep", SLEEP)
-        self.play("timeout", TIMEOUT.format(timeout=shutil.which("timeout"), limit=LIMIT))
+        self.play("timeout", TIMEOUT)
 
     def play(self, name: str, part: str = "") -> None:
         """Puts a command on the PATH; its part is bash, which finds files of the play in its working directory."""
@@ -68,6 +68,6 @@ class StandIns:
             ["bash", str(script), *words],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,  # of a machine with other work
             env={**self.environment, **environment},
         )

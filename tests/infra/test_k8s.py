@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import yaml
 
-from tests.infra.stand_ins import ROOT, StandIns
+from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 SCRIPT = ROOT / "infra" / "k8s" / "train.sh"
 TPU = ("config/llama_8b_two_slices.yaml", "--image", "gregale:1", "--accelerator", "v5e", "--claim", "shared")
@@ -75,7 +74,9 @@ def test_a_failure_starts_all_again_and_a_mistake_ends_it(manifest):
 
 
 def test_boxes_find_the_first_pod(manifest):
-    found = manifest(*GPU, "--nodes", "2", "--spot", "--environment-secret", "keys", "--", "--name", "other", "--steps=9")
+    found = manifest(
+        *GPU, "--nodes", "2", "--spot", "--environment-secret", "keys", "--", "--name", "other", "--steps=9"
+    )
     container = container_of(found)
     command = container["command"]
     assert found["metadata"]["name"] == "other"
@@ -154,7 +155,7 @@ def test_a_dry_run_prints_what_is_run(cluster, words):
 
 
 def test_a_cluster_that_hangs_or_refuses_is_told(cluster):
-    cluster.play("kubectl", f"exec {shutil.which('sleep')} 60")
+    cluster.play("kubectl", HANG)
     result = cluster.run(SCRIPT, "stop", "llama")
     assert result.returncode == 124
     assert "no answer within 60 seconds: kubectl patch jobset llama" in result.stderr
@@ -171,7 +172,7 @@ def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
     assert DOCKERFILE.rindex("\nUSER 1000\n") > DOCKERFILE.rindex("\nRUN ")
     copied = [word for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     ignored = (ROOT / "infra" / "Dockerfile.dockerignore").read_text().splitlines()
-    assert [line for line in ignored if not line.startswith("#")][0] == "*"
+    assert next(line for line in ignored if not line.startswith("#")) == "*"
     assert {line[1:] for line in ignored if line.startswith("!")} == set(copied)
     assert all((ROOT / each).exists() for each in copied)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.stand_ins import ROOT, StandIns
+from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 CONFIG = "config/llama_124m_gpu.yaml"
 SUBMIT = ("submit", "--name", "llama", "--config", CONFIG, "--nodes", "2", "--time", "04:00:00", "--partition", "gpu")
@@ -25,7 +25,7 @@ SBATCH = f"""
 part=$(head -n 1 sbatch_part 2>/dev/null); sed -i 1d sbatch_part 2>/dev/null
 [[ $part != FAIL ]] || exit 1
 next=$(($(cat next 2>/dev/null || echo 100) + 1)); echo $next | tee next >>queue
-[[ $part != LOSE ]] || exec {SLEEP} 60
+[[ $part != LOSE ]] || {{ {HANG}; }}
 echo "$next;cluster"
 """
 SCANCEL = 'case " $* " in *" --signal=TERM "*) kill -TERM $(<training) ;; *) sed -i "/^$1$/d" queue ;; esac'
@@ -77,7 +77,7 @@ def run_job(slurm: StandIns, number: int, begin: str = "wait") -> subprocess.Pop
 
 
 def end_of(process: subprocess.Popen) -> int:
-    return process.wait(timeout=60)
+    return process.wait(timeout=300)
 
 
 def wait_for_training(slurm: StandIns) -> None:
@@ -94,7 +94,7 @@ def pending(slurm: StandIns) -> list[str]:
 
 
 def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
-    result = slurm.run(script(slurm), *SUBMIT, "--", "--runs", "~/a b", "--data.sources.text.files", "[\"it's\"]")
+    result = slurm.run(script(slurm), *SUBMIT, "--", "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]')
     assert result.returncode == 0, result.stderr
     text = (notes(slurm) / "job.sh").read_text()
     asked = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
@@ -103,7 +103,7 @@ def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
     words = shlex.split(text.splitlines()[-1])
     assert words[words.index("--") + 1 :] == [
         *(".venv/bin/gregale", "train", CONFIG, "--distributed.coordinator", "auto"),
-        *("--runs", "~/a b", "--data.sources.text.files", "[\"it's\"]"),
+        *("--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'),
     ]
     assert pending(slurm) == ["101"]
     again = slurm.run(script(slurm), *SUBMIT)

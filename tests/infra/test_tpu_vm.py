@@ -153,8 +153,9 @@ def host(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     (tmp_path / "home" / "gregale" / "infra").mkdir()
     shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "home" / "gregale" / "infra")
     gregale.write_text(
-        "#!/bin/bash\ntrap 'kill $!; echo The checkpoint of step 20 is saved.; echo stopped >\"$HOME/said\"; exit 143' TERM\n"
-        'sleep 100 &\necho "$(ps -o sid= $$) $$ $WANDB_API_KEY $*" >"$HOME/said"; wait\n'
+        "#!/bin/bash\nsave() { echo The checkpoint of step 20 is saved.; echo stopped >$HOME/said; exit 143; }\n"
+        "trap 'kill $!; save' TERM\nsleep 100 &\n"
+        'echo "$(ps -o sid= $$) $WANDB_API_KEY $*" >"$HOME/said"; wait\n'
     )
     os.mkfifo(tmp_path / "home" / "said")
     for script in (gcloud, gregale):
@@ -178,7 +179,7 @@ def test_training_outlives_the_connection_and_stops_when_asked(host, tmp_path):
     home = tmp_path / "home" / "gregale"
     (home / "train.env").write_text("WANDB_API_KEY=secret\n")
     assert host("train", "--", "--islands.bind", "@address").returncode == 0
-    session, process, key, *words = said(tmp_path).split()
+    session, key, *words = said(tmp_path).split()
     ours = subprocess.run(["ps", "-o", "sid=", str(os.getpid())], capture_output=True, text=True).stdout.strip()
     assert session != ours, "it has a session of its own, which no closing terminal hangs up"
     assert key == "secret"
@@ -214,7 +215,10 @@ def until_it_ends(home: Path) -> str:
         ({"train.pid": "1"}, "lost, checkpoint none"),
         ({"train.pid": "1", "train.code": "75\n"}, "ended 75, checkpoint none"),
         ({"train.code": "0\n", "train.stopped": ""}, "ended 0, checkpoint none"),
-        ({"train.log": "The checkpoint of step 9 is saved.\nThe checkpoint of step 20 is saved.\n"}, "idle, checkpoint 20"),
+        (
+            {"train.log": "The checkpoint of step 9 is saved.\nThe checkpoint of step 20 is saved.\n"},
+            "idle, checkpoint 20",
+        ),
     ],
 )
 def test_a_host_tells_how_its_training_is(tmp_path, files, found):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.infra.stand_ins import ROOT, StandIns
+from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 SCRIPT = ROOT / "infra" / "tpu_vm.sh"
 CONFIG = "config/llama_8b_two_slices.yaml"
@@ -20,7 +20,6 @@ WATCH = ("watch", *PLACE, "--accelerator", "v5litepod-16", "--spot", "--config",
 # The cloud: `state` is that of the slices. Each question to the hosts takes the next line of `hosts`; PREEMPT, HANG and
 # FAIL happen instead of an answer. `listings` says how often in a row the list fails first.
 GCLOUD = f"""
-hang() {{ exec {shutil.which("sleep")} 60; }}
 case " $* " in
   *" list "*)
     if [[ -s listings ]]; then sed -i 1d listings; echo "the way is cut" >&2; exit 1; fi
@@ -32,9 +31,9 @@ case " $* " in
     line=$(head -n 1 hosts); sed -i 1d hosts
     case $line in
       PREEMPT) echo SUSPENDED >state; exit 255 ;;
-      HANG) hang ;;
+      HANG) {HANG} ;;
       FAIL | "") exit 255 ;;
-      *) IFS='|' read -ra each <<<"$line"; for host in "${{each[@]}}"; do echo "gregale-host t1v-$host"; done ;;
+      *) IFS='|' read -ra each <<<"$line"; printf 'gregale-host t1v-%s\\n' "${{each[@]}}" ;;
     esac ;;
 esac
 """
@@ -134,7 +133,6 @@ def test_what_a_person_has_to_look_at_ends_it(cloud, hosts, code, text):
 
 
 def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
-    cloud.play("timeout", f'exec {shutil.which("timeout")} 60 "${{@:3}}"')
     cloud.play("gcloud", f"echo $$ >hanging; exec {shutil.which('sleep')} 60")
     process = subprocess.Popen(["bash", str(SCRIPT), *WATCH], env=cloud.environment)
     while not cloud.read("hanging"):
