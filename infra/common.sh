@@ -80,7 +80,7 @@ back_off() {
 
 # The step of the newest checkpoint that logs of a run tell of, or nothing.
 newest_checkpoint() {
-  sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' "$@" 2>/dev/null | sort -n | tail -n 1
+  { sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' "$@" 2>/dev/null || true; } | sort -n | tail -n 1
 }
 
 # The value of an option, or an error.

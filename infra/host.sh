@@ -46,7 +46,8 @@ state() {
   elif [[ -f train.pid ]]; then
     found=lost
   fi
-  checkpoint=$(sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' train.log 2>/dev/null | tail -n 1)
+  touch train.log
+  checkpoint=$(sed -n 's/^The checkpoint of step \([0-9]*\) is saved\.$/\1/p' train.log | tail -n 1)
   echo "gregale-host $(uname -n) $found, checkpoint ${checkpoint:-none}"
 }
 

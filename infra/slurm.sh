@@ -101,8 +101,11 @@ follow_log() {
 }
 
 newest_log() {
-  # By number: of the newest job.
-  find "$folder" -maxdepth 1 -name '*.log' -printf '%f\n' 2>/dev/null | sort -n | tail -n 1 | sed "s|^|$folder/|"
+  local file newest=""
+  for file in "$folder"/*.log; do
+    [[ ! -f $file || $file -ot $newest ]] || newest=$file
+  done
+  echo "$newest"
 }
 
 checkpoint_of_logs() {

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time.
 HANG = f"kill -ALRM $PPID; exec {shutil.which('sleep')} 60"
 
-# Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, in the folder of the play.
+# Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, where the play is.
 RECORDER = """#!/bin/bash
 {{ printf '%s\\0' {name} "$@"; printf '\\n\\0'; }} >>{folder}/calls
 cd {folder}

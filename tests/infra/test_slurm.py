@@ -106,6 +106,7 @@ def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
         *("--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'),
     ]
     assert pending(slurm) == ["101"]
+    assert "newest checkpoint: 0\n" in slurm.run(script(slurm), "status", "--name", "llama").stdout
     again = slurm.run(script(slurm), *SUBMIT)
     assert (again.returncode, pending(slurm)) == (2, ["101"])
     assert "a job of llama is queued or runs: 101" in again.stderr
