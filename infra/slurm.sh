@@ -126,7 +126,7 @@ stop() {
 # --- in a job
 
 job() {
-  id=${SLURM_JOB_ID:?is set in a job only} heir="" step="" interrupted=no asked_to_save=no
+  id=${SLURM_JOB_ID:?is set in a job only} heir="" step="" interrupted=no asked_to_save=no told=no
   local code=0
   trap save USR1
   cd "$root"
@@ -186,7 +186,7 @@ train() {
   # A process that has saved and ended must not end those that still save; the processes watch one another.
   srun --kill-on-bad-exit=0 "$@" &
   step=$!
-  [[ $asked_to_save == no ]] || tell_to_save # by a signal that came before there was a number
+  [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
   while true; do
     interrupted=no code=0
     wait "$step" || code=$?
@@ -198,11 +198,11 @@ train() {
 # that interrupts `wait` executes `return`, so there is none here.)
 save() {
   interrupted=yes asked_to_save=yes
-  [[ -z $step ]] || tell_to_save
+  [[ -z $step || $told == yes ]] || tell_to_save
 }
 
 tell_to_save() {
-  local try told=no
+  local try
   say "saving before the end of this job"
   for ((try = 1; try <= MOST_TRIES; try++)); do
     if timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null; then

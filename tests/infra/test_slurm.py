@@ -136,7 +136,11 @@ def test_jobs_follow_one_another_until_the_run_is_complete(slurm):
     assert pending(slurm) == ["102"], "its successor is there before it trains"
     assert "--dependency=afterany:101" in slurm.calls("sbatch")[-1]
     first.send_signal(signal.SIGUSR1)
+    while not slurm.calls("scancel"):
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)  # as after a `stop` shortly before the limit
     assert end_of(first) == 143
+    assert len(slurm.calls("scancel")) == 1, "it is told to save once"
     assert "The checkpoint of step 30 is saved." in log_of(slurm, 101)
     assert pending(slurm) == ["102"], "no second one"
     assert end_of(run_job(slurm, 102, "0 60")) == 0
