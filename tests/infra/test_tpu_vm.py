@@ -34,9 +34,14 @@ def printed(tmp_path) -> Callable[..., list[list[str]]]:
     def commands(name: str, *arguments: str) -> list[list[str]]:
         result = tpu_vm(name, "--dry-run", *arguments, PATH=str(tmp_path))
         assert (result.returncode, result.stderr) == (0, "")
-        return [shlex.split(line) for line in result.stdout.splitlines()]
+        return [without_limit(shlex.split(line)) for line in result.stdout.splitlines()]
 
     return commands
+
+
+def without_limit(words: list[str]) -> list[str]:
+    """A command without the `timeout --kill-after=10 N` before it."""
+    return words[3:] if words[0] == "timeout" else words
 
 
 def remote(command: list[str]) -> str:
@@ -45,7 +50,7 @@ def remote(command: list[str]) -> str:
 
 
 def test_one_slice_is_one_node(printed):
-    (create, describe) = printed(*CREATE)
+    (create, asked) = printed(*CREATE)
     assert create[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "llama"]
     assert set(create[6:]) == {
         "--node-id=llama",
@@ -53,7 +58,7 @@ def test_one_slice_is_one_node(printed):
         "--runtime-version=v2-alpha-tpuv5-lite",
         "--zone=us-west4-a",
     }
-    assert describe[4:6] == ["describe", "llama"]
+    assert asked[4:] == ["list", "--format=value(name.basename(),state.state)", "--zone=us-west4-a"]
 
 
 def test_several_slices_are_nodes_of_one_request(printed):
@@ -66,7 +71,7 @@ def test_up_creates_installs_trains_and_follows(printed):
     commands = printed("up", *CREATE[1:], "--slices", "2", "--config", CONFIG)
     assert [words[4] if words[0] == "gcloud" else words[0] for words in commands] == [
         "create",
-        "describe",
+        "list",
         "bash",
         "scp",
         "rm",
@@ -85,9 +90,9 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
     overrides = ["--runs", "~/shared/runs", "--data.sources.web.files", "['a b.jsonl', \"it's\"]"]
     (command,) = printed("train", *PLACE, "--config", CONFIG, "--", *overrides)
     text = remote(command)
-    words = shlex.split(text[text.index(".venv/bin/gregale") : text.index(">>train.log")])
-    assert words[1:3] == ["train", CONFIG]
-    config = load(TrainConfig, ROOT / CONFIG, words[3:])
+    words = shlex.split(text)
+    assert words[:5] == ["bash", "gregale/infra/host.sh", "start", "train", CONFIG]
+    config = load(TrainConfig, ROOT / CONFIG, words[5:])
     assert config.runs == "~/shared/runs"
     assert config.data.sources["web"].files == ("a b.jsonl", "it's")  # type: ignore[attr-defined]
     assert " ~/shared/runs " in text, "the host's shell expands ~"
@@ -101,13 +106,18 @@ def test_delete_gives_everything_back(printed):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fly",), "there is no command 'fly'; commands: up, create"),
+        (("fly",), "there is no command 'fly'; commands: up, watch, create"),
         (("create", "--zone", "z", "--name", "Bad"), "--name is 'Bad'"),
         (("create", "--name", "a"), "--zone is missing"),
         (("create", "--name", "a", "--zone"), "--zone needs a value"),
         (("create", "--name", "--zone", "z"), "--name needs a value"),
         (("create", *PLACE), "--accelerator is missing"),
         ((*CREATE, "--slices", "0"), "--slices is '0'"),
+        ((*CREATE, "--spot", "--reserved"), "--spot, --reserved and --reservation-project exclude one another"),
+        (("watch", *PLACE, "--config", CONFIG), "--accelerator is missing"),
+        (("watch", *PLACE, "--attempts", "no"), "--attempts is 'no'"),
+        (("install", *PLACE, "--environment", "none.env"), "--environment is none.env: there is no such file"),
+        (("train", *PLACE, "--program", "sample"), "--program is 'sample'"),
         (("train", *PLACE), "--config is missing"),
         (("train", *PLACE, "--config", "config/none.yaml"), "--config is config/none.yaml"),
         (("up", *PLACE, "--steps", "3"), "'--steps' is no option"),
@@ -124,9 +134,10 @@ def test_help_names_every_command_and_option():
     text = tpu_vm("--help").stdout
     source = (ROOT / "infra" / "tpu_vm.sh").read_text()
     cases = source[source.index("case $1 in") : source.rindex("esac")]
-    options = set(re.findall(r"--[a-z][a-z-]+", cases)) - {"--help"}
-    assert len(options) == 9
-    for word in ("up", "create", "install", "train", "log", "stop", "delete", *options):
+    options = set(re.findall(r"--[a-z][a-z-]+", cases)) - {"--help", "--reservation-host-project"}
+    assert len(options) == 18
+    commands = ("up", "watch", "create", "install", "train", "status", "log", "ssh", "stop", "delete")
+    for word in (*commands, *options):
         assert f"  {word} " in text
 
 
@@ -139,9 +150,12 @@ def host(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     gcloud.write_text('#!/bin/bash\nwhile [[ $1 != --command ]]; do shift; done\ncd "$HOME" && exec bash -c "$2"\n')
     gregale = tmp_path / "home" / "gregale" / ".venv" / "bin" / "gregale"
     gregale.parent.mkdir(parents=True)
+    (tmp_path / "home" / "gregale" / "infra").mkdir()
+    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "home" / "gregale" / "infra")
     gregale.write_text(
-        "#!/bin/bash\ntrap 'kill $!; echo stopped >\"$HOME/said\"; exit 143' TERM\n"
-        'sleep 100 &\necho "$(ps -o sid= $$) $$ $*" >"$HOME/said"; echo training; wait\n'
+        "#!/bin/bash\nsave() { echo The checkpoint of step 20 is saved.; echo stopped >$HOME/said; exit 143; }\n"
+        "trap 'kill $!; save' TERM\nsleep 100 &\n"
+        'echo "$(ps -o sid= $$) $WANDB_API_KEY $*" >"$HOME/said"; wait\n'
     )
     os.mkfifo(tmp_path / "home" / "said")
     for script in (gcloud, gregale):
@@ -149,7 +163,8 @@ def host(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     environment = {"HOME": str(tmp_path / "home"), "PATH": f"{gcloud.parent}:{os.environ['PATH']}"}
 
     def command(*arguments: str) -> subprocess.CompletedProcess:
-        return tpu_vm(*arguments, *PLACE, "--config", CONFIG, **environment)
+        command, *rest = arguments
+        return tpu_vm(command, *PLACE, "--config", CONFIG, *rest, **environment)
 
     return command
 
@@ -161,12 +176,59 @@ def said(tmp_path: Path) -> str:
 
 
 def test_training_outlives_the_connection_and_stops_when_asked(host, tmp_path):
-    assert host("train").returncode == 0
-    session, process, *words = said(tmp_path).split()
-    assert session == process, "it has a session of its own, which no closing terminal hangs up"
-    assert words == ["train", CONFIG, "--distributed.coordinator", "auto"]
+    home = tmp_path / "home" / "gregale"
+    (home / "train.env").write_text("WANDB_API_KEY=secret\n")
+    assert host("train", "--", "--islands.bind", "@address").returncode == 0
+    session, key, *words = said(tmp_path).split()
+    ours = subprocess.run(["ps", "-o", "sid=", str(os.getpid())], capture_output=True, text=True).stdout.strip()
+    assert session != ours, "it has a session of its own, which no closing terminal hangs up"
+    assert key == "secret"
+    assert words[:4] == ["train", CONFIG, "--distributed.coordinator", "auto"]
+    assert re.fullmatch(r"[\da-f.:]+", words[5]), "the host's own address"
     again = host("train")
-    assert (again.returncode, again.stderr) == (1, "a training runs already; stop it first\n")
+    assert again.returncode == 1
+    assert "a training runs already; stop it first\n" in again.stderr
+    assert " running, checkpoint none\n" in state(home)
     assert host("stop").returncode == 0
     assert said(tmp_path) == "stopped\n"
-    assert (tmp_path / "home" / "gregale" / "train.log").read_text() == "training\n"
+    assert until_it_ends(home).endswith(" stopped, checkpoint 20\n")
+    assert (home / "train.log").read_text() == "The checkpoint of step 20 is saved.\n"
+    assert (home / "train.code").read_text() == "143\n"
+
+
+def state(home: Path) -> str:
+    command = ["bash", str(home / "infra" / "host.sh"), "state"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def until_it_ends(home: Path) -> str:
+    for _ in range(100):
+        if " running," not in (found := state(home)):
+            return found
+    raise AssertionError("it still runs")
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, "idle, checkpoint none"),
+        ({"train.pid": "1"}, "lost, checkpoint none"),
+        ({"train.pid": "1", "train.code": "75\n"}, "ended 75, checkpoint none"),
+        ({"train.code": "0\n", "train.stopped": ""}, "ended 0, checkpoint none"),
+        (
+            {"train.log": "The checkpoint of step 9 is saved.\nThe checkpoint of step 20 is saved.\n"},
+            "idle, checkpoint 20",
+        ),
+    ],
+)
+def test_a_host_tells_how_its_training_is(tmp_path, files, found):
+    (tmp_path / "infra").mkdir()
+    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "infra")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert state(tmp_path).rstrip().endswith(f" {found}")
+
+
+def test_scripts_read_the_line_that_training_writes():
+    source = (ROOT / "src" / "gregale" / "services" / "checkpoint" / "saving.py").read_text()
+    assert 'f"The checkpoint of step {step} is saved."' in source

@@ -1,0 +1,311 @@
+#!/usr/bin/env bash
+# Trains on GPU boxes under Slurm: writes an sbatch script and submits it. Each job submits its successor before it
+# begins, so that the run goes on after a time limit, a preemption or a dead node, until it is complete. `--help` tells
+# how. Needs the commands of Slurm, and a file system that all nodes share, with this working tree and its .venv on it.
+script=slurm.sh
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+dry_run=no
+# shellcheck source=infra/common.sh
+. "$root/infra/common.sh"
+
+readonly QUESTION=60 # limit in seconds of a question to Slurm
+readonly MOST_TRIES=5
+
+usage() {
+  cat <<'TEXT'
+usage: infra/slurm.sh COMMAND --name NAME [OPTIONS] [-- --dotted.key value ...]
+
+commands:
+  submit  write the script slurm/NAME/job.sh and submit it; refused while a job of this name is queued or runs
+  status  show the jobs of this name, the newest checkpoint and the last lines of the log
+  log     follow the newest log; Ctrl-C ends the following, not the training
+  stop    ask the running job to save a checkpoint and end, and drop its successor; `submit` goes on
+
+options:
+  --name NAME         of the jobs; their scripts, logs and notes are in slurm/NAME
+  --config FILE       the YAML file, below the repository (submit)
+  --nodes N           boxes, default 1 (submit)
+  --gpus N            GPUs of a box, default 8; each has a process of its own (submit)
+  --cpus N            processor cores of a process; default: Slurm's (submit)
+  --time TIME         limit of a job, for example 04:00:00 (submit)
+  --margin SECONDS    how long before the limit the checkpoint begins, default 300 (submit)
+  --partition, --account, --qos, --constraint, --reservation VALUE  passed on to sbatch (submit)
+  --exclusive         take whole boxes (submit)
+  --environment FILE  lines NAME=value for the training, such as keys of trackers: read in the job, never on a command line
+  --attempts N        end after N jobs in a row without a new checkpoint, default 5 (submit)
+  --dry-run           print every command and the script, run none
+  -- ...              keys to override, passed on to `gregale`
+TEXT
+}
+
+# --- on the login node
+
+submit() {
+  [[ -n $config ]] || fail "--config is missing: the YAML file to train, for example config/llama_124m_gpu.yaml"
+  [[ -f $root/$config ]] || fail "--config is $config: there is no such file in $root"
+  [[ $limit =~ ^[0-9]+([-:][0-9]+)*$ ]] || fail "--time is '$limit': give the limit of a job, for example 04:00:00"
+  if [[ $dry_run == no ]]; then
+    mkdir -p "$folder"
+    exec 9>>"$folder/lock"
+    flock --nonblock 9 || fail "another submit of $name is under way"
+  fi
+  queue PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING ||
+    fail "squeue does not answer: whether a job of $name is there is not known, so none was submitted"
+  [[ -z $answer ]] || fail "a job of $name is queued or runs: ${answer//$'\n'/, }. \`stop\` ends it"
+  if [[ $dry_run == yes ]]; then
+    echo "mkdir -p $(quoted "$folder")"
+    echo "cat >$(quoted "$folder/job.sh") <<'SCRIPT'"
+    job_script
+    echo "SCRIPT"
+  else
+    rm -f "$folder/stopped" "$folder/complete" "$folder/attempts"
+    job_script >"$folder/job.sh.new"
+    mv "$folder/job.sh.new" "$folder/job.sh"
+  fi
+  sbatch_script || fail "sbatch failed; \`status\` tells whether the job is there all the same"
+  [[ $dry_run == yes ]] || say "job ${answer%%;*} is queued; its log will be slurm/$name/${answer%%;*}.log"
+}
+
+# Of this user's jobs with this name and in some states, the numbers.
+queue() { ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" "--states=$1" "--format=%i"; }
+
+sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
+
+job_script() {
+  local words=(bash "$root/infra/slurm.sh" job --name "$name" --attempts "$attempts")
+  [[ -z $environment ]] || words+=(--environment "$environment")
+  words+=(-- .venv/bin/gregale train "$config" --distributed.coordinator auto "${overrides[@]}")
+  echo "#!/usr/bin/env bash"
+  printf '#SBATCH %s\n' "--job-name=$name" "--nodes=$nodes" "--ntasks-per-node=$gpus" "--gpus-per-node=$gpus" \
+    "--time=$limit" "--signal=B:USR1@$margin" --no-requeue --open-mode=append "--output=slurm/$name/%j.log" \
+    "${asked[@]}"
+  echo "exec $(quoted "${words[@]}")"
+}
+
+status() {
+  limited "$QUESTION" squeue "--user=$(id -un)" "--name=$name" --Format=JobID,State,TimeUsed,TimeLeft,NumNodes,Reason
+  [[ $dry_run == no ]] || return 0
+  [[ ! -f $folder/complete ]] || echo "The run is complete."
+  [[ ! -f $folder/stopped ]] || echo "The run was stopped on request; \`submit\` goes on."
+  echo "newest checkpoint: $(checkpoint_of_logs)"
+  local log
+  log=$(newest_log)
+  [[ -z $log ]] || tail -n 5 "$log"
+}
+
+follow_log() {
+  local log
+  log=$(newest_log)
+  [[ -n $log ]] || fail "there is no log in slurm/$name yet: no job of this name has begun"
+  run tail -n +1 -F "$log"
+}
+
+newest_log() {
+  local file newest=""
+  for file in "$folder"/*.log; do
+    [[ ! -f $file || $file -ot $newest ]] || newest=$file
+  done
+  echo "$newest"
+}
+
+checkpoint_of_logs() {
+  local step
+  step=$(newest_checkpoint "$folder"/*.log)
+  echo "${step:-0}"
+}
+
+stop() {
+  if [[ $dry_run == no ]]; then
+    mkdir -p "$folder"
+    touch "$folder/stopped" # a job that begins now ends at once, and none submits a successor
+  fi
+  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=PENDING || return
+  limited "$QUESTION" scancel "--user=$(id -un)" "--name=$name" --state=RUNNING --batch --signal=USR1
+}
+
+# --- in a job
+
+job() {
+  id=${SLURM_JOB_ID:?is set in a job only} heir="" step="" interrupted=no asked_to_save=no told=no
+  local code=0
+  trap save USR1
+  cd "$root"
+  [[ ! -f $folder/stopped ]] || { say "the run was stopped on request" && return; }
+  [[ ! -f $folder/complete ]] || { say "the run is complete" && return; }
+  count_attempts
+  submit_heir || say "the successor is not submitted yet; that is tried again"
+  trap 'interrupted=yes' TERM # Slurm sends it to the training too
+  train "$@" || code=$?
+  conclude "$code"
+  return "$code"
+}
+
+# Jobs in a row that began with the same newest checkpoint as the one before; ends when there were enough.
+count_attempts() {
+  local before=-1 attempt=0 step
+  step=$(checkpoint_of_logs)
+  [[ ! -f $folder/attempts ]] || read -r before attempt <"$folder/attempts"
+  ((step == before)) || attempt=0
+  attempt=$((attempt + 1))
+  echo "$step $attempt" >"$folder/attempts.new"
+  mv "$folder/attempts.new" "$folder/attempts"
+  if ((attempt > attempts)); then
+    say "error: $attempts jobs in a row have made no new checkpoint (the newest is that of step $step); no more are" \
+      "submitted. The logs in slurm/$name tell why; \`submit\` begins to count anew."
+    exit 1
+  fi
+  attempts_so_far=$attempt
+}
+
+# Submits the successor, unless Slurm knows of one: a submission whose answer was lost is found, not repeated.
+submit_heir() {
+  [[ -z $heir ]] || return 0
+  [[ ! -f $folder/stopped ]] || return 0
+  queue PENDING || return # the job before this one may still be completing
+  heir=$(grep -vx "$id" <<<"$answer" | head -n 1) || heir=""
+  [[ -z $heir ]] || { say "job $heir follows this one" && return; }
+  sbatch_script "--dependency=afterany:$id" || return
+  heir=${answer%%;*}
+  say "job $heir follows this one"
+}
+
+drop_heir() {
+  [[ -n $heir ]] || return 0
+  limited "$QUESTION" scancel "$heir" || say "job $heir could not be cancelled; it will end as soon as it begins"
+}
+
+train() {
+  local code
+  if [[ -n $environment ]]; then
+    set -a
+    # shellcheck source=/dev/null
+    . "$environment"
+    set +a
+  fi
+  [[ $asked_to_save == no ]] || return 143
+  # A process that has saved and ended must not end those that still save; the processes watch one another.
+  srun --kill-on-bad-exit=0 "$@" &
+  step=$!
+  [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
+  while true; do
+    interrupted=no code=0
+    wait "$step" || code=$?
+    [[ $interrupted == yes ]] || return "$code"
+  done
+}
+
+# SIGTERM to all processes of the training. Not to srun, which would kill them. (bash 5.2 ends the script where a trap
+# that interrupts `wait` executes `return`, so there is none here.)
+save() {
+  interrupted=yes asked_to_save=yes
+  [[ -z $step || $told == yes ]] || tell_to_save
+}
+
+tell_to_save() {
+  local try
+  say "saving before the end of this job"
+  for ((try = 1; try <= MOST_TRIES; try++)); do
+    if timeout --kill-after=10 "$QUESTION" scancel --signal=TERM "$id" </dev/null; then
+      told=yes
+      break
+    fi
+    sleep 5
+  done
+  [[ $told == yes ]] || say "error: the training could not be told to save; its newest checkpoint has to do"
+}
+
+conclude() {
+  local try
+  case $1 in
+    0)
+      touch "$folder/complete"
+      say "the run is complete"
+      drop_heir
+      return
+      ;;
+    2)
+      say "error: the run ended with a mistake that starting it again does not mend; it is told above"
+      drop_heir
+      return
+      ;;
+  esac
+  if [[ -f $folder/stopped ]]; then
+    say "stopped on request; \`submit\` goes on"
+    drop_heir
+    return
+  fi
+  for ((try = 1; try <= MOST_TRIES; try++)); do
+    if submit_heir; then break; fi
+    pause "$POLL_SECONDS"
+  done
+  [[ -n $heir ]] || { say "error: no successor could be submitted; \`submit\` goes on" && return; }
+  if [[ $asked_to_save == no ]]; then
+    # It ended by itself, and may do so again.
+    ask "$QUESTION" scontrol update "JobId=$heir" "StartTime=now+$(back_off $((attempts_so_far + 1)))" ||
+      say "job $heir begins without a pause"
+  fi
+}
+
+main() {
+  name="" config="" nodes=1 gpus=8 limit="" margin=300 environment="" attempts=5
+  asked=() overrides=()
+  local command=${1:-} value variable
+  case $command in
+    submit | status | stop | job) ;;
+    log) command=follow_log ;;
+    -h | --help | help) usage && return ;;
+    "") usage >&2 && exit 2 ;;
+    *) fail "there is no command '$command'; commands: submit, status, log, stop" ;;
+  esac
+  shift
+  while (($#)); do
+    case $1 in
+      --name | --config | --nodes | --gpus | --margin | --environment | --attempts)
+        value=$(value_of "$@")
+        variable=${1#--}
+        printf -v "$variable" %s "$value"
+        shift 2
+        ;;
+      --time)
+        limit=$(value_of "$@")
+        shift 2
+        ;;
+      --cpus)
+        value=$(value_of "$@")
+        asked+=("--cpus-per-task=$value")
+        shift 2
+        ;;
+      --partition | --account | --qos | --constraint | --reservation)
+        value=$(value_of "$@")
+        asked+=("$1=$value")
+        shift 2
+        ;;
+      --exclusive) asked+=("$1") && shift ;;
+      --dry-run) dry_run=yes && shift ;;
+      -h | --help) usage && return ;;
+      --) shift && overrides=("$@") && break ;;
+      *) fail "'$1' is no option; --help lists them (keys of the configuration come after --)" ;;
+    esac
+  done
+  check_options
+  if [[ $command == job ]]; then job "${overrides[@]}"; else "$command"; fi
+}
+
+check_options() {
+  local option value
+  [[ $name =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] || fail "--name is '$name': give letters, digits, dots, - and _"
+  folder=$root/slurm/$name
+  for option in nodes gpus margin attempts; do
+    [[ ${!option} =~ ^[1-9][0-9]*$ ]] || fail "--$option is '${!option}': give a number, 1 or more"
+  done
+  for value in "${asked[@]}"; do
+    [[ $value =~ ^[A-Za-z0-9_.,:=\&\|-]+$ ]] || fail "'$value' has characters that sbatch would read in its own way"
+  done
+  if [[ -n $environment ]]; then
+    [[ -f $environment ]] || fail "--environment is $environment: there is no such file"
+    environment=$(cd "$(dirname "$environment")" && pwd)/$(basename "$environment")
+  fi
+  [[ $dry_run == yes ]] || command -v squeue >/dev/null || fail "Slurm is not installed; --dry-run works without it"
+}
+
+main "$@"

@@ -1,0 +1,73 @@
+"""Commands on the PATH that stand in for those of a cloud or a scheduler: they record their words and play a part."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time.
+HANG = f"kill -ALRM $PPID; exec {shutil.which('sleep')} 60"
+
+# Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, where the play is.
+RECORDER = """#!/bin/bash
+{{ printf '%s\\0' {name} "$@"; printf '\\n\\0'; }} >>{folder}/calls
+cd {folder}
+{part}
+"""
+SLEEP = "echo $1 >>slept"  # time passes at once
+TIMEOUT = f'exec {shutil.which("timeout")} "$@"'
+
+
+class StandIns:
+    """A folder of stand-ins, and what they were called with."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder / "play"
+        self.bin = folder / "bin"
+        self.folder.mkdir()
+        self.bin.mkdir()
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.play("sleep", SLEEP)
+        self.play("timeout", TIMEOUT)
+
+    def play(self, name: str, part: str = "") -> None:
+        """Puts a command on the PATH; its part is bash, which finds files of the play in its working directory."""
+        file = self.bin / name
+        file.write_text(RECORDER.format(name=name, folder=self.folder, part=part))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text)
+
+    def read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.is_file() else ""
+
+    def calls(self, *names: str) -> list[list[str]]:
+        """The words of all calls of some commands, in order."""
+        found: list[list[str]] = [[]]
+        for word in self.read("calls").split("\0")[:-1]:
+            if word == "\n":
+                found.append([])
+            else:
+                found[-1].append(word)
+        return [words for words in found if words and words[0] in names]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{self.bin}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "HOME": str(self.home), "TMPDIR": str(self.home)}
+
+    def run(self, script: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", str(script), *words],
+            capture_output=True,
+            text=True,
+            timeout=300,  # of a machine with other work
+            env={**self.environment, **environment},
+        )

@@ -1,0 +1,232 @@
+"""`infra/slurm.sh` against a Slurm that fails, hangs and loses answers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.infra.stand_ins import HANG, ROOT, StandIns
+
+CONFIG = "config/llama_124m_gpu.yaml"
+SUBMIT = ("submit", "--name", "llama", "--config", CONFIG, "--nodes", "2", "--time", "04:00:00", "--partition", "gpu")
+SLEEP = shutil.which("sleep")
+
+# `queue` has the pending jobs, `next` the number of the next one. `sbatch_part` may say LOSE (the job is taken and the
+# answer never comes), FAIL or nothing, a line for each call.
+SQUEUE = "if [[ -s squeue_fails ]]; then sed -i 1d squeue_fails; exit 1; fi; cat queue 2>/dev/null; true"
+SBATCH = f"""
+part=$(head -n 1 sbatch_part 2>/dev/null); sed -i 1d sbatch_part 2>/dev/null
+[[ $part != FAIL ]] || exit 1
+next=$(($(cat next 2>/dev/null || echo 100) + 1)); echo $next | tee next >>queue
+[[ $part != LOSE ]] || {{ {HANG}; }}
+echo "$next;cluster"
+"""
+SCANCEL = 'case " $* " in *" --signal=TERM "*) kill -TERM $(<training) ;; *) sed -i "/^$1$/d" queue ;; esac'
+# The training: says what it does, and ends with a code of its own, or waits for SIGTERM.
+SRUN = f"""
+echo $$ >training
+trap 'kill $!; echo "The checkpoint of step 30 is saved."; exit 143' TERM
+read -r code step <begin
+[[ -z $step ]] || echo "The checkpoint of step $step is saved."
+if [[ $code == wait ]]; then {SLEEP} 60 >/dev/null & wait; fi
+exit $code
+"""
+
+
+@pytest.fixture
+def slurm(stand_ins) -> StandIns:
+    for name, part in (("squeue", SQUEUE), ("sbatch", SBATCH), ("scancel", SCANCEL), ("srun", SRUN), ("scontrol", "")):
+        stand_ins.play(name, part)
+    tree = tree_of(stand_ins)
+    (tree / "config").mkdir(parents=True)
+    shutil.copy(ROOT / CONFIG, tree / "config")
+    shutil.copytree(ROOT / "infra", tree / "infra")
+    return stand_ins
+
+
+def tree_of(slurm: StandIns) -> Path:
+    """A working tree of its own, with a space in its path: jobs leave notes there."""
+    return slurm.folder.parent / "working tree"
+
+
+def script(slurm: StandIns) -> Path:
+    return tree_of(slurm) / "infra" / "slurm.sh"
+
+
+def notes(slurm: StandIns) -> Path:
+    return tree_of(slurm) / "slurm" / "llama"
+
+
+def run_job(slurm: StandIns, number: int, begin: str = "wait") -> subprocess.Popen:
+    """Begins a job as Slurm does: it is no longer pending, and its script writes to its log."""
+    slurm.write("begin", f"{begin}\n")
+    slurm.write("queue", "".join(line for line in slurm.read("queue").splitlines(True) if line != f"{number}\n"))
+    (slurm.folder / "training").unlink(missing_ok=True)
+    with (notes(slurm) / f"{number}.log").open("a") as log:
+        environment = {**slurm.environment, "SLURM_JOB_ID": str(number)}
+        return subprocess.Popen(
+            ["bash", str(notes(slurm) / "job.sh")], stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def end_of(process: subprocess.Popen) -> int:
+    return process.wait(timeout=300)
+
+
+def wait_for_training(slurm: StandIns) -> None:
+    while not slurm.read("training"):
+        time.sleep(0.02)
+
+
+def log_of(slurm: StandIns, number: int) -> str:
+    return (notes(slurm) / f"{number}.log").read_text()
+
+
+def pending(slurm: StandIns) -> list[str]:
+    return slurm.read("queue").split()
+
+
+def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
+    result = slurm.run(script(slurm), *SUBMIT, "--", "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]')
+    assert result.returncode == 0, result.stderr
+    text = (notes(slurm) / "job.sh").read_text()
+    asked = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
+    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=04:00:00", "--no-requeue"} <= set(asked)
+    assert {"--signal=B:USR1@300", "--partition=gpu", "--job-name=llama", "--output=slurm/llama/%j.log"} <= set(asked)
+    words = shlex.split(text.splitlines()[-1])
+    assert words[words.index("--") + 1 :] == [
+        *(".venv/bin/gregale", "train", CONFIG, "--distributed.coordinator", "auto"),
+        *("--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'),
+    ]
+    assert pending(slurm) == ["101"]
+    assert "newest checkpoint: 0\n" in slurm.run(script(slurm), "status", "--name", "llama").stdout
+    again = slurm.run(script(slurm), *SUBMIT)
+    assert (again.returncode, pending(slurm)) == (2, ["101"])
+    assert "a job of llama is queued or runs: 101" in again.stderr
+
+
+def test_a_dry_run_prints_a_program_that_does_the_same(slurm):
+    keys = slurm.home / "keys.env"
+    keys.write_text("WANDB_API_KEY=secret\n")
+    words = (*SUBMIT, "--environment", str(keys), "--", "--name", "it's")
+    printed = slurm.run(script(slurm), SUBMIT[0], "--dry-run", *words[1:])
+    assert printed.returncode == 0, printed.stderr
+    assert not notes(slurm).exists()
+    assert not slurm.calls("squeue", "sbatch")
+    subprocess.run(["bash", "-e", "-c", printed.stdout], env=slurm.environment, check=True, timeout=60)
+    by_hand = slurm.calls("squeue", "sbatch"), (notes(slurm) / "job.sh").read_text()
+    (slurm.folder / "calls").unlink()
+    slurm.write("queue", "")
+    assert slurm.run(script(slurm), *words).returncode == 0
+    assert (slurm.calls("squeue", "sbatch"), (notes(slurm) / "job.sh").read_text()) == by_hand
+    assert "secret" not in slurm.read("calls") + by_hand[1]
+
+
+def test_jobs_follow_one_another_until_the_run_is_complete(slurm):
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    first = run_job(slurm, 101)
+    wait_for_training(slurm)
+    assert pending(slurm) == ["102"], "its successor is there before it trains"
+    assert "--dependency=afterany:101" in slurm.calls("sbatch")[-1]
+    first.send_signal(signal.SIGUSR1)
+    while not slurm.calls("scancel"):
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)  # as after a `stop` shortly before the limit
+    assert end_of(first) == 143
+    assert len(slurm.calls("scancel")) == 1, "it is told to save once"
+    assert "The checkpoint of step 30 is saved." in log_of(slurm, 101)
+    assert pending(slurm) == ["102"], "no second one"
+    assert end_of(run_job(slurm, 102, "0 60")) == 0
+    assert pending(slurm) == []
+    assert "the run is complete" in log_of(slurm, 102)
+    assert not slurm.calls("scontrol")
+
+
+def test_a_job_that_is_killed_has_a_successor(slurm):
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    first = run_job(slurm, 101)
+    wait_for_training(slurm)
+    first.kill()
+    first.wait()
+    subprocess.run(["kill", slurm.read("training").strip()], check=True)
+    assert pending(slurm) == ["102"]
+
+
+@pytest.mark.parametrize("part", ["LOSE", "FAIL"])
+def test_an_answer_that_is_lost_makes_no_second_job(slurm, part):
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    slurm.write("sbatch_part", f"{part}\n")
+    assert end_of(run_job(slurm, 101, "75")) == 75
+    assert pending(slurm) == ["102"]
+    assert len(slurm.calls("sbatch")) == (2 if part == "LOSE" else 3)
+
+
+def test_while_squeue_fails_nothing_is_submitted(slurm):
+    slurm.write("squeue_fails", "\n")
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 2
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    slurm.write("squeue_fails", "\n" * 3)
+    assert end_of(run_job(slurm, 101, "75")) == 75
+    assert pending(slurm) == ["102"]
+    assert slurm.read("slept").split() == ["30", "30"]
+
+
+def test_jobs_without_a_new_checkpoint_wait_and_end(slurm):
+    assert slurm.run(script(slurm), *SUBMIT, "--attempts", "2").returncode == 0
+    assert end_of(run_job(slurm, 101, "1 10")) == 1
+    assert end_of(run_job(slurm, 102, "1")) == 1  # the first that began with step 10
+    assert end_of(run_job(slurm, 103, "134")) == 134
+    assert end_of(run_job(slurm, 104, "0")) == 1
+    assert "2 jobs in a row have made no new checkpoint (the newest is that of step 10)" in log_of(slurm, 104)
+    assert pending(slurm) == []
+    assert [words[-1] for words in slurm.calls("scontrol")] == [f"StartTime=now+{each}" for each in (30, 30, 60)]
+    assert slurm.calls("scontrol")[0] == ["scontrol", "update", "JobId=102", "StartTime=now+30"]
+
+
+def test_a_mistake_ends_it(slurm):
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    assert end_of(run_job(slurm, 101, "2")) == 2
+    assert pending(slurm) == []
+
+
+def test_a_stop_saves_and_ends_it(slurm):
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    first = run_job(slurm, 101)
+    wait_for_training(slurm)
+    assert slurm.run(script(slurm), "stop", "--name", "llama").returncode == 0
+    cancelled = slurm.calls("scancel")
+    assert [words[-1] for words in cancelled] == ["--state=PENDING", "--signal=USR1"]
+    assert "--batch" in cancelled[1]
+    first.send_signal(signal.SIGUSR1)
+    assert end_of(first) == 143
+    assert pending(slurm) == []
+    assert "stopped on request" in log_of(slurm, 101)
+    status = slurm.run(script(slurm), "status", "--name", "llama")
+    assert "newest checkpoint: 30\n" in status.stdout
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0, "and goes on"
+    assert not (notes(slurm) / "stopped").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fly",), "there is no command 'fly'; commands: submit"),
+        (("submit", "--name", "a b"), "--name is 'a b'"),
+        (("submit", "--name", "a", "--config", CONFIG), "--time is ''"),
+        (("submit", "--name", "a"), "--config is missing"),
+        (("submit", "--name", "a", "--gpus", "0"), "--gpus is '0'"),
+        (("submit", "--name", "a", "--partition", "x y"), "'--partition=x y' has characters"),
+        (("submit", "--name", "a", "--steps", "3"), "'--steps' is no option"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(slurm, words, message):
+    result = slurm.run(script(slurm), *words, "--dry-run")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"slurm.sh: error: {message}")
