@@ -153,10 +153,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     def both(of: dict[str, Any], show) -> str:
         return " / ".join(show(of[when]) or "-" for when in ("before", "now"))
 
-    lines = [
-        "| model | slices | tokens | remat now | peak GiB (fits) | synchronous GB | seconds | utilisation |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    timed = any(of[when]["estimate"] for of in rows.values() for when in ("before", "now"))
+    headings = ["model", "slices", "tokens", "remat now", "peak GiB (fits)", "synchronous GB"]
+    headings += ["seconds", "utilisation"] if timed else []
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for of in rows.values():
         cells = (
             of["size"].upper(),
@@ -168,7 +168,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             both(of, lambda found: estimated(found, "seconds", "{:.2f}")),
             both(of, lambda found: estimated(found, "utilisation", "{:.0%}")),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells[: len(headings)])} |")
     return "\n".join(lines)
 
 
