@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.audit.step import StepShape
-from gregale.axes.layout import Layout
 from gregale.communication.accumulate import finite_replicas, zero_sums
 from gregale.communication.quantised import Lost
-from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.around import AroundPsdp
+from gregale.methods.method import PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp, either
 from gregale.methods.traffic import DelayedTraffic
 
@@ -34,7 +34,7 @@ class DelayedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(AroundPsdp):
     """PSDP whose parameters move by the gradients of an earlier step.
 
         g_t     = gradients of step t at p_t, left in the state as each replica's own sums
@@ -57,19 +57,6 @@ class Delayed:
     name: ClassVar[str] = "delayed_psdp"
     shown: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def layout(self) -> Layout:
-        return self.inner.layout
-
-    @property
-    def inside(self) -> Layout:
-        """All replicas make a step together."""
-        return self.inner.inside
-
-    @property
-    def lanes(self) -> tuple[str, ...]:
-        return self.inner.lanes
-
     def init(self, model: Tree | None = None) -> DelayedState:
         """The state before the first step: there is no gradient yet."""
         return self._with_nothing(self.inner.init(model))
@@ -77,10 +64,6 @@ class Delayed:
     def begin(self, start: PsdpState, step: Any = 0) -> DelayedState:
         """The state that goes on from a PSDP state."""
         return self._with_nothing(self.inner.begin(start, step))
-
-    def end(self, state: DelayedState) -> PsdpState:
-        """The PSDP state that goes on; gradients and updates that are not applied yet are dropped."""
-        return self.inner.end(state.psdp)
 
     def renewed(self, state: DelayedState) -> DelayedState:
         """A state of any mesh with no gradient and no error of quantised averages yet."""
@@ -144,26 +127,9 @@ class Delayed:
         updates = self.layout.constrain(updates, self.layout.opt_state)
         return state._replace(psdp=applied._replace(sharded=optimizer, error=error), updates=updates, ready=some), norm
 
-    def actions(self, step: int) -> Actions:
-        """What step number `step` (from 1) does beside its update: nothing."""
-        return self.inner.actions(step)
-
-    def synchronise(self, state: DelayedState, after: Any) -> tuple[DelayedState, None]:
-        """Nothing follows a step."""
-        del after
-        return state, None
-
-    def trained(self, state: DelayedState) -> Tree:
-        """The model with the parameters that the next step computes with."""
-        return self.inner.trained(state.psdp)
-
     def parameters_only(self, state: DelayedState) -> DelayedState:
         """The part of a state that `trained` needs; the rest is None."""
         return DelayedState(self.inner.parameters_only(state.psdp), None, None, None, None)
-
-    def due(self, step: int) -> bool:
-        """Whether what is evaluated depends on more than `parameters_only`: never."""
-        return self.inner.due(step)
 
     def lost(self, state: DelayedState, batch: Tree) -> Lost:
         """As `Psdp.lost`."""
@@ -172,9 +138,6 @@ class Delayed:
     def bytes_sent(self, step: int) -> int:
         """Bytes that a device has sent over `replica` in the first `step` steps; the first ones send zeros."""
         return self.inner.bytes_sent(step)
-
-    def figures(self, step: int) -> dict[str, int]:
-        return self.inner.figures(step)
 
     def trees(self, state: DelayedState) -> dict[str, Tree]:
         """PSDP's own, and what waits: `delayed`."""

@@ -39,8 +39,9 @@ from gregale.communication.legs import encoded, remember
 from gregale.communication.pieces import Leaf, leaves_of
 from gregale.communication.reduce import give_back
 from gregale.communication.rows import Rows, rows_of
+from gregale.methods.around import AroundPsdp
 from gregale.methods.fragments import Fragment, errors_per_fragment
-from gregale.methods.method import Actions, PsdpState, StepMetrics
+from gregale.methods.method import PsdpState, StepMetrics
 from gregale.methods.outer import pseudo_gradient
 from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
@@ -59,7 +60,7 @@ class IslandState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Island:
+class Island(AroundPsdp):
     """One island as a method: PSDP steps inside, and the two programs at the boundary to the network.
 
         depart: d = theta_f - theta_k,f        message = encode(d + e)        on each device, of its own shard
@@ -201,19 +202,6 @@ class Island:
 
     # A method as others; its steps are those of PSDP.
 
-    @property
-    def layout(self) -> Layout:
-        """The island's own mesh."""
-        return self.inner.layout
-
-    @property
-    def inside(self) -> Layout:
-        return self.inner.inside
-
-    @property
-    def lanes(self) -> tuple[str, ...]:
-        return self.inner.lanes
-
     def init(self, model: Tree | None = None) -> IslandState:
         """The state before the first step."""
         return self.begin(self.inner.init(model))
@@ -221,9 +209,6 @@ class Island:
     def begin(self, start: PsdpState, step: Any = 0) -> IslandState:
         """The state that goes on from a PSDP state."""
         return self.renewed(IslandState(self.inner.begin(start, step), None))
-
-    def end(self, state: IslandState) -> PsdpState:
-        return self.inner.end(state.psdp)
 
     def renewed(self, state: IslandState) -> IslandState:
         """A state of any mesh and codec with no error of what was sent yet."""
@@ -243,32 +228,13 @@ class Island:
         psdp, metrics = self.inner.step(state.psdp, batch)
         return state._replace(psdp=psdp), metrics
 
-    def actions(self, step: int) -> Actions:
-        """What step number `step` does beside its update: nothing; rounds are due when the fleet says so."""
-        return self.inner.actions(step)
-
-    def synchronise(self, state: IslandState, after: Any) -> tuple[IslandState, None]:
-        """Nothing follows a step."""
-        del after
-        return state, None
-
-    def trained(self, state: IslandState) -> Tree:
-        """The model with the island's own parameters."""
-        return self.inner.trained(state.psdp)
-
     def parameters_only(self, state: IslandState) -> IslandState:
         return IslandState(self.inner.parameters_only(state.psdp), None)
-
-    def due(self, step: int) -> bool:
-        return self.inner.due(step)
 
     def bytes_sent(self, step: int) -> int:
         """Bytes over an axis of the mesh: none. What crosses the network, `NetworkReducer.bytes_sent` counts."""
         del step
         return 0
-
-    def figures(self, step: int) -> dict[str, int]:
-        return self.inner.figures(step)
 
     def lost(self, state: IslandState, batch: Tree) -> Any:
         """Not measured: theta is not on the devices. `config.island` refuses `reduce.measure`."""
