@@ -5,7 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from gregale.data.build import NamedSource, build_store, publish, store_key, token_dtype
+from gregale.data.assembly import publish
+from gregale.data.build import NamedSource, build_store, store_key
+from gregale.data.parts import token_dtype
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.store import open_store

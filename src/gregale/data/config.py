@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gregale.data.build import NamedSource, build_store, in_words, locked, skipped_in
+from gregale.data.assembly import in_words
+from gregale.data.build import NamedSource, build_store, locked, skipped_in
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
 from gregale.data.progress import Report, silent

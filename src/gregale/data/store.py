@@ -149,26 +149,30 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
-def finish_store(folder: Path, offsets: np.ndarray, description: dict) -> None:
+def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: dict | None = None) -> None:
     """Writes the offsets and, last, the manifest beside a complete `tokens.bin`, all of it flushed to the disk.
 
     Args:
         folder: a temporary folder; the caller renames it.
         offsets: int64 [document + 1].
         description: the fields of the manifest that say what the store is made of.
+        tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
     """
     np.save(folder / DOCUMENTS_NAME, offsets)
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
-        for name in (TOKENS_NAME, DOCUMENTS_NAME)
-    }
+    files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
     counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
     manifest = {"format": FORMAT, **counts, **description, "files": files}
     content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)
     (folder / MANIFEST_NAME).write_text(content, encoding="utf-8")
-    write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
+    if (folder / TOKENS_NAME).exists():
+        write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
     for path in [*folder.iterdir(), folder]:
         flush(path)
+
+
+def summed(path: Path) -> dict:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def flush(path: Path) -> None:

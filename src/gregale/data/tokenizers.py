@@ -177,7 +177,8 @@ class LibraryTokenizer(Tokenizer):
         self.vocabulary_size = len(self._pieces)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return np.fromiter(ids, np.int32, len(ids))
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
