@@ -2,15 +2,18 @@
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.data.assembly import put_together
+from gregale.data.disk import Disk
 from gregale.data.parts import make_tasks
 from gregale.data.progress import Report
-from gregale.data.share import Share
+from gregale.data.remote_store import open_remote, parts_of
+from gregale.data.share import POLL_SECONDS, Share
 from gregale.data.sharing import Crew
 from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.store import FORMAT, MANIFEST_NAME, TokenStore, json_sha256, open_store
@@ -36,7 +39,20 @@ def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
     return json_sha256([FORMAT, source.identity(), tokenizer.fingerprint])[:24]
 
 
-def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Place, workers: int, report: Report) -> TokenStore:
+@dataclass(frozen=True)
+class Cache:
+    """Where token stores lie.
+
+    Attributes:
+        place: of all stores: a folder, or a prefix in an object store.
+        disk: keeps what is read of an object store.
+    """
+
+    place: Place
+    disk: Disk
+
+
+def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers: int, report: Report) -> TokenStore:
     """Opens the store of a source, after building it if the cache does not have it.
 
     All processes that want the same store build it together, whatever host they are on, if they see the same cache.
@@ -46,7 +62,7 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Place, workers
     Args:
         source: the source and its name.
         tokenizer: encodes its text.
-        cache: folder of all stores.
+        cache: of all stores.
         workers: most processes to use.
         report: told the bytes of input encoded so far.
 
@@ -54,20 +70,17 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Place, workers
         UserError: the source cannot be read, has no tokens, or has one outside the vocabulary; or the cache's store is
             not what was written.
     """
-    folder = cache / store_key(source.config, tokenizer)
-    if not (folder / MANIFEST_NAME).is_file() and (isinstance(folder, Remote) or not folder.exists()):
-        build(source, tokenizer, folder, workers, report)
+    folder = cache.place / store_key(source.config, tokenizer)
     if isinstance(folder, Remote):
-        return open_store(folder)
+        if not is_complete(folder):
+            build(source, tokenizer, folder, workers, report)
+        return open_remote(folder, cache.disk)
+    if not folder.exists():
+        build(source, tokenizer, folder, workers, report)
     with locked(folder.with_suffix(".lock")):
         store = open_store(folder)
         store.verify_once(f"checking {source.name}", report)
     return store
-
-
-def parts_of(folder: Place) -> Place:
-    """Where the parts of a store lie."""
-    return folder.with_name(f"{folder.name}.parts")
 
 
 def build(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> None:
@@ -136,6 +149,22 @@ def locked(path: Path) -> Iterator[None]:
     with file:
         sign(file)
         yield
+
+
+def once(folder: Place, make: Callable[[], None], is_made: Callable[[], bool]) -> None:
+    """Has one of all processes that want it make what a folder of the cache holds; the others wait for it."""
+    if not isinstance(folder, Remote):
+        with locked(folder.with_suffix(".lock")):
+            if not is_made():
+                make()
+        return
+    if not is_made():
+        with Crew(parts_of(folder)) as crew:
+            while not is_made():
+                if crew.claim([0], 1):
+                    make()
+                else:
+                    time.sleep(POLL_SECONDS)
 
 
 def skipped_in(store: TokenStore) -> Skipped:
