@@ -5,7 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from gregale.data.build import NamedSource, build_store, publish, store_key, token_dtype
+from gregale.data.assembly import publish
+from gregale.data.build import Cache, NamedSource, build_store, store_key
+from gregale.data.disk import Disk
+from gregale.data.parts import token_dtype
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.store import open_store
@@ -18,9 +21,11 @@ BYTES = BytesTokenizer()
 BUILDER = """
 import os, signal, sys
 from pathlib import Path
-from gregale.data.build import NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.disk import Disk
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
+from gregale.storage import place
 
 def report(label, done, total):
     if sys.argv[3] == "die":
@@ -28,7 +33,7 @@ def report(label, done, total):
 
 if __name__ == "__main__":
     source = NamedSource("x", TextSource(files=(sys.argv[2] + "/*",)))
-    print(build_store(source, BytesTokenizer(), Path(sys.argv[1]), 2, report).folder)
+    print(build_store(source, BytesTokenizer(), Cache(place(sys.argv[1]), Disk(Path('none'), 0)), 2, report).folder)
     assert "jax" not in sys.modules
 """
 
@@ -37,7 +42,8 @@ if __name__ == "__main__":
 DYING = """
 import os, sys
 from pathlib import Path
-from gregale.data.build import NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.disk import Disk
 from gregale.data.progress import silent
 from gregale.data.sources import Part, SourceConfig
 from gregale.data.tokenizers import BytesTokenizer
@@ -51,12 +57,12 @@ class Dying(SourceConfig):
         return {}
 
 if GUARD:
-    build_store(NamedSource("x", Dying()), BytesTokenizer(), Path(sys.argv[1]), 2, silent)
+    build_store(NamedSource("x", Dying()), BytesTokenizer(), Cache(Path(sys.argv[1]), Disk(Path('none'), 0)), 2, silent)
 """
 
 
 def build(source, cache, workers=1, report=silent):
-    return build_store(NamedSource("x", source), BYTES, cache, workers, report)
+    return build_store(NamedSource("x", source), BYTES, Cache(cache, Disk(cache / "pieces", 10**9)), workers, report)
 
 
 @pytest.fixture(scope="module")
