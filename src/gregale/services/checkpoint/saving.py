@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,22 +19,23 @@ from gregale.services.checkpoint.shelf import Shelf
 from gregale.storage import Place
 
 
+@dataclass(frozen=True)
+class Notices:
+    """What process 0 calls, mostly in a thread: with a line for the user, before a checkpoint counts, and after."""
+
+    report: Callable[[str], None]
+    check: Callable[[], None]
+    committed: Callable[[int], None]
+
+
 class Saver:
     """Saves the checkpoints of a run, one at a time; `Checkpoints` describes what is saved and how.
 
     Every process makes the same calls in the same order. `failure` is why the last save failed, None if it did not.
     """
 
-    def __init__(
-        self,
-        directory: Place,
-        config: CheckpointConfig,
-        shelf: Shelf,
-        report: Callable[[str], None],
-        committed: Callable[[int], None],
-    ):
-        self._directory, self._config, self._shelf = directory, config, shelf
-        self._report, self._committed = report, committed
+    def __init__(self, directory: Place, config: CheckpointConfig, shelf: Shelf, notices: Notices):
+        self._directory, self._config, self._shelf, self._notices = directory, config, shelf, notices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
@@ -92,11 +94,12 @@ class Saver:
         failed = failed or _failure_of(lambda: records.update(self._written(step, beside)))
         barrier(f"{name} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
+            failed = failed or _failure_of(self._notices.check)
             failed = failed or _failure_of(lambda: self._shelf.publish(step, records))
             if failed:
                 self._give_up(step, failed)
             else:
-                self._report(f"The checkpoint of step {step} is saved.")
+                self._notices.report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
         barrier(f"{name} is committed, save {self._saves}")
         return failed
@@ -111,17 +114,17 @@ class Saver:
         """Notes what was saved and deletes old checkpoints; that it fails is worth a line, no more."""
 
         def tidy() -> None:
-            self._committed(saved)
+            self._notices.committed(saved)
             for old in superfluous(self._shelf.steps(), saved, self._config):
                 self._shelf.delete(old)
 
         if failed := _failure_of(tidy):
-            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed}.")
+            self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed}.")
 
     def _give_up(self, step: int, failed: str) -> None:
         """Frees the room that a failed save takes, and says so."""
         self._shelf.clear(step)
-        self._report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
+        self._notices.report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:

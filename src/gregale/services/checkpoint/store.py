@@ -14,7 +14,7 @@ from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_m
 from gregale.services.checkpoint.objects import ObjectShelf
 from gregale.services.checkpoint.processes import by_first_process, first_message, from_first_process
 from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name
-from gregale.services.checkpoint.saving import Saver
+from gregale.services.checkpoint.saving import Notices, Saver
 from gregale.services.checkpoint.shelf import Shelf
 from gregale.storage import Place, Remote, place
 
@@ -53,6 +53,7 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = print,
         committed: Callable[[int], None] = lambda step: None,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
@@ -61,12 +62,14 @@ class Checkpoints:
             report: told in one line of each checkpoint that is committed or failed (in a thread) or damaged; process 0
                 only.
             committed: called with the step of each checkpoint that is committed, likewise.
+            check: called before each is, likewise; raises if this process must not write to the run any more.
         """
         self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
         remote = isinstance(self._directory, Remote)
         self._shelf: Shelf = ObjectShelf(self._directory) if remote else DiskShelf(self._directory)
-        self._saver = Saver(self._directory, config or CheckpointConfig(), self._shelf, self._report, committed)
+        notices = Notices(self._report, check, committed)
+        self._saver = Saver(self._directory, config or CheckpointConfig(), self._shelf, notices)
 
     def __enter__(self) -> "Checkpoints":
         return self
