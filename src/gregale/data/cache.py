@@ -17,6 +17,7 @@ from gregale.data.store import MANIFEST_NAME, TOKENS_NAME, read_manifest
 from gregale.data.tokenizers import SAVED_NAME
 from gregale.errors import UserError
 from gregale.files import Taken, acquire
+from gregale.storage import is_url
 
 STORE = re.compile(r"[0-9a-f]{24}")
 TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{24}")
@@ -103,7 +104,9 @@ def origin_of(store: Path) -> tuple[str, bool]:
     return (f"{words}; {len(gone):,} of them changed or gone", True) if gone else (words, False)
 
 
-def is_as_it_was(path: str, size: int, modified_ns: int) -> bool:
+def is_as_it_was(path: str, size: int, modified_ns: int | str) -> bool:
+    if is_url(path):  # nobody asks a store for each of its objects
+        return True
     try:
         found = os.stat(path)
     except OSError:
