@@ -79,7 +79,9 @@ class DataConfig(Settings):
     )
     local_cache: str = field(
         default=AUTO,
-        metadata={"help": "folder on each host's own disk for what it reads of a cache in a store; auto: ~/.cache/gregale"},
+        metadata={
+            "help": "folder on each host's own disk for what it reads of a cache in a store; auto: ~/.cache/gregale"
+        },
     )
     local_cache_gb: float = field(default=50.0, metadata={"help": "most GB in local_cache", "range": above(0)})
     workers: int = field(

@@ -59,9 +59,7 @@ class PartTokens:
     def _piece(self, number: int, piece: int) -> bytes:
         seal = self.seal(number)
         try:
-            return self._disk.get(
-                seal.pieces[piece], lambda: read_pieces(self._parts, number, seal, piece, 1)
-            )
+            return self._disk.get(seal.pieces[piece], lambda: read_pieces(self._parts, number, seal, piece, 1))
         except Damaged:
             raise damaged(self._parts, number) from None
 

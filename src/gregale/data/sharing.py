@@ -1,13 +1,13 @@
 """Several builders, in processes of one host or of many, share the parts of one store.
 
 Each keeps a note of itself beside the parts, in `builders/`: who it is, which parts it has taken, which it has finished
-lately, and a count that it raises every few seconds. A part is taken by writing it into one's note and then reading the
-others': of two that took the same at once, one yields. A builder is lost when its process is gone from this host, or
-when its count has stood still for `LOST_SECONDS` by the clock of whoever looks; its parts are then free again. So no lock
-is needed, which many network disks and no object store have; and no clocks are compared.
+lately, and a count that it raises every few seconds. A part is taken by writing it into one's note and then reading
+the others': of two that took the same at once, one yields. A builder is lost when its process is gone from this host,
+or when its count has stood still for `LOST_SECONDS` by the clock of whoever looks; its parts are then free again. So no
+lock is needed, which many network disks and no object store have; and no clocks are compared.
 
-Nothing depends on it but the time: two builders that encode the same part, after a pause or a race, write the same bytes,
-each as a whole.
+Nothing depends on it but the time: two builders that encode the same part, after a pause or a race, write the same
+bytes, each as a whole.
 """
 
 import json

@@ -13,7 +13,8 @@ import draccus
 import numpy as np
 
 from gregale.data import pieces
-from gregale.data.sources.base import expand, read_bytes
+from gregale.data.sources.base import expand
+from gregale.data.sources.files import read_bytes
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, whole
 from gregale.storage import Place, Remote

@@ -1,7 +1,7 @@
 """Processes that encode the parts of a store.
 
-They import this module and what it needs; it must never import JAX, which would take a device and seconds of start-up in
-every one of them.
+They import this module and what it needs; it must never import JAX, which would take a device and seconds of start-up
+in every one of them.
 """
 
 import multiprocessing
