@@ -36,10 +36,10 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     assert gregale("train", "tiny.yaml", *options, "--seed", 1) == 2
     assert f"{run} holds a run that cannot go on with this configuration: seed 0 -> 1" in capsys.readouterr().err
     before = set(files_below(run))
-    assert gregale("train", "tiny.yaml", *options, "--fresh", "--steps", 1) == 0
+    assert gregale("train", "tiny.yaml", *options, "--fresh", "--steps", 4) == 0
     assert f"The old run is now {s3}/whole.old-1." in capsys.readouterr().out
     assert set(files_below(s3 / "whole.old-1")) == before
-    assert checkpoint_steps(run) == [1]
+    assert checkpoint_steps(run) == [4]
 
 
 @pytest.mark.parametrize(
