@@ -169,7 +169,7 @@ class TrainConfig(Settings):
     runs: str = field(
         default="runs",
         metadata={
-            "help": "folder of the run directories: a path, s3://bucket/folder or gs://bucket/folder",
+            "help": "folder or URL of the run directories",
             "aliases": ("output_dir", "out_dir", "save_dir", "log_dir"),
         },
     )
