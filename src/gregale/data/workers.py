@@ -23,12 +23,13 @@ class Workers:
     """Encodes parts, in processes of its own or, if it may have one only, in this one; use it in a `with` statement.
 
     Args:
-        most: processes.
+        most: processes that there may be.
         description: the tokenizer, as JSON.
         folder: where the parts lie.
     """
 
     def __init__(self, most: int, description: dict, folder: Place):
+        self.most = most
         self._description, self._folder = description, folder
         self._pool = None
         if most > 1:

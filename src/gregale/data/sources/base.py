@@ -135,9 +135,7 @@ class FileSource(SourceConfig):
 
     files: tuple[str, ...] = field(
         default=(),
-        metadata={
-            "help": "glob patterns of files, or gs://, s3://; ~, $VARIABLES and {stdlib} (Python's library) expand"
-        },
+        metadata={"help": "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"},
     )
     exclude: tuple[str, ...] = field(
         default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}
