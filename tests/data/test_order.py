@@ -160,9 +160,14 @@ def test_what_needs_all_of_the_text_is_refused(config, changes, message):
 
 
 def test_too_little_text_is_said(config):
-    with pytest.raises(UserError, match=r"data\.sources\.books: too little text to train on. A window takes 99998 \+ 1 = "):
+    with pytest.raises(
+        UserError, match=r"data\.sources\.books: too little text to train on. A window takes 99998 \+ 1 = "
+    ):
         prepare(config, 99998, 0)
-    with closing(prepare(config, 600, 0)) as corpus, pytest.raises(UserError, match="too little text to evaluate on"):
+    with (
+        closing(prepare(dataclasses.replace(config, held_out=0.01), 300, 0)) as corpus,
+        pytest.raises(UserError, match="too little text to evaluate on"),
+    ):
         corpus.held_out.head(1000)
 
 

@@ -59,7 +59,7 @@ class DataConfig(Settings):
     held_out: float = field(
         default=0.02,
         metadata={
-            "help": "share kept for evaluation; 0: nothing",
+            "help": "share kept to evaluate; 0: nothing",
             "range": Range(0, 1, below=True),
             "aliases": ("val_split", "validation_split", "val_fraction", "eval_fraction", "test_size"),
             "fixed": Fixed("what would be held out now has been trained on"),
@@ -71,13 +71,11 @@ class DataConfig(Settings):
         default_factory=list,
         metadata={"help": "for each DiLoCo replica its own weights", "range": at_least(0), "fixed": ORDER},
     )
-    cache: str = field(default="cache", metadata={"help": "folder or URL of tokenized text, for later runs too"})
-    local_cache: str = field(
-        default=AUTO, metadata={"help": "folder for what is read of a URL; auto: ~/.cache/gregale"}
-    )
+    cache: str = field(default="cache", metadata={"help": "folder or URL; tokenized text for later runs"})
+    local_cache: str = field(default=AUTO, metadata={"help": "of pieces read of a URL; auto: ~/.cache/gregale"})
     order: str = field(
         default=WHOLE,
-        metadata={"help": "shuffled as a whole, or by parts as they are ready", "choices": ORDERS, "fixed": ORDER},
+        metadata={"help": "shuffle all, or by parts as they are ready", "choices": ORDERS, "fixed": ORDER},
     )
     workers: int = field(
         default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}

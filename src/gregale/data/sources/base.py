@@ -78,7 +78,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     weight: float = field(
         default=1.0,
         metadata={
-            "help": "share of the training examples, beside others",
+            "help": "share of the examples, beside others",
             "range": above(0),
             "fixed": Fixed("examples would come in another order, which repeats and leaves out some"),
         },
