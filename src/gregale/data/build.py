@@ -101,7 +101,7 @@ def sharing(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: i
     crew = Crew(parts)
     try:
         write_bytes(parts / SOURCE_NAME, json.dumps({"source": source.config.identity()}).encode())
-        with crew, Workers(workers if len(tasks) > 1 else 1, tokenizer.to_json(), parts) as encoders:
+        with crew, Workers(workers if len(tasks) > 1 else 1, tokenizer, parts) as encoders:
             if any(map(crew.is_parent, crew.look())):
                 raise UserError(f"{folder}: the parent process builds it. {UNGUARDED}")  # it would wait for ever
             yield Share(source.name, tasks, parts, crew, encoders, report)
