@@ -28,7 +28,7 @@ from gregale.settings import Settings, whole
 class EvalOptions(Settings):
     """Options of the command."""
 
-    run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
+    run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
     data: list[str] = field(default_factory=list, metadata={"help": "text files (globs) to evaluate on instead"})
     step: int | None = field(
         default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}

@@ -168,7 +168,10 @@ class TrainConfig(Settings):
     )
     runs: str = field(
         default="runs",
-        metadata={"help": "folder of the run directories", "aliases": ("output_dir", "out_dir", "save_dir", "log_dir")},
+        metadata={
+            "help": "folder or URL of the run directories",
+            "aliases": ("output_dir", "out_dir", "save_dir", "log_dir"),
+        },
     )
     cpu_devices: int | None = field(
         default=None,
