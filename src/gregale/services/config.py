@@ -119,10 +119,24 @@ class DistributedConfig(Settings):
         default=0,
         metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
     )
+    join_seconds: float = field(
+        default=300.0,
+        metadata={
+            "help": "within which all processes have to come; whoever waits says for whom",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
     timeout_seconds: float = field(
         default=60.0,
         metadata={
             "help": "a process that gives no sign of life for so long is lost, and the others end",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
+    hang_seconds: float | None = field(
+        default=600.0,
+        metadata={
+            "help": "most for a step before the run is taken to hang and ends; ten times that for other work; null: any",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )

@@ -73,10 +73,10 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
     token = checked_token(config)
-    start_devices(config.cpu_devices, config.distributed)
+    watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(Path(expand(config.runs)) / config.name)
-    with watched(config.distributed, run.where_it_goes_on):
+    with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
 

@@ -54,10 +54,10 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it "
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
-    start_devices(config.cpu_devices, config.distributed)
+    watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(Path(expand(config.runs)) / config.name)
-    with watched(config.distributed, run.where_it_goes_on):
+    with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run)
 
 
