@@ -83,8 +83,8 @@ def test_who_is_missing_is_said_while_others_wait_and_at_the_end(joining, port, 
     lines = capfd.readouterr().err.splitlines()
     late = f"processes 1 and 3 of 4 did not come to 127.0.0.1:{port} within 2 s (distributed.join_seconds)."
     assert lines[-2:] == [f"gregale: error: {late}"] * 2, "both say it"
-    waiting = [line for line in lines if re.match(r"gregale: waiting for processes 1(, 2)? and 3 of 4, \d s so far", line)]
-    assert 5 <= len(waiting) <= 10
+    waits = re.compile(r"gregale: waiting for processes 1(, 2)? and 3 of 4, \d s so far, 2 s at most")
+    assert 5 <= sum(waits.match(line) is not None for line in lines) <= 10
 
 
 def test_process_0_is_missing(joining, port, capfd):
@@ -130,16 +130,15 @@ def test_two_with_one_number_are_told(joining, port):
 
 def test_another_number_of_processes_is_a_mistake(joining):
     first, wrong = joining(0, 2), joining(1, 3)
-    with pytest.raises(UserError, match="has distributed.processes 3, and process 0 has 2; give all processes the same"):
+    with pytest.raises(UserError, match=r"distributed\.processes 3, and process 0 has 2; give all .* the same"):
         wrong.result(30)
     assert joining(1, 2).result(30) == ["process 0"]
     assert first.result(30) == ["process 1"]
 
 
 def test_a_port_that_is_taken_is_waited_for(joining, port, capfd):
-    with socket.create_server(("", port)):
-        with pytest.raises(SystemExit):
-            joining(0, 2, seconds=1).result(30)
+    with socket.create_server(("", port)), pytest.raises(SystemExit):
+        joining(0, 2, seconds=1).result(30)
     assert f"port {port} of this host, which another program holds" in capfd.readouterr().err
 
 

@@ -136,7 +136,7 @@ class DistributedConfig(Settings):
     hang_seconds: float | None = field(
         default=600.0,
         metadata={
-            "help": "most for a step before the run is taken to hang and ends; ten times that for other work; null: any",
+            "help": "most for a step, ten times that for other work, before the run is ended; null: no bound",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )

@@ -2,10 +2,11 @@
 
 The processes wait for one another inside of compiled programs, where a lost one means waiting for ever, or an error of
 the transport that names nobody. So each has a thread that hears from process 0, and process 0 hears from each, over a
-TCP connection that stays from the roll call before the start (`gregale.services.roll_call`). A connection that closes, or over which nothing comes for `distributed.timeout_seconds`, is
-a lost process: all others say which it was and end with an exit code that tells a scheduler to start the job again. If
-one ends with an error of its own, the others end a while later with exit code 1. Process 0 also looks whether the main
-threads come on (`gregale.services.progress`): one that hangs ends all of them, itself included.
+TCP connection that stays from the roll call before the start (`gregale.services.roll_call`). A connection that closes,
+or over which nothing comes for `distributed.timeout_seconds`, is a lost process: all others say which it was and end
+with an exit code that tells a scheduler to start the job again. If one ends with an error of its own, the others end a
+while later with exit code 1. Process 0 also looks whether the main threads come on (`gregale.services.progress`): one
+that hangs ends all of them, itself included.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Peer:
     heard: float
     is_done: bool = False
     ended: float | None = None
-    place: Place = Place()
+    place: Place = field(default_factory=Place)
     moved: float = 0.0
     unread: bytes = field(default=b"", repr=False)
 
