@@ -6,8 +6,12 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+
+from gregale.storage import Remote
+from tests.stores import BUCKET, CREDENTIALS, gcs_server, s3_server
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -70,6 +74,35 @@ def compile_once() -> None:
     gc.collect()
     gc.freeze()  # what is imported stays; to look through it again and again takes a tenth of the time of tracing
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """One S3 stand-in for all tests of a session."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def gcs_endpoint() -> Iterator[str]:
+    """One GCS stand-in for all tests of a session."""
+    with gcs_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(s3_endpoint, monkeypatch) -> Remote:
+    """A folder of an S3 stand-in that no other test has; this process and those that it starts reach it."""
+    for name, value in {"AWS_ENDPOINT_URL": s3_endpoint, **CREDENTIALS}.items():
+        monkeypatch.setenv(name, value)
+    return Remote(f"s3://{BUCKET}/{uuid4().hex[:8]}")
+
+
+@pytest.fixture
+def gs(gcs_endpoint, monkeypatch) -> Remote:
+    """A folder of a GCS stand-in that no other test has; this process and those that it starts reach it."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_endpoint)
+    return Remote(f"gs://{BUCKET}/{uuid4().hex[:8]}")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "files", "streams", "axes"},
+    {"errors", "settings", "files", "streams", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication"},
     {"methods"},

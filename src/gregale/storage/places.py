@@ -1,0 +1,118 @@
+"""What can be done with a place, whether it is a path or an object; see the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from gregale.errors import UserError
+from gregale.files import write_bytes as write_file
+from gregale.storage.filesystems import SCHEMES
+from gregale.storage.patience import Patience
+from gregale.storage.remote import Remote, Status
+
+Place = Path | Remote
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names an object store, one that is known or not, rather than a path."""
+    return "://" in text
+
+
+def place(text: str, patience: Patience | None = None) -> Place:
+    """The place that a text names: `gs://bucket/folder`, `s3://bucket/folder`, or a path.
+
+    Raises `UserError` for the URL of anything else, and for one without a bucket.
+    """
+    if not is_url(text):
+        return Path(text)
+    scheme, _, path = text.partition("://")
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://bucket/folder" for each in SCHEMES)
+        raise UserError(f"{text}: {scheme}:// is not a store that is known; these are: {known}, or a path.")
+    path = "/".join(part for part in path.split("/") if part)
+    if not path:
+        raise UserError(f"{text} names no bucket; it has to be like {scheme}://bucket/folder.")
+    return Remote(f"{scheme}://{path}", patience or Patience())
+
+
+def write_bytes(place: Place, content: bytes) -> None:
+    """Writes a file or an object, whole or not at all; the folder of a file has to be there."""
+    if isinstance(place, Remote):
+        place.write_bytes(content)
+    else:
+        write_file(place, content)
+
+
+def create(place: Place, content: bytes) -> bool:
+    """Writes a file or an object if there is none; returns whether it did. `content` has to be like no other's."""
+    if isinstance(place, Remote):
+        return place.create(content)
+    temporary = place.with_name(f"{place.name}.new-{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.link(temporary, place)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def read_range(place: Place, start: int, stop: int) -> bytes:
+    """The bytes [start, stop), fewer if the content ends before; `FileNotFoundError` if there is none."""
+    if isinstance(place, Remote):
+        return place.read_range(start, stop)
+    with open(place, "rb") as file:
+        file.seek(start)
+        return file.read(max(stop - start, 0))
+
+
+def status(place: Place) -> Status | None:
+    """Size and identity; None: there is no such file or object."""
+    if isinstance(place, Remote):
+        return place.status()
+    return _of_file(place) if place.is_file() else None
+
+
+def files_below(folder: Place) -> dict[str, Status]:
+    """All files or objects below a folder, sorted, by their names from there on: `a/b.json`."""
+    if isinstance(folder, Remote):
+        return folder.files_below()
+    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
+    return {name: _of_file(path) for name, path in files}
+
+
+def upload(file: Path, to: Place) -> None:
+    """Copies a file of this host to a place, whole or not at all."""
+    if isinstance(to, Remote):
+        to.upload(file)
+        return
+    temporary = to.with_name(f"{to.name}.tmp-{os.getpid()}")
+    try:
+        shutil.copyfile(file, temporary)
+        os.replace(temporary, to)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def download(place: Place, file: Path) -> None:
+    """Copies what is at a place to a file of this host, whole or not at all."""
+    if isinstance(place, Remote):
+        place.download(file)
+    else:
+        upload(place, file)
+
+
+def remove_tree(folder: Place) -> None:
+    """Deletes a folder with all that is below; nothing happens if there is none."""
+    if isinstance(folder, Remote):
+        folder.remove_tree()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def _of_file(path: Path) -> Status:
+    found = path.stat()
+    return Status(found.st_size, f"{found.st_mtime_ns}-{found.st_size}")

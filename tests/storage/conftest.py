@@ -1,0 +1,28 @@
+"""Places in the stand-ins, and a proxy that fails when told to."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gregale.storage import Patience, place
+from tests.stores import proxied
+
+SHORT = Patience(seconds=1.5, silence_seconds=0.5, first_delay_seconds=0.02)
+
+
+@pytest.fixture
+def failing_s3(s3, monkeypatch):
+    """A folder of the S3 stand-in behind a proxy, and the proxy."""
+    with proxied(os.environ["AWS_ENDPOINT_URL"]) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        yield place(str(s3), SHORT), proxy
+
+
+@pytest.fixture
+def failing_gs(gs, monkeypatch):
+    """A folder of the GCS stand-in behind a proxy, and the proxy."""
+    with proxied(os.environ["STORAGE_EMULATOR_HOST"]) as (endpoint, proxy):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        yield place(str(gs), SHORT), proxy

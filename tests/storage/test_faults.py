@@ -1,0 +1,107 @@
+"""Stores that are out of order, slow, cut off or that refuse: a proxy before the stand-ins makes them so."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from gregale.storage import StoreError, place
+from tests.stores import CREDENTIALS, Fault
+
+
+@pytest.fixture(params=["s3", "gs"])
+def failing(request):
+    return request.getfixturevalue(f"failing_{request.param}")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(500), Fault(503, 2), Fault(429), Fault("cut"), Fault("lost"), Fault("slow", seconds=0.7)],
+    ids=lambda fault: str(fault.how),
+)
+def test_what_passes_is_not_noticed(failing, fault):
+    folder, proxy = failing
+    (folder / "x").write_bytes(b"0123456789" * 1000)
+    requests = (
+        lambda: (folder / "y").write_bytes(b"content"),
+        lambda: (folder / "x").read_bytes() == b"0123456789" * 1000,
+        lambda: (folder / "x").read_range(10, 20) == b"0123456789",
+        lambda: sorted(folder.files_below()) == ["x", "y"],
+        lambda: (folder / "y").status().size == 7,
+    )
+    for request in requests[: 2 if fault.how == "slow" else None]:
+        proxy.faults[:] = [met := replace(fault)]
+        assert request() in (True, None)
+        assert met.times == 0
+    assert (folder / "y").read_bytes() == b"content"
+
+
+def test_the_answer_of_a_creation_may_be_lost(failing_s3):
+    folder, proxy = failing_s3
+    proxy.faults[:] = [Fault("lost", 1, "PUT")]
+    assert (folder / "lock").create(b"mine")
+    assert not (folder / "lock").create(b"another's")
+
+
+def test_gcs_is_asked_to_create_under_a_condition(failing_gs):
+    folder, proxy = failing_gs
+    (folder / "lock").create(b"mine")
+    assert "ifGenerationMatch=0" in proxy.seen[-1][1]
+    proxy.faults[:] = [Fault(412, 1, "POST")]
+    assert not (folder / "lock").create(b"another's")
+
+
+def test_what_does_not_pass_is_one_line_after_the_time_allowed(failing):
+    folder, proxy = failing
+    proxy.faults[:] = [Fault(503, 10_000)]
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r"x: the store did not answer as it should for 1.5 s \(.*\)\. Nothing"):
+        (folder / "x").write_bytes(b"content")
+    assert time.monotonic() - began < 10
+    assert 3 <= len(proxy.seen) < 40, "asked again, later and later"
+    proxy.faults.clear()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("how", ["expired", "denied"])
+def test_a_refusal_is_one_line_at_once(failing_s3, how):
+    folder, proxy = failing_s3
+    proxy.faults[:] = [Fault(how, 10_000)]
+    with pytest.raises(StoreError) as caught:
+        (folder / "x").write_bytes(b"content")
+    assert len(proxy.seen) == 1
+    said = str(caught.value)
+    assert said.startswith(f"{folder}/x: the store refused access (")
+    assert ("token has expired" if how == "expired" else "Access Denied") in said
+    assert "renew them, or let them read and write s3://bucket, and give the same command again" in said
+    assert "\n" not in said
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in said
+
+
+def test_gcs_that_refuses_is_one_line_at_once(failing_gs):
+    folder, proxy = failing_gs
+    for number in (401, 403):
+        proxy.faults[:] = [Fault(number, 10_000)]
+        proxy.seen.clear()
+        with pytest.raises(StoreError, match="x: the store refused access"):
+            (folder / "x").write_bytes(b"content")
+        assert len(proxy.seen) == 1
+
+
+def test_no_credentials_are_one_line(s3, monkeypatch, tmp_path):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")  # a file system of its own, without credentials
+    with pytest.raises(StoreError, match=r"the store refused access \(Unable to locate credentials\)"):
+        (s3 / "x").write_bytes(b"content")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_missing_bucket_is_one_line(scheme, request):
+    request.getfixturevalue(scheme)
+    with pytest.raises(StoreError, match=f"there is no bucket {scheme}://nowhere. Make it, or correct the name."):
+        place(f"{scheme}://nowhere/x").write_bytes(b"content")
