@@ -73,7 +73,7 @@ def test_xprof_and_tensorboard_have_what_they_read(files):
     ],
 )
 def test_a_wrong_window_is_one_line(text, message):
-    with pytest.raises(UserError, match="^profile is ") as raised:
+    with pytest.raises(UserError, match=r"^profile is ") as raised:
         Window.parse(text, 1000)
     assert message in str(raised.value)
     assert len(str(raised.value)) < 200
