@@ -123,21 +123,21 @@ class DistributedConfig(Settings):
     join_seconds: float = field(
         default=300.0,
         metadata={
-            "help": "within which all processes have to come; whoever waits says for whom",
+            "help": "within which all processes come",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )
     timeout_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "a process that gives no sign of life for so long is lost, and the others end",
+            "help": "silence after which a process is lost",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )
     hang_seconds: float | None = field(
         default=600.0,
         metadata={
-            "help": "most for a step, ten times that for other work, before the run is ended; null: no bound",
+            "help": "a longer step is a hang; null: no bound",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )

@@ -117,7 +117,7 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
 
 def _joined(config: DistributedConfig) -> Watch | None:
     """Joins the processes, when all are there; ends this one if they do not come, or one is lost meanwhile."""
-    watch, coordinator = None, config.coordinator
+    watch, coordinator = None, config.coordinator or ""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if config.processes > 1:
         watch = Watch(roll_call(config), config)

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import jax
 
@@ -81,7 +82,7 @@ class Profile:
         """
         self._window, self._report = window, report
         self._folder = folder / f"steps-{window}"
-        self._session = None
+        self._session: Any = None
         self._writer: Thread | None = None
 
     def begins_with(self, step: int) -> bool:
@@ -95,7 +96,8 @@ class Profile:
 
     def begin(self) -> None:
         """Begins to trace; the devices have nothing to do."""
-        from jax._src.lib import _profiler  # jax.profiler cannot end a trace without writing it
+        # Nothing in jax.profiler ends a trace without writing it.
+        from jax._src.lib import _profiler  # pyright: ignore[reportAttributeAccessIssue]
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # would slow down what it looks at

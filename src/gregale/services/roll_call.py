@@ -108,7 +108,7 @@ class _Roll:
         return list(self._there.values())
 
     def _listening(self) -> socket.socket:
-        port = int(self._config.coordinator.rpartition(":")[2])
+        _, port = _address(self._config)
         taken = f"port {port} of this host, which another program holds (distributed.coordinator)"
         while True:
             try:
@@ -189,11 +189,10 @@ class _Roll:
 
 def _answered(config: DistributedConfig, waiting: _Waiting) -> Peer:
     """Process 0, when all are there."""
-    host, _, port = config.coordinator.rpartition(":")
     while True:
         why = "it does not answer"
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), _GREETING_SECONDS)
+            connection = socket.create_connection(_address(config), _GREETING_SECONDS)
         except (OSError, OverflowError) as error:
             why = str(error)
         else:
@@ -226,6 +225,11 @@ def _has_all(process_0: Peer, config: DistributedConfig) -> bool:
         if len(process_0.unread) > _MOST_UNREAD_BYTES:
             return False
     return False
+
+
+def _address(config: DistributedConfig) -> tuple[str, int]:
+    host, _, port = (config.coordinator or "").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _twice(number: int, other: str) -> str:
