@@ -46,6 +46,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def user_cache() -> Path:
+    """`gregale` in the user's cache directory, by the XDG base directory specification."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "gregale"
+
+
 @dataclass(frozen=True)
 class Holder:
     """The process that holds a lock, or that held it last."""

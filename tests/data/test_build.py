@@ -5,12 +5,17 @@ import sys
 import numpy as np
 import pytest
 
-from gregale.data.build import NamedSource, build_store, publish, store_key, token_dtype
+from gregale.data.assembly import publish
+from gregale.data.build import Cache, NamedSource, build_store, store_key
+from gregale.data.disk import Disk
+from gregale.data.parts import token_dtype
 from gregale.data.progress import silent
+from gregale.data.remote_store import open_remote
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.store import open_store
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from gregale.storage import place
 
 BYTES = BytesTokenizer()
 
@@ -18,9 +23,11 @@ BYTES = BytesTokenizer()
 BUILDER = """
 import os, signal, sys
 from pathlib import Path
-from gregale.data.build import NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.disk import Disk
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
+from gregale.storage import place
 
 def report(label, done, total):
     if sys.argv[3] == "die":
@@ -28,7 +35,7 @@ def report(label, done, total):
 
 if __name__ == "__main__":
     source = NamedSource("x", TextSource(files=(sys.argv[2] + "/*",)))
-    print(build_store(source, BytesTokenizer(), Path(sys.argv[1]), 2, report).folder)
+    print(build_store(source, BytesTokenizer(), Cache(place(sys.argv[1]), Disk(Path('none'), 0)), 2, report).folder)
     assert "jax" not in sys.modules
 """
 
@@ -37,7 +44,8 @@ if __name__ == "__main__":
 DYING = """
 import os, sys
 from pathlib import Path
-from gregale.data.build import NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.disk import Disk
 from gregale.data.progress import silent
 from gregale.data.sources import Part, SourceConfig
 from gregale.data.tokenizers import BytesTokenizer
@@ -51,12 +59,12 @@ class Dying(SourceConfig):
         return {}
 
 if GUARD:
-    build_store(NamedSource("x", Dying()), BytesTokenizer(), Path(sys.argv[1]), 2, silent)
+    build_store(NamedSource("x", Dying()), BytesTokenizer(), Cache(Path(sys.argv[1]), Disk(Path('none'), 0)), 2, silent)
 """
 
 
 def build(source, cache, workers=1, report=silent):
-    return build_store(NamedSource("x", source), BYTES, cache, workers, report)
+    return build_store(NamedSource("x", source), BYTES, Cache(cache, Disk(cache / "pieces", 10**9)), workers, report)
 
 
 @pytest.fixture(scope="module")
@@ -124,19 +132,27 @@ def test_a_killed_builder_leaves_no_store_and_no_process_and_the_next_cleans_up(
     for leftover in leftovers:
         with pytest.raises(UserError, match=r"manifest\.json: missing"):
             open_store(leftover)
-    build(source, cache).verify()
+    told = []
+    build(source, cache, report=lambda *report: told.append(report)).verify()
+    assert told[0][0] == "x"
+    assert told[0][1] >= 4 << 20, "what the killed one had finished is not done again"
     assert [path for path in cache.iterdir() if path.is_dir()] == [folder]
 
 
-def test_two_builders_at_once_both_end_with_the_one_store(tmp_path, builder):
+@pytest.mark.parametrize("at", ["a disk", "a store"])
+def test_two_builders_at_once_both_end_with_the_one_store(tmp_path, builder, request, at):
+    cache = tmp_path / "cache" if at == "a disk" else request.getfixturevalue("s3")
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("some text" * 100_000)
-    both = [builder(tmp_path / "cache", tmp_path / "corpus", "go on") for _ in range(2)]
+    both = [builder(cache, tmp_path / "corpus", "go on") for _ in range(2)]
     outputs = {process.communicate()[0].decode().strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
     (folder,) = outputs
-    open_store(folder).verify()
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+    if at == "a disk":
+        open_store(folder).verify()
+        assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+    else:
+        open_remote(place(folder), Disk(tmp_path / "pieces", 10**9)).verify()
 
 
 @pytest.mark.parametrize("guard", ['__name__ == "__main__"', "True"])

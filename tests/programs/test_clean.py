@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -14,7 +15,9 @@ import pytest
 from gregale.cli import main
 from gregale.data.cache import entries
 from gregale.data.config import DataConfig, build_stores
+from gregale.data.sharing import Crew
 from gregale.data.sources import TextSource
+from gregale.data.store import read_manifest
 from gregale.data.tokenizers import BpeConfig
 from gregale.services.compiled import processor
 
@@ -128,6 +131,27 @@ def test_what_another_host_may_be_building_is_kept_for_a_day(cache, host, age_se
     folder = leftover(cache, host, age_seconds)
     assert main(["clean", "--yes"]) == 0
     assert folder.exists() != goes
+
+
+def test_parts_of_an_unfinished_store_are_kept_while_somebody_builds_it(cache, capsys):
+    stores = [entry for entry in entries(cache) if "new.txt" in entry.origin and "old" not in entry.origin]
+    parts = cache / f"{KEY}.parts"
+    parts.mkdir()
+    source = read_manifest(stores[0].folder / "manifest.json")["source"]
+    (parts / "source.json").write_text(json.dumps({"source": source}))
+    (found,) = (entry for entry in entries(cache) if entry.kind == "parts of a store")
+    assert "text, " in found.origin
+    assert not found.is_stale
+    with Crew(parts):  # of this process, which lives
+        assert main(["clean", "--yes"]) == 0
+        assert f"{parts.name}: kept, a build may be at work on it" in capsys.readouterr().out
+    assert main(["clean", "--yes"]) == 0
+    assert not parts.exists()
+
+
+def test_a_store_of_objects_is_not_cleaned(capsys):
+    assert main(["clean", "s3://bucket/cache"]) == 2
+    assert "s3://bucket/cache: only folders are cleaned" in capsys.readouterr().err
 
 
 def test_links_are_neither_followed_nor_deleted(cache, tmp_path):

@@ -9,17 +9,21 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gregale.data.build import SOURCE_NAME
+from gregale.data.sharing import Crew
 from gregale.data.store import MANIFEST_NAME, TOKENS_NAME, read_manifest
 from gregale.data.tokenizers import SAVED_NAME
 from gregale.errors import UserError
 from gregale.files import Taken, acquire
+from gregale.storage import is_url
 
 STORE = re.compile(r"[0-9a-f]{24}")
 TOKENIZER = re.compile(r"tokenizer-[0-9a-f]{24}")
+PARTS = re.compile(r"([0-9a-f]{24})\.parts")
 PROGRAMS = re.compile(r"compiled-[0-9a-f]{24}")
 LEFTOVER = re.compile(r"\.([0-9a-f]{24})\.(.+)\.[^.]+")  # of a store's key, the host that built it, and a random end
 LOCK = re.compile(rf"({STORE.pattern}|{TOKENIZER.pattern}|{PROGRAMS.pattern})\.lock")
@@ -32,7 +36,7 @@ class Entry:
 
     Attributes:
         folder: where it lies.
-        kind: `token store`, `tokenizer`, `compiled programs` or `leftover`.
+        kind: `token store`, `parts of a store`, `tokenizer`, `compiled programs` or `leftover`.
         size_bytes: of all its files.
         used: when it was last opened or built, in seconds since 1970.
         origin: what it was made of, in words; empty where that is not known.
@@ -49,7 +53,7 @@ class Entry:
     @property
     def lock(self) -> Path:
         """The file that who builds it, or opens it, holds a lock on."""
-        found = LEFTOVER.fullmatch(self.folder.name)
+        found = LEFTOVER.fullmatch(self.folder.name) or PARTS.fullmatch(self.folder.name)
         return self.folder.with_name(f"{found[1] if found else self.folder.name}.lock")
 
 
@@ -77,8 +81,12 @@ def entry_of(folder: Path) -> Entry | None:
     """None if a folder is nothing that a cache has."""
     name = folder.name
     if STORE.fullmatch(name) and any((folder / file).exists() for file in (MANIFEST_NAME, TOKENS_NAME)):
-        origin, is_stale = origin_of(folder)
+        origin, is_stale = origin_of(folder / MANIFEST_NAME, lambda path: read_manifest(path)["source"])
         return Entry(folder, "token store", size_of(folder), last_use(folder), origin, is_stale)
+    if (found := PARTS.fullmatch(name)) is not None:
+        origin, is_stale = origin_of(folder / SOURCE_NAME, lambda path: json.loads(path.read_bytes())["source"])
+        is_stale |= (folder.with_name(found[1]) / MANIFEST_NAME).exists()
+        return Entry(folder, "parts of a store", size_of(folder), newest(folder), origin, is_stale)
     if TOKENIZER.fullmatch(name):
         return Entry(folder, "tokenizer", size_of(folder), last_use(folder), "", not (folder / SAVED_NAME).is_file())
     if PROGRAMS.fullmatch(name):
@@ -88,11 +96,11 @@ def entry_of(folder: Path) -> Entry | None:
     return None
 
 
-def origin_of(store: Path) -> tuple[str, bool]:
-    """What a store was made of, and whether it is stale."""
+def origin_of(path: Path, source_in: Callable[[Path], dict]) -> tuple[str, bool]:
+    """What a store is made of, by a file that says so, and whether it is stale."""
     try:
-        source = read_manifest(store / MANIFEST_NAME)["source"]
-    except (UserError, OSError):
+        source = source_in(path)
+    except (UserError, OSError, ValueError, KeyError):
         return "damaged", True
     files = source.get("files")
     if not files:
@@ -103,7 +111,9 @@ def origin_of(store: Path) -> tuple[str, bool]:
     return (f"{words}; {len(gone):,} of them changed or gone", True) if gone else (words, False)
 
 
-def is_as_it_was(path: str, size: int, modified_ns: int) -> bool:
+def is_as_it_was(path: str, size: int, modified_ns: int | str) -> bool:
+    if is_url(path):  # nobody asks a store for each of its objects
+        return True
     try:
         found = os.stat(path)
     except OSError:
@@ -143,7 +153,7 @@ def remove(entry: Entry) -> bool:
     Raises:
         OSError: it cannot be deleted.
     """
-    if entry.kind == "leftover" and is_of_another_host(entry) and time.time() - entry.used < DAY_SECONDS:
+    if is_at_work(entry):
         return False
     try:
         lock = acquire(entry.lock)
@@ -160,7 +170,11 @@ def remove(entry: Entry) -> bool:
     return True
 
 
-def is_of_another_host(entry: Entry) -> bool:
-    """Locks need not reach from one host to another, so only age tells whether that build is at work."""
+def is_at_work(entry: Entry) -> bool:
+    """Whether a build may be at work on a leftover or on parts: where locks do not reach, only age tells."""
+    if time.time() - entry.used >= DAY_SECONDS:
+        return False
+    if entry.kind == "parts of a store":
+        return bool(Crew(entry.folder).look())
     found = LEFTOVER.fullmatch(entry.folder.name)
     return found is not None and found[2] != socket.gethostname()

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gregale.data.build import NamedSource, build_store, in_words, locked, skipped_in
+from gregale.data.assembly import in_words
+from gregale.data.build import Cache, NamedSource, build_store, once, skipped_in
+from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
 from gregale.data.progress import Report, silent
@@ -30,9 +32,12 @@ from gregale.data.tokenizers import (
 )
 from gregale.data.training_texts import naming, training_texts
 from gregale.errors import UserError
-from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
+from gregale.files import user_cache
+from gregale.settings import Fixed, Range, Settings, above, at_least, check_path, whole
+from gregale.storage import place
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
+AUTO = "auto"
 SOURCES, VALIDATION = "sources", "validation"
 
 
@@ -69,14 +74,24 @@ class DataConfig(Settings):
         default_factory=list,
         metadata={"help": "for each DiLoCo replica its own weights", "range": at_least(0), "fixed": ORDER},
     )
-    cache: str = field(default="cache", metadata={"help": "folder for tokenized text, reused by later runs"})
+    cache: str = field(
+        default="cache", metadata={"help": "folder for tokenized text, reused by later runs; or gs://..., s3://..."}
+    )
+    local_cache: str = field(
+        default=AUTO,
+        metadata={
+            "help": "folder on each host's own disk for what it reads of a cache in a store; auto: ~/.cache/gregale"
+        },
+    )
+    local_cache_gb: float = field(default=50.0, metadata={"help": "most GB in local_cache", "range": above(0)})
     workers: int = field(
         default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}
     )
 
     def __post_init__(self):
         super().__post_init__()
-        check_path("cache", self.cache)
+        for key in ("cache", "local_cache"):
+            check_path(key, getattr(self, key))
         check_mixtures(self.replica_mixtures, self.sources)
         for name, source in self.validation.items():
             if source.weight != 1:
@@ -84,6 +99,11 @@ class DataConfig(Settings):
                     f"data.validation.{name}.weight: {source.weight:g} found, but a validation source is evaluated by "
                     "itself, not mixed with others. Leave weight out."
                 )
+
+    def token_cache(self) -> Cache:
+        """Where the token stores lie; raises `UserError` for the URL of what is no store."""
+        local = user_cache() / "pieces" if self.local_cache == AUTO else Path(expand(self.local_cache))
+        return Cache(place(expand(self.cache)), Disk(local, round(self.local_cache_gb * 1e9)))
 
     @property
     def evaluates(self) -> bool:
@@ -215,7 +235,7 @@ def build_stores(
 
 def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
     """The store of each of the configuration's `sources`, or of each in `validation`."""
-    cache, workers = Path(expand(config.cache)), config.workers or os.cpu_count() or 1
+    cache, workers = config.token_cache(), config.workers or os.cpu_count() or 1
     stores = {}
     for name, source in getattr(config, group).items():
         with naming(f"data.{group}.{name}"):
@@ -265,9 +285,11 @@ def make_tokenizer(config: DataConfig, ends: Mapping[str, End], report: Report) 
         with naming(f"data.{SOURCES}.{name}"):
             identities[name] = source.identity()
     key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
-    folder = Path(expand(config.cache)) / f"tokenizer-{key}"
-    with locked(folder.with_suffix(".lock")):
-        if not (folder / SAVED_NAME).exists():
-            texts = training_texts(config.sources, config.held_out, ends, report)
-            save_tokenizer(train_bpe(config.tokenizer, texts), folder)
+    folder, bpe = config.token_cache().place / f"tokenizer-{key}", config.tokenizer
+
+    def train() -> None:
+        texts = training_texts(config.sources, config.held_out, ends, report)
+        save_tokenizer(train_bpe(bpe, texts), folder)
+
+    once(folder, train, lambda: (folder / SAVED_NAME).is_file())
     return load_tokenizer(folder)

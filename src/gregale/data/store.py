@@ -22,6 +22,7 @@ import numpy as np
 
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
+from gregale.storage import Place
 
 FORMAT = 1
 TOKENS_NAME = "tokens.bin"
@@ -38,12 +39,12 @@ class TokenStore:
 
     Attributes:
         folder: where it lies.
-        tokens: ids [token], memory-mapped.
+        tokens: ids [token], memory-mapped; see `gregale.data.remote_store` for those in an object store.
         offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
         manifest: the content of `manifest.json`.
     """
 
-    folder: Path
+    folder: Place
     tokens: np.ndarray
     offsets: np.ndarray
     manifest: dict
@@ -58,9 +59,10 @@ class TokenStore:
         Raises:
             UserError: a file is not what was written; names the file.
         """
-        note, path = self.folder / VERIFIED_NAME, self.folder / TOKENS_NAME
+        folder = Path(str(self.folder))
+        note, path = folder / VERIFIED_NAME, folder / TOKENS_NAME
         seen = state_of(path)  # before it is read: a change meanwhile makes another state
-        check_sha256(self.folder / DOCUMENTS_NAME, self.manifest)
+        check_sha256(folder / DOCUMENTS_NAME, self.manifest)
         try:
             check_sha256(path, self.manifest, lambda done: report(label, done, seen["bytes"]))
         except UserError:
@@ -74,7 +76,8 @@ class TokenStore:
 
         What a disk turns over without a change of the file's time is left to `verify`.
         """
-        if read_note(self.folder / VERIFIED_NAME) != state_of(self.folder / TOKENS_NAME):
+        folder = Path(str(self.folder))
+        if read_note(folder / VERIFIED_NAME) != state_of(folder / TOKENS_NAME):
             self.verify(label, report)
 
 
@@ -134,7 +137,7 @@ def check_sha256(path: Path, manifest: dict, read: Callable[[int], None] = lambd
         raise UserError(f"{path}: its SHA-256 is {found}, the manifest says {expected}. {MENDING}")
 
 
-def read_manifest(path: Path) -> dict:
+def read_manifest(path: Place) -> dict:
     """A manifest that agrees with its own checksum and this program's version of the format."""
     try:
         manifest = json.loads(path.read_bytes())
@@ -149,26 +152,30 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
-def finish_store(folder: Path, offsets: np.ndarray, description: dict) -> None:
+def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: dict | None = None) -> None:
     """Writes the offsets and, last, the manifest beside a complete `tokens.bin`, all of it flushed to the disk.
 
     Args:
         folder: a temporary folder; the caller renames it.
         offsets: int64 [document + 1].
         description: the fields of the manifest that say what the store is made of.
+        tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
     """
     np.save(folder / DOCUMENTS_NAME, offsets)
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
-        for name in (TOKENS_NAME, DOCUMENTS_NAME)
-    }
+    files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
     counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
     manifest = {"format": FORMAT, **counts, **description, "files": files}
     content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)
     (folder / MANIFEST_NAME).write_text(content, encoding="utf-8")
-    write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
+    if (folder / TOKENS_NAME).exists():
+        write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
     for path in [*folder.iterdir(), folder]:
         flush(path)
+
+
+def summed(path: Path) -> dict:
+    """What a manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def flush(path: Path) -> None:

@@ -8,15 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import draccus
 import numpy as np
 
 from gregale.data import pieces
-from gregale.data.sources.base import expand, read_bytes
+from gregale.data.sources.base import expand
+from gregale.data.sources.files import read_bytes
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, whole
+from gregale.storage import Place, Remote
 
 SAVED_NAME = "tokenizer.json"
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
@@ -177,7 +178,8 @@ class LibraryTokenizer(Tokenizer):
         self.vocabulary_size = len(self._pieces)
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = self._library.encode(text, add_special_tokens=False).ids
+        return np.fromiter(ids, np.int32, len(ids))
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
@@ -199,9 +201,12 @@ def from_json(saved: dict, place: str) -> Tokenizer:
     raise UserError(f"{place}: not a tokenizer that this program saved.")
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
-    """Writes the tokenizer into a folder, whole or not at all, and returns the file's path."""
-    path = Path(folder) / SAVED_NAME
+def save_tokenizer(tokenizer: Tokenizer, folder: Place) -> Place:
+    """Writes the tokenizer into a folder, whole or not at all, and returns the file's place."""
+    path = folder / SAVED_NAME
+    if isinstance(path, Remote):
+        path.write_bytes(json.dumps(tokenizer.to_json()).encode())
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
@@ -212,13 +217,13 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     return path
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Place) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote; needs no corpus.
 
     Raises:
         UserError: the file is missing or damaged.
     """
-    path = Path(folder) / SAVED_NAME
+    path = folder / SAVED_NAME
     try:
         saved = json.loads(read_bytes(str(path)))
     except ValueError as error:

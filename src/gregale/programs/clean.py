@@ -12,8 +12,10 @@ from rich.filesize import decimal
 
 from gregale.data.cache import Entry, entries, remove
 from gregale.data.sources.base import expand
+from gregale.errors import UserError
 from gregale.services.command import Command
 from gregale.services.tables import print_table
+from gregale.storage import is_url
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class CleanOptions:
 
 def main(options: CleanOptions) -> int:
     """Lists, asks on a terminal, deletes; 1 if something could not be deleted."""
+    if is_url(options.cache):
+        raise UserError(
+            f"{options.cache}: only folders are cleaned. In a store, delete what is below with the store's own tools: "
+            "what is needed again is built again."
+        )
     cache = Path(expand(options.cache))
     found = [entry for entry in entries(cache) if entry.is_stale or not options.stale]
     if not found:

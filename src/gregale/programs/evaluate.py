@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gregale.data.build import NamedSource, build_store
 from gregale.data.config import prepare
 from gregale.data.examples import validation_examples
-from gregale.data.sources.base import expand
 from gregale.data.sources.text import TextSource
 from gregale.data.split import split_at
 from gregale.data.tokenizers import load_tokenizer
@@ -29,7 +27,7 @@ from gregale.settings import Settings, whole
 class EvalOptions(Settings):
     """Options of the command."""
 
-    run: str = field(metadata={"help": "the run: its directory, or its name under runs/"})
+    run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
     data: list[str] = field(default_factory=list, metadata={"help": "text files (globs) to evaluate on instead"})
     step: int | None = field(
         default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
@@ -102,7 +100,7 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Evaluati
     config = trained.setup.config
     source = NamedSource("data", TextSource(files=tuple(files)))
     tokenizer = load_tokenizer(trained.run.path)
-    cache, workers = Path(expand(config.data.cache)), config.data.workers or 1
+    cache, workers = config.data.token_cache(), config.data.workers or 1
     with naming("data"):
         store = build_store(source, tokenizer, cache, workers, console.progress)
         everything = split_at(store, 0, None).train

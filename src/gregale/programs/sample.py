@@ -102,7 +102,7 @@ def steady(patience_s: float) -> Iterator[int]:
 class SampleOptions(Sampling):
     """Options of the command."""
 
-    run: str = field(default="", metadata={"help": "the run: its directory, or its name under runs/"})
+    run: str = field(default="", metadata={"help": "the run: its directory or URL, or its name under runs/"})
     prompt: str = field(default="", metadata={"help": "the text to continue"})
     tokens: int = field(
         default=256, metadata={"help": "tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")}

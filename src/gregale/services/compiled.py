@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 
 from gregale.data.sources.base import expand
+from gregale.files import user_cache
 from gregale.services.compiled_store import Mirror, kept_in
 from gregale.services.config import AUTO
 from gregale.storage import Patience, is_url
@@ -55,12 +56,6 @@ def keep_compiled(place: str | None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # XLA ends the process where it cannot write
         mend_by_warnings(folder, mirror)
-
-
-def user_cache() -> Path:
-    """`gregale` in the user's cache directory, by the XDG base directory specification."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "gregale"
 
 
 def processor() -> str:

@@ -183,11 +183,14 @@ class TrainConfig(Settings):
     )
     runs: str = field(
         default="runs",
-        metadata={"help": "folder of the run directories", "aliases": ("output_dir", "out_dir", "save_dir", "log_dir")},
+        metadata={
+            "help": "folder or URL of the run directories",
+            "aliases": ("output_dir", "out_dir", "save_dir", "log_dir"),
+        },
     )
     cpu_devices: int | None = field(
         default=None,
-        metadata={"help": "simulate this many CPU devices instead of accelerators", "range": whole(1, 4096)},
+        metadata={"help": "simulate this many CPU devices", "range": whole(1, 4096)},
     )
     compilation_cache: str | None = field(
         default=AUTO,

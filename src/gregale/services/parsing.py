@@ -13,24 +13,25 @@ from gregale.errors import UserError
 from gregale.services.decoding import Decoder, Text, is_index
 from gregale.services.fields import join
 from gregale.settings import shortened
+from gregale.storage import Place
 
 Config = TypeVar("Config")
 COMMAND_LINE = "on the command line"
 
 
-def load(config_class: type[Config], path: str | Path | None, arguments: Sequence[str] = ()) -> Config:
+def load(config_class: type[Config], path: str | Place | None, arguments: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file, with `--dotted.key value` arguments on top.
 
     Arguments:
     - `config_class`: a frozen dataclass; nested dataclasses, optional fields, lists, tuples, mappings of names and
       draccus registries (chosen by `type`) are understood
-    - `path`: the YAML file, or None for the defaults
+    - `path`: the YAML file or object, or None for the defaults
     - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`
 
     Raises `UserError` that names the key and the place: unknown key, wrong type, unknown choice, missing key, duplicate
     key, a file that is missing or no YAML.
     """
-    raw, places = ({}, {}) if path is None else read_yaml(Path(path))
+    raw, places = ({}, {}) if path is None else read_yaml(Path(path) if isinstance(path, str) else path)
     words, pairs = split_arguments(arguments)
     if words:
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
@@ -70,7 +71,7 @@ def _with_underscores(argument: str) -> str:
     return argument if "." in key else "--" + key.removeprefix("--").replace("-", "_") + equals + value
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(path: Place) -> tuple[dict[str, Any], dict[str, str]]:
     """The mapping in a YAML file, and for every dotted key in it where it stands."""
     try:
         text = path.read_text(encoding="utf-8")

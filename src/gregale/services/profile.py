@@ -11,14 +11,13 @@ Each process traces its own devices, and writes in the background into one folde
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -27,6 +26,7 @@ import jax
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.settings import shown
+from gregale.storage import Place, upload
 
 MOST_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
@@ -73,7 +73,7 @@ class Window:
 class Profile:
     """Traces the steps of a window, in a `with` statement, whose end waits until what was traced is written."""
 
-    def __init__(self, window: Window | None, folder: Path, report: Callable[[str], None]):
+    def __init__(self, window: Window | None, folder: Place, report: Callable[[str], None]):
         """
         Args:
             window: the steps; None: nothing is traced.
@@ -131,17 +131,15 @@ class Profile:
 
     def _write(self, session, data: bytes) -> None:
         own = f"{socket.gethostname()}-process-{jax.process_index()}"
-        unfinished = self._folder / f".{own}"
         finished = self._folder / "plugins" / "profile" / self._folder.name
         try:
             finished.mkdir(parents=True, exist_ok=True)
-            session.export(data, str(unfinished))
-            for ending in ENDINGS:
-                for path in unfinished.glob(f"plugins/profile/*/*{ending}"):
-                    os.replace(path, finished / f"{own}{ending}")
-        except (OSError, RuntimeError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
-            self._report(f"The profile could not be written to {self._folder}: {why}.")
+            with TemporaryDirectory() as unfinished:
+                session.export(data, unfinished)
+                for ending in ENDINGS:
+                    for path in Path(unfinished).glob(f"plugins/profile/*/*{ending}"):
+                        upload(path, finished / f"{own}{ending}")
+        except (OSError, RuntimeError, UserError) as error:
+            self._report(f"The profile could not be written to {self._folder}: {reason(error)}.")
         else:
             self._report(f"The profile is in {self._folder}.")
-        shutil.rmtree(unfinished, ignore_errors=True)

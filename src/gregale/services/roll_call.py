@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from gregale.errors import UserError
 from gregale.services.config import DistributedConfig
@@ -198,9 +198,11 @@ def _answered(config: DistributedConfig, waiting: _Waiting) -> Peer:
         else:
             peer = Peer(connection, "process 0", time.monotonic())
             peer.tell(f"join {config.process} {config.processes} {os.getpid()} {socket.gethostname()}")
-            if _has_all(peer, config):
-                return peer
-            connection.close()
+            with ExitStack() as stack:
+                stack.callback(connection.close)
+                if _has_all(peer, config):
+                    stack.pop_all()
+                    return peer
         waiting.for_(
             f"process 0 at {config.coordinator} ({why})", f"process 0 did not answer at {config.coordinator} ({why})"
         )

@@ -1,22 +1,26 @@
-"""A run's directory: its configuration, checkpoints, metrics and samples."""
+"""A run's directory, on a disk or in an object store: its configuration, checkpoints, metrics and samples."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import gregale
 from gregale.errors import UserError
-from gregale.files import write_bytes
+from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.config import Change, TrainConfig, changes
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
+from gregale.storage import Patience, Place, Remote, StoreError, write_bytes
+
+_AT_ONCE = Patience(seconds=5.0, silence_seconds=5.0)
+_COPYING_THREADS = 16
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
@@ -25,36 +29,36 @@ _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 class RunDirectory:
     """The places of one run."""
 
-    path: Path
+    path: Place
 
     @property
-    def config(self) -> Path:
+    def config(self) -> Place:
         return self.path / "config.yaml"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Place:
         return self.path / "checkpoints"
 
     @property
-    def samples(self) -> Path:
+    def samples(self) -> Place:
         return self.path / "samples.txt"
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self) -> Place:
         return self.path / "metrics.jsonl"
 
     @property
-    def changes(self) -> Path:
+    def changes(self) -> Place:
         """A line for each time that the run went on with another configuration."""
         return self.path / "changes.jsonl"
 
     @property
-    def starts(self) -> Path:
+    def starts(self) -> Place:
         """A line for each time that the run began or went on: on which devices, with which compiler options."""
         return self.path / "starts.jsonl"
 
     @property
-    def newest_checkpoint(self) -> Path:
+    def newest_checkpoint(self) -> Place:
         """Notes the step of the newest checkpoint, so that a run whose checkpoints are gone is not taken for new."""
         return self.path / "newest_checkpoint.json"
 
@@ -75,7 +79,11 @@ class RunDirectory:
 
     def where_it_goes_on(self) -> str:
         """What the same command would begin with, in a sentence."""
-        steps = committed_steps(self.checkpoints)
+        folder = self.checkpoints
+        try:  # for a process that is about to end: a store that does not answer is not waited for
+            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, Remote) else folder)
+        except StoreError:
+            return "The same command goes on from the newest checkpoint."
         if not steps:
             return "There is no checkpoint yet; the same command begins anew."
         return f"The newest checkpoint is that of step {steps[-1]}; the same command goes on from there."
@@ -145,7 +153,7 @@ class RunDirectory:
         """Adds a line to starts.jsonl: with what the run goes on after a step."""
         self._add(self.starts, step, facts)
 
-    def _add(self, path: Path, step: int, facts: Mapping[str, Any]) -> None:
+    def _add(self, path: Place, step: int, facts: Mapping[str, Any]) -> None:
         """Puts a line behind those of a file, whole or not at all."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
@@ -157,19 +165,39 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_bytes(self.config, dump(config).encode())
 
-    def set_aside(self) -> Path | None:
+    def set_aside(self) -> Place | None:
         """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
         if not self.path.exists():
             return None
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
-        self.path.rename(aside)
-        (aside / LOCK).unlink(missing_ok=True)
+        if isinstance(self.path, Remote):
+            _move(self.path, aside)
+        else:
+            self.path.rename(aside)
+            (aside / LOCK).unlink(missing_ok=True)
         return aside
 
     def _figures(self) -> list[dict]:
         """The whole lines of metrics.jsonl."""
-        if not self.metrics.is_file():
+        try:
+            text = self.metrics.read_bytes().decode()
+        except FileNotFoundError:
             return []
-        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def _move(folder: Remote, to: Remote) -> None:
+    """Has the store copy all objects of a run but its lock, and deletes them then: a store renames nothing.
+
+    Killed before the last copy is made, it leaves the run as it was, and another command takes the next free name.
+    Killed later, it leaves a whole copy, and of the run what the same command sets aside too.
+    """
+    names = [name for name in folder.files_below() if name != LOCK]
+    with ThreadPoolExecutor(_COPYING_THREADS) as pool:
+        list(pool.map(lambda name: (folder / name).copy_to(to / name), names))
+        # Manifests go first: of the checkpoints that are left none is in parts, and counts.
+        first = [name for name in names if name.endswith(MANIFEST)]
+        for group in (first, [name for name in names if name not in set(first)]):
+            list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), group))

@@ -3,7 +3,7 @@
 It is an flock on the file `lock` of the run directory, which the system gives back when its process ends, however it
 ends. Network file systems pass it on to other hosts, but not every one and not with every mount option. So the process
 that holds it also touches the file every few seconds; who gets the lock though another host's name is still in it waits
-and sees whether somebody touches it.
+and sees whether somebody touches it. In an object store it is a lease, see `run_lease`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO
 
 from gregale.errors import UserError
 from gregale.files import Holder, Taken, acquire, holder_of, is_at, sign
+from gregale.services.run_lease import leased
+from gregale.storage import Place, Remote
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
@@ -27,15 +30,29 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 @contextmanager
 def training(
-    directory: Path, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
-) -> Iterator[None]:
+    directory: Place, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
+) -> Iterator[Callable[[], None]]:
     """Holds the lock of a run directory, which is made if absent.
+
+    Yields a function that raises `UserError` if the lock was lost meanwhile, to be called before what may only be
+    written with it counts.
 
     - `report`: told in one line what the user should know
     - `beat_seconds`: time between two touches of the file
 
     Raises `UserError` if another process holds it, with its host, its number and since when.
     """
+    if isinstance(directory, Remote):
+        refusal = partial(_refusal, directory)
+        with leased(directory / LOCK, refusal, report, beat_seconds) as held:
+            yield held.check
+        return
+    with _locked(directory, report, beat_seconds):
+        yield lambda: None
+
+
+@contextmanager
+def _locked(directory: Path, report: Callable[[str], None], beat_seconds: float) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     try:
@@ -63,9 +80,9 @@ def training(
                 path.unlink()
 
 
-def _refusal(directory: Path, taken: Taken) -> str:
+def _refusal(directory: Place, holder: Taken | Holder) -> str:
     return (
-        f"{directory} is being trained by {taken}. Two would write over each other's checkpoints: stop that process, "
+        f"{directory} is being trained by {holder}. Two would write over each other's checkpoints: stop that process, "
         f"or train under another name."
     )
 

@@ -60,6 +60,9 @@ class Remote:
     def read_bytes(self) -> bytes:
         return self._ask(lambda system, path: system._cat_file(path, max_concurrency=1))  # 1: in one request
 
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop), fewer if the object ends before."""
         if stop <= start:

@@ -1,6 +1,10 @@
-import pytest
+from itertools import pairwise
 
-from gregale.data.sources import Skipped, TextSource
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gregale.data.sources import Part, Skipped, TextSource, text
 from gregale.errors import UserError
 
 
@@ -61,3 +65,25 @@ def test_what_the_system_will_not_read_is_never_skipped(tmp_path):
     (tmp_path / "gone.txt").unlink()
     with pytest.raises(UserError, match=r"gone\.txt: cannot be read"):
         list(source.read(part, Skipped()))
+
+
+@given(st.lists(st.sampled_from([b"a", b"<e>", b"<", b"e>", b"\n\n"])), st.lists(st.integers(1, 60)))
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, pieces, cuts):
+    data = b"".join(pieces)
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_bytes(data)
+    source = TextSource(files=(str(path),), separator="<e>")
+    edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
+    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
+    found = [document for part in parts for document in source.read(part, Skipped()) if document.content]
+    assert [one.content.encode() for one in found] == [each for each in data.split(b"<e>") if each]
+    assert all(data[one.start :].startswith(one.content.encode()) for one in found)
+
+
+def test_a_separator_that_can_overlap_itself_leaves_a_file_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PART_BYTES", 3)
+    (tmp_path / "a.txt").write_text("a\n\n\nb\n\nc")
+    counts = {"\n\n": 1, "\n": 3, "<e>": 3, "": 1, "aba": 1, "abc": 3}
+    for separator, count in counts.items():
+        assert len(TextSource(files=(f"{tmp_path}/a.txt",), separator=separator).parts()) == count

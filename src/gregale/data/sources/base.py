@@ -2,20 +2,20 @@
 
 import dataclasses
 import fnmatch
-import glob
 import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import draccus
 import numpy as np
 
+from gregale.data.sources.files import files_of
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above
+from gregale.storage import Status, is_url
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
@@ -134,25 +134,28 @@ class FileSource(SourceConfig):
     """A source that reads files found by glob patterns."""
 
     files: tuple[str, ...] = field(
-        default=(), metadata={"help": "glob patterns of files; ~, $VARIABLES and {stdlib} (Python's library) expand"}
+        default=(),
+        metadata={
+            "help": "glob patterns of files, or gs://, s3://; ~, $VARIABLES and {stdlib} (Python's library) expand"
+        },
     )
     exclude: tuple[str, ...] = field(
         default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}
     )
 
     def parts(self) -> list[Part]:
-        return [part for path in self.paths() for part in self.parts_of(path)]
+        return [part for path, found in self.found().items() for part in self.parts_of(path, found.size)]
 
-    def parts_of(self, path: str) -> list[Part]:
+    def parts_of(self, path: str, size: int) -> list[Part]:
         """The parts of one file. A file that cannot be cut is one part, so that reading finds again what is wrong."""
         try:
-            return self.split(path)
+            return self.split(path, size)
         except BadDocument:
             if self.on_bad_document == STOP:
                 raise
-            return [Part(path, 0, 1, os.path.getsize(path))]
+            return [Part(path, 0, 1, size)]
 
-    def paths(self) -> list[str]:
+    def found(self) -> dict[str, Status]:
         """The files, by pattern and then by name.
 
         Raises:
@@ -160,30 +163,44 @@ class FileSource(SourceConfig):
         """
         if not self.files:
             raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
-        found = [path for pattern in self.files for path in sorted(glob.glob(expand(pattern), recursive=True))]
-        found = [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+        found: dict[str, Status] = {}
+        for pattern in self.files:
+            found |= files_of(expand(pattern))  # which leaves those that were found before where they are
         if not found:
             patterns = ", ".join(expand(pattern) for pattern in self.files)
             raise UserError(f"files: no file matches {patterns}. Patterns may use *, ? and **; check the folder.")
         excluded = [expand(pattern) for pattern in self.exclude]
-        kept = [path for path in found if not any(fnmatch.fnmatchcase(path, pattern) for pattern in excluded)]
+        kept = {
+            path: each
+            for path, each in found.items()
+            if not any(fnmatch.fnmatchcase(path, pattern) for pattern in excluded)
+        }
         if not kept:
             raise UserError(f"exclude: {', '.join(excluded)} leaves none of the {len(found)} matching files.")
         return kept
 
-    def split(self, path: str) -> list[Part]:
+    def split(self, path: str, size: int) -> list[Part]:
         """The parts of one file; a single one unless the format can be read from the middle.
+
+        Args:
+            path: the file, or the URL of an object.
+            size: in bytes.
 
         Raises:
             BadDocument: the file is damaged.
         """
-        size = os.path.getsize(path)
         return [Part(path, 0, size, size)]
 
     def identity(self) -> dict:
-        paths = [Path(path) for path in self.paths()]
-        files = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        files = [identity_of(path, found) for path, found in self.found().items()]
         return {"type": self.get_choice_name(type(self)), "files": files, **options(self)}
+
+
+def identity_of(path: str, found: Status) -> list:
+    """What tells a file from another, and from itself after a change: name, size, and when it was written."""
+    if is_url(path):
+        return [path, found.size, found.identity]
+    return [str(Path(path).absolute()), found.size, Path(path).stat().st_mtime_ns]
 
 
 def options(source: SourceConfig) -> dict:
@@ -203,27 +220,7 @@ def expand(pattern: str) -> str:
     return os.path.expandvars(os.path.expanduser(pattern))
 
 
-def read_bytes(path: str) -> bytes:
-    """A file's content; a file that cannot be read is the user's to mend."""
-    with readable(path):
-        return Path(path).read_bytes()
-
-
-@contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Turns the system's refusal to read a file into a `UserError`, whatever `on_bad_document` says: try again later.
-
-    Libraries raise an OSError without a number for damage that they find themselves; that is let through.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
-
-
-def encodable(text: str, place: str) -> str:
+def encodable(text: str, place: object) -> str:
     """The text itself, if UTF-8 can write it: JSON and Parquet can smuggle in halves of surrogate pairs."""
     try:
         text.encode("utf-8")

@@ -2,11 +2,10 @@
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from functools import lru_cache
 
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
@@ -17,8 +16,8 @@ from gregale.data.sources.base import (
     SourceConfig,
     encodable,
     ranges,
-    readable,
 )
+from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
 
 PART_BYTES = 8 << 20
@@ -33,23 +32,24 @@ class JsonLinesSource(FileSource):
 
     field: str = field(default="text", metadata={"help": "name of the field that holds a document's text"})
 
-    def split(self, path: str) -> list[Part]:
-        size = os.path.getsize(path)
+    def split(self, path: str, size: int) -> list[Part]:
         if is_compressed(path):
             return [Part(path, 0, size, size)]
         return [Part(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
     def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+        first = None  # where the first of these lines begins
         lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
-        for number, start, line in lines:
+        for number, (start, line) in enumerate(lines, 1):
+            first = (0 if is_compressed(part.path) else start) if first is None else first
             content = line.removeprefix(BYTE_ORDER_MARK)
             if content.strip():
                 try:
-                    yield Document(self.text_of(content, f"{part.path}, line {number}"), part.path, start)
+                    yield Document(self.text_of(content, Line(part.path, first, number)), part.path, start)
                 except BadDocument as bad:
                     yield bad
 
-    def text_of(self, line: bytes, place: str) -> str:
+    def text_of(self, line: bytes, place: object) -> str:
         """The text field of one line of JSON; raises `BadDocument` if it has none."""
         try:
             # Numbers are not used, and those of thousands of digits Python refuses to read.
@@ -79,46 +79,55 @@ def is_compressed(path: str) -> bool:
     return path.endswith((".gz", ".zst"))
 
 
-def lines_of_part(part: Part) -> Iterator[tuple[int, int, bytes]]:
-    """(line number, byte offset, line) of the lines that begin in a part of a plain file."""
-    with readable(part.path), open(part.path, "rb") as file:
-        newlines = count_newlines(file, part.start)
+@dataclass(frozen=True)
+class Line:
+    """The place of a line: the `number`-th from the byte `first` on. Counted in the whole file when it is said."""
+
+    path: str
+    first: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {newlines_before(self.path, self.first) + self.number}"
+
+
+def lines_of_part(part: Part) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of the lines that begin in a part of a plain file."""
+    with readable(part.path), opened(part.path) as file:
         start = part.start
         if start > 0:
             file.seek(start - 1)
-            skipped = file.readline()  # the rest of a line that began earlier, or just its newline
-            newlines += skipped[1:].count(b"\n")
-            start += len(skipped) - 1
+            start += len(file.readline()) - 1  # the rest of a line that began earlier, or just its newline
         while start < part.stop and (line := file.readline()):
-            newlines += 1
-            yield newlines, start, line
+            yield start, line
             start += len(line)
 
 
-def count_newlines(file: BinaryIO, stop: int) -> int:
-    """Newlines in the first `stop` bytes, so that messages can give the number of a line in the whole file."""
+@lru_cache(maxsize=8)  # the lines of one part are counted from the same place
+def newlines_before(path: str, stop: int) -> int:
+    """Newlines in the first `stop` bytes of a file."""
     count = 0
-    while (left := stop - file.tell()) > 0:
-        count += file.read(min(left, READ_BYTES)).count(b"\n")
+    with readable(path), opened(path) as file:
+        while (left := stop - file.tell()) > 0 and (block := file.read(min(left, READ_BYTES))):
+            count += block.count(b"\n")
     return count
 
 
-def compressed_lines(path: str) -> Iterator[tuple[int, int, bytes]]:
-    """(line number, byte offset in the unpacked text, line) of a compressed file."""
-    number, start, rest = 0, 0, b""
+def compressed_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """(byte offset in the unpacked text, line) of a compressed file."""
+    start, rest = 0, b""
     for block in gzip_blocks(path) if path.endswith(".gz") else zstd_blocks(path):
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
-            number += 1
-            yield number, start, line
+            yield start, line
             start += len(line) + 1
     if rest:
-        yield number + 1, start, rest
+        yield start, rest
 
 
 def gzip_blocks(path: str) -> Iterator[bytes]:
     try:
-        with readable(path), gzip.open(path, "rb") as file:
+        with readable(path), opened(path) as packed, gzip.open(packed, "rb") as file:
             while block := file.read(READ_BYTES):
                 yield block
     except (EOFError, zlib.error, OSError) as error:
@@ -131,7 +140,7 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
     except ImportError as error:
         raise UserError(f"{path}: .zst files need the extra `formats`: pip install 'gregale[formats]'.") from error
     try:
-        with readable(path), open(path, "rb") as file:
+        with readable(path), opened(path) as file:
             frame = zstandard.ZstdDecompressor().decompressobj()
             waiting = b""
             while data := waiting or file.read(READ_BYTES):

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, in_column, readable
+from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, in_column
+from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
+from gregale.storage import is_url
 
 BATCH_ROWS = 1024
 
@@ -16,7 +18,7 @@ class ParquetSource(FileSource):
 
     column: str = field(default="text", metadata={"help": "name of the column that holds a document's text"})
 
-    def split(self, path: str) -> list[Part]:
+    def split(self, path: str, size: int) -> list[Part]:
         metadata = open_parquet(path).metadata
         groups = range(metadata.num_row_groups)
         return [Part(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
@@ -55,6 +57,6 @@ def open_parquet(path: str):
         raise UserError(f"{path}: Parquet files need the extra `formats`: pip install 'gregale[formats]'.") from error
     try:
         with readable(path):
-            return pyarrow.parquet.ParquetFile(path)
+            return pyarrow.parquet.ParquetFile(opened(path) if is_url(path) else path)
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadDocument(f"{path}: not a Parquet file, or a damaged one ({error}).") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
@@ -10,8 +11,12 @@ from gregale.data.sources.base import (
     FileSource,
     Part,
     SourceConfig,
-    read_bytes,
+    ranges,
 )
+from gregale.data.sources.files import opened, read_bytes, readable
+
+PART_BYTES = 8 << 20
+SEARCH_BYTES = 64 << 10
 
 
 @SourceConfig.register_subclass("text")
@@ -23,13 +28,51 @@ class TextSource(FileSource):
         default="", metadata={"help": "text between two documents of one file; empty: a document per file"}
     )
 
+    def split(self, path: str, size: int) -> list[Part]:
+        if not can_be_cut_at(self.separator.encode()):
+            return super().split(path, size)
+        return [Part(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+
     def scan(self, part: Part) -> Iterator[Document | BadDocument]:
-        data = read_bytes(part.path)
-        start = len(BYTE_ORDER_MARK) if data.startswith(BYTE_ORDER_MARK) else 0
         separator = self.separator.encode()
-        for piece in data[start:].split(separator) if separator else [data[start:]]:
+        with readable(part.path):
+            data, start = of_part(part, separator) if can_be_cut_at(separator) else (read_bytes(part.path), 0)
+        if start == 0 and data.startswith(BYTE_ORDER_MARK):
+            start, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
+        for piece in data.split(separator) if separator else [data]:
             yield decoded(piece, part.path, start)
             start += len(piece) + len(separator)
+
+
+def can_be_cut_at(separator: bytes) -> bool:
+    """Whether a separator is found in the middle of a file as from its beginning: no two of them can overlap."""
+    return bool(separator) and not any(separator.startswith(separator[at:]) for at in range(1, len(separator)))
+
+
+def of_part(part: Part, separator: bytes) -> tuple[bytes, int]:
+    """The bytes of the documents that begin in a part, up to the separator behind the last, and where they begin."""
+    with opened(part.path) as file:
+        start = 0
+        if part.start > 0:  # the first that begins here has a separator that ends here before it
+            start = find(file, separator, part.start - len(separator)) + len(separator)
+        if start >= part.stop:
+            return b"", part.stop
+        stop = find(file, separator, max(part.stop - len(separator), start))
+        file.seek(start)
+        return file.read(stop - start), start
+
+
+def find(file: BinaryIO, separator: bytes, start: int) -> int:
+    """Where the first separator at or after `start` begins; the end of the file if there is none."""
+    at = file.seek(max(start, 0))
+    rest = b""
+    while block := file.read(SEARCH_BYTES):
+        data = rest + block
+        if (found := data.find(separator)) >= 0:
+            return at + found
+        rest = data[len(data) - len(separator) + 1 :]
+        at += len(data) - len(rest)
+    return at + len(rest)
 
 
 def decoded(piece: bytes, path: str, start: int) -> Document | BadDocument:

@@ -1,17 +1,22 @@
 """Files of tokens that another program has made."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import numpy as np
 
-from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, ranges, readable
+from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, ranges
+from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
 from gregale.settings import whole
+from gregale.storage import is_url, place, read_range
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
+READ_TOKENS = 1 << 20  # of an object at once
 
 
 @SourceConfig.register_subclass("tokens")
@@ -25,36 +30,37 @@ class TokensSource(FileSource):
         metadata={"help": "id that ends a document in these files; null: a document per file", "range": whole(0)},
     )
 
-    def split(self, path: str) -> list[Part]:
+    def split(self, path: str, size: int) -> list[Part]:
         tokens = self.open(path)
         if self.end_of_document is None:
             return [Part(path, 0, len(tokens), tokens.nbytes)]
         pieces = ranges(len(tokens), PART_TOKENS)
         return [Part(path, start, stop, (stop - start) * tokens.itemsize) for start, stop in pieces]
 
-    def open(self, path: str) -> np.ndarray:
-        """The ids [token], memory-mapped."""
-        size = os.path.getsize(path)
-        if size == 0:
-            raise BadDocument(f"{path}: empty (0 bytes), no tokens.")
-        if not path.endswith(".npy"):
-            itemsize = np.dtype(self.dtype).itemsize
-            if size % itemsize:
-                raise BadDocument(
-                    f"{path}: {size} bytes is no whole number of {self.dtype} tokens ({itemsize} bytes each)."
-                )
-            with readable(path):
-                return np.memmap(path, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
-        try:
-            with readable(path):
-                tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        except UserError:
-            raise
-        except Exception as error:  # a damaged header raises whatever Python's own parser does
-            raise BadDocument(f"{path}: not a .npy array, or a damaged one ({error}).") from error
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+    def open(self, path: str) -> "np.ndarray | RemoteArray":
+        """The ids [token], memory-mapped or, of an object store, read as they are needed."""
+        with readable(path), opened(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size == 0:
+                raise BadDocument(f"{path}: empty (0 bytes), no tokens.")
+            if not path.endswith(".npy"):
+                return self.raw(path, size)
+            file.seek(0)
+            tokens = npy(path, file)
+        if len(tokens.shape) != 1 or tokens.dtype.kind not in "iu":
             raise BadDocument(f"{path}: {tokens.dtype} of shape {tokens.shape}; expected integers in one dimension.")
         return tokens
+
+    def raw(self, path: str, size: int) -> "np.ndarray | RemoteArray":
+        """The ids [token] of a file without a header."""
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        if size % dtype.itemsize:
+            raise BadDocument(
+                f"{path}: {size} bytes is no whole number of {self.dtype} tokens ({dtype.itemsize} bytes each)."
+            )
+        if is_url(path):
+            return RemoteArray(path, 0, dtype, (size // dtype.itemsize,))
+        return np.memmap(path, dtype=dtype, mode="r")
 
     def scan(self, part: Part) -> Iterator[Document | BadDocument]:
         tokens = self.open(part.path)
@@ -66,7 +72,7 @@ class TokensSource(FileSource):
             yield Document(np.asarray(tokens[start:stop]), part.path, start)
             start = stop + 1
 
-    def end(self, tokens: np.ndarray, start: int) -> int:
+    def end(self, tokens: "np.ndarray | RemoteArray", start: int) -> int:
         """Where the first end-of-document token at or after `start` stands, or the end of the file."""
         if self.end_of_document is None:
             return len(tokens)
@@ -78,3 +84,47 @@ class TokensSource(FileSource):
             start += block
             block *= 2
         return len(tokens)
+
+
+def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
+    """The array of a .npy file, memory-mapped or read as it is needed."""
+    try:
+        if not is_url(path):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        return RemoteArray(path, file.tell(), dtype, shape)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged header raises whatever Python's own parser does
+        raise BadDocument(f"{path}: not a .npy array, or a damaged one ({error}).") from error
+
+
+class RemoteArray:
+    """An array in an object, of which slices are read; what lies behind a slice is read with it.
+
+    Args:
+        path: URL of the object.
+        offset: bytes before the array.
+        dtype: of the elements.
+        shape: of the array.
+    """
+
+    def __init__(self, path: str, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
+        self._path, self._offset, self.dtype, self.shape = path, offset, dtype, shape
+        self.itemsize = dtype.itemsize
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self._start, self._read = 0, np.empty(0, dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, _ = places.indices(len(self))
+        if not self._start <= start <= stop <= self._start + len(self._read):
+            ends = (each * self.itemsize + self._offset for each in (start, max(stop, start + READ_TOKENS)))
+            with readable(self._path):
+                data = read_range(place(self._path), *ends)
+            self._start, self._read = start, np.frombuffer(data[: self.nbytes], self.dtype)
+        return self._read[start - self._start : stop - self._start]

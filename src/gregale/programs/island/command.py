@@ -38,6 +38,7 @@ from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.island_store import store_of
+from gregale.programs.island.folder import folder_of, folder_of_runs
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
 from gregale.programs.island.recorder import Recorder
@@ -76,7 +77,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(Path(expand(config.runs)) / config.name)
+    run = RunDirectory(folder_of_runs(config) / config.name)
     with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
@@ -203,7 +204,7 @@ def joined(
         follower.start()
         return Sides(outer, follower, folder, seen)
     hands = hands_of(worker, token, config.distributed.timeout_seconds)
-    (run.path / ADDRESS).write_text(server.address, encoding="utf-8")
+    (folder_of(run) / ADDRESS).write_text(server.address, encoding="utf-8")
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
@@ -218,7 +219,7 @@ def joined(
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=Recorder(run.path / ROUNDS, record.round, say),
+        record=Recorder(folder_of(run) / ROUNDS, record.round, say),
         stop_asked=lambda: stop.signal_name is not None,
     )
     status.follow(driver)
@@ -229,7 +230,7 @@ def joined(
 def outer_folder(run: RunDirectory) -> Path:
     """Where this host saves its shards of the outer side."""
     host = jax.process_index()
-    return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
+    return folder_of(run) / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
 def restored(outer: HostOuter, folder: Path, number: int) -> Outer:

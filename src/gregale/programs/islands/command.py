@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.files import write_bytes
 from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.islands.engine.signing import read_token
+from gregale.programs.island.folder import folder_of_runs
 from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
 from gregale.programs.islands.rounds import draw_rounds, rounds_of
@@ -50,7 +50,7 @@ class IslandsOptions(Settings):
 def main(options: IslandsOptions, config: TrainConfig) -> int:
     """Runs a fleet until all its islands are complete, or until a signal; 0 if all are."""
     config.sync.check_joins_islands()
-    folder = Path(expand(config.runs)) / f"{config.name}.islands"
+    folder = folder_of_runs(config) / f"{config.name}.islands"
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         network = stack.enter_context(rate_limited(options.count, options.bandwidth)) if options.bandwidth else None
@@ -75,7 +75,7 @@ class Fleet:
         self._members: list[Member] = []
         self._lighthouse: Lighthouse | None = None
         self._name = config.name
-        self._runs = Path(expand(config.runs))
+        self._runs = folder_of_runs(config)
 
     def run(self) -> int:
         """Starts all, shows them until they end, draws their rounds."""

@@ -20,6 +20,7 @@ from gregale.services.compiled import keep_compiled
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
 from gregale.services.run_directory import RunDirectory
+from gregale.storage import is_url, place
 from gregale.training.state import TrainState
 
 
@@ -35,10 +36,15 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """The run directory by its path, or by its name under runs/: whichever of the two is a run.
+    """The run directory by its URL, by its path, or by its name under runs/: whichever of the two is a run.
 
     A name with a `/` in it is a path first. Raises `UserError` if neither is a run, or both are and the name is bare.
     """
+    if is_url(name):
+        run = RunDirectory(place(name))
+        if not run.config.is_file():
+            raise UserError(f"{name} is not a run directory: there is no object {run.config}.")
+        return run
     places = list(dict.fromkeys([Path(name), Path("runs") / name]))
     runs = [place for place in places if os.path.isfile(RunDirectory(place).config)]  # False for any impossible path
     if len(runs) == 2 and "/" not in name:

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 
 import jax
 
@@ -37,6 +36,7 @@ from gregale.services.run_directory import RunDirectory
 from gregale.services.run_lock import training
 from gregale.services.signals import StopRequest
 from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.storage import place
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(Path(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs)) / config.name)
     with watched(watch, run.where_it_goes_on) as progress:
         return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
@@ -90,8 +90,8 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
-            held(run, fresh, console.message),
-            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint) as checkpoints,
+            held(run, fresh, console.message) as check,
+            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check) as checkpoints,
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
@@ -101,20 +101,23 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
 
 
 @contextmanager
-def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[None]:
-    """The run's lock, in process 0; with `fresh`, after the old run was set aside, which nobody must be training."""
+def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """The run's lock, in process 0; with `fresh`, after the old run was set aside, which nobody must be training.
+
+    Yields what checks, in process 0, that the lock was not lost.
+    """
     with ExitStack() as stack:
 
-        def take() -> None:
+        def take() -> Callable[[], None]:
             if fresh and run.path.exists():
                 with training(run.path, report):
                     aside = run.set_aside()
                 report(f"The old run is now {aside}.")
-            stack.enter_context(training(run.path, report))
+            check = stack.enter_context(training(run.path, report))
             run.checkpoints.mkdir(exist_ok=True)
+            return check
 
-        by_first_process(take, None)
-        yield
+        yield by_first_process(take, lambda: None)
 
 
 def is_writer() -> bool:

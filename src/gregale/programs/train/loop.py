@@ -27,6 +27,7 @@ from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.progress import Doing
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
+from gregale.storage import StoreError
 from gregale.training.state import TrainState
 
 HELP = "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help."
@@ -118,7 +119,9 @@ class Loop:
         self._progress.at(step, Doing.SAVING)
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata)
+        self._checkpoints.save(
+            step, checkpointed(self._setup, method, state, step), metadata, self._observers.trackers.flush
+        )
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
@@ -140,7 +143,7 @@ class Loop:
         if jax.process_index() == 0:
             try:
                 self._run.write_samples(step, texts)
-            except OSError as error:
+            except (OSError, StoreError) as error:
                 self._observers.report(f"The samples of step {step} could not be written: {reason(error)}.")
 
 

@@ -1,10 +1,12 @@
-"""Checksums of a checkpoint's files: written last, verified before anything is read."""
+"""Checksums of a checkpoint's files or objects: written last, verified before anything is read."""
 
 import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from gregale.storage import Place, Remote, write_bytes
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -18,8 +20,13 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def digest_of(content: bytes) -> str:
+    """The checksum of what is in memory."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
 def _digest_of_records(records: FileRecords) -> str:
-    return hashlib.blake2b(json.dumps(records, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest_of(json.dumps(records, sort_keys=True).encode())
 
 
 def files_below(folder: Path) -> list[str]:
@@ -38,13 +45,18 @@ def record(folder: Path, names: Iterable[str]) -> FileRecords:
         return dict(pool.map(one, names))
 
 
-def write_manifest(folder: Path, records: FileRecords) -> None:
+def write_manifest(folder: Place, records: FileRecords) -> None:
     """Writes the manifest; `folder` is complete once this returns."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def read_records(folder: Place) -> FileRecords:
+    """What a sound manifest names."""
+    return json.loads((folder / MANIFEST).read_bytes())["files"]
+
+
+def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, in words, or None when every file is as it was written.
 
     Args:
@@ -68,12 +80,21 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         return next((damage for damage in pool.map(lambda one: _file_damage(folder, *one), expected) if damage), None)
 
 
-def _file_damage(folder: Path, name: str, size: int, digest: str) -> str | None:
-    path = folder / name
-    if not path.is_file():
+def _file_damage(folder: Place, name: str, size: int, digest: str) -> str | None:
+    try:
+        found_size, found_digest = _measured(folder / name)
+    except (FileNotFoundError, IsADirectoryError):
         return f"{name} is missing"
-    if (found := path.stat().st_size) != size:
-        return f"{name} has {found} bytes of the {size} that were written"
-    if _digest(path) != digest:
+    if found_size != size:
+        return f"{name} has {found_size} bytes of the {size} that were written"
+    if found_digest != digest:
         return f"{name} is corrupted: its checksum is not the one in {MANIFEST}"
     return None
+
+
+def _measured(place: Place) -> tuple[int, str]:
+    """Size and checksum of what is there now."""
+    if isinstance(place, Remote):
+        content = place.read_bytes()
+        return len(content), digest_of(content)
+    return place.stat().st_size, _digest(place)

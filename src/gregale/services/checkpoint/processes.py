@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import jax
@@ -14,6 +14,7 @@ from orbax.checkpoint import multihost
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK, reason
 from gregale.services.checkpoint.manifest import FileRecords
+from gregale.storage import Place, write_bytes
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ _HANDOVER = "checksums-of-process-"
 _WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
 _MESSAGE_BYTES = 2048
 _BARRIER_MINUTES = 20
+_THREADS = 8
 
 
 def barrier(name: str) -> None:
@@ -84,9 +86,9 @@ def hashed_by(name: str, processes: int) -> int:
     return process if process < processes else 0
 
 
-def hand_over(folder: Path, process: int, records: FileRecords) -> None:
+def hand_over(folder: Place, process: int, records: FileRecords) -> None:
     """Leaves a process's checksums for process 0, which collects them after a barrier."""
-    (folder / f"{_HANDOVER}{process}.json").write_text(json.dumps(records), encoding="utf-8")
+    write_bytes(folder / f"{_HANDOVER}{process}.json", json.dumps(records).encode())
 
 
 def is_handover(name: str) -> bool:
@@ -94,13 +96,18 @@ def is_handover(name: str) -> bool:
     return name.startswith(_HANDOVER)
 
 
-def collect(folder: Path, processes: int) -> FileRecords:
+def collect(folder: Place, processes: int) -> FileRecords:
     """Takes what the other processes handed over."""
-    records: FileRecords = {}
-    for process in range(1, processes):
-        path = folder / f"{_HANDOVER}{process}.json"
-        if not path.exists():
-            raise OSError(f"process {process} did not write its part")
-        records |= json.loads(path.read_bytes())
-        path.unlink()
-    return records
+
+    def taken(process: int) -> FileRecords:
+        place = folder / f"{_HANDOVER}{process}.json"
+        try:
+            records = json.loads(place.read_bytes())
+        except FileNotFoundError:
+            raise OSError(f"process {process} did not write its part") from None
+        place.unlink()
+        return records
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(taken, range(1, processes)))
+    return {name: record for records in found for name, record in records.items()}

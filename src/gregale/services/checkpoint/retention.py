@@ -2,13 +2,18 @@
 
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.settings import Settings, whole
+from gregale.storage import Place, Remote
 
 LEAVES = "leaves.json"
 METADATA = "metadata.json"
+
+_THREADS = 8  # requests at once
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"step-\d{8,}\.(partial|deleted)")
@@ -49,12 +54,28 @@ def arrays_name(step: int) -> str:
     return f"arrays-{step:08d}"
 
 
-def committed_steps(directory: Path) -> list[int]:
+def step_of(name: str) -> int | None:
+    """The step of the checkpoint that a file or folder belongs to, by its name below the folder of checkpoints."""
+    match = _COMMITTED.fullmatch(name.partition("/")[0])
+    return int(match.group(1)) if match else None
+
+
+def committed_steps(directory: Place) -> list[int]:
     """The steps with a committed checkpoint (sound or not), in ascending order."""
+    if isinstance(directory, Remote):
+        return _with_manifest(directory)
     if not directory.is_dir():
         return []
-    matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(int(match.group(1)) for match in matches if match)
+    steps = (step_of(path.name) for path in directory.iterdir())
+    return sorted(step for step in steps if step is not None)
+
+
+def _with_manifest(directory: Remote) -> list[int]:
+    """In a store a checkpoint counts if its manifest, which comes last and goes first, is there."""
+    steps = [step for name in directory.names() if (step := step_of(name)) is not None]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        there = list(pool.map(lambda step: (directory / folder_name(step) / MANIFEST).is_file(), steps))
+    return [step for step, is_there in zip(steps, there, strict=True) if is_there]
 
 
 def unfinished(directory: Path) -> list[Path]:

@@ -1,37 +1,31 @@
 """Writing a checkpoint: in the background, whole or not at all, and never a state that is not finite."""
 
-import errno
 import json
-import os
-import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-from rich.filesize import decimal
 
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.leaves import arrays_by_name, specs_by_name
-from gregale.services.checkpoint.manifest import FileRecords, files_below, record, write_manifest
-from gregale.services.checkpoint.processes import barrier, collect, first_message, hand_over, hashed_by, is_handover
-from gregale.services.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    CheckpointConfig,
-    arrays_name,
-    committed_steps,
-    folder_name,
-    superfluous,
-    unfinished,
-)
+from gregale.services.checkpoint.manifest import FileRecords
+from gregale.services.checkpoint.processes import barrier, first_message
+from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name, superfluous
+from gregale.services.checkpoint.shelf import Shelf
+from gregale.storage import Place
 
-_REMOVAL_SECONDS = 5.0
+
+@dataclass(frozen=True)
+class Notices:
+    """What process 0 calls, mostly in a thread: with a line for the user, before a checkpoint counts, and after."""
+
+    report: Callable[[str], None]
+    check: Callable[[], None]
+    committed: Callable[[int], None]
 
 
 class Saver:
@@ -40,16 +34,8 @@ class Saver:
     Every process makes the same calls in the same order. `failure` is why the last save failed, None if it did not.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: CheckpointConfig,
-        orbax: ocp.AsyncCheckpointer,
-        report: Callable[[str], None],
-        committed: Callable[[int], None],
-    ):
-        self._directory, self._config, self._orbax = directory, config, orbax
-        self._report, self._committed = report, committed
+    def __init__(self, directory: Place, config: CheckpointConfig, shelf: Shelf, notices: Notices):
+        self._directory, self._config, self._shelf, self._notices = directory, config, shelf, notices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
@@ -63,17 +49,18 @@ class Saver:
             return
         self._check_finite(step, tree)
         self._saves += 1
-        partial = self._directory / f"{folder_name(step)}.partial"
         leaves = {name: spec.to_json() for name, spec in specs_by_name(tree).items()}
         texts = {LEAVES: json.dumps(leaves, indent=1), METADATA: json.dumps(metadata, indent=1)}
         stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         size = sum(array.nbytes for array in stored.values())
-        self.failure = first_message(self._begin(step, partial, texts, size) if jax.process_index() == 0 else None)
+        failed = _failure_of(lambda: self._shelf.begin(step, texts, size))
+        if failed and jax.process_index() == 0:
+            self._give_up(step, failed)
+        self.failure = first_message(failed)
         if self.failure:
             return
-        arguments = ocp.args.PyTreeSave(stored)
-        failed = _failure_of(lambda: self._orbax.save(partial / arrays_name(step), args=arguments))
-        self._in_flight = step, self._thread.submit(self._commit, step, partial, failed, beside)
+        failed = _failure_of(lambda: self._shelf.take(step, stored))
+        self._in_flight = step, self._thread.submit(self._commit, step, failed, beside)
 
     def wait(self) -> None:
         """As `Checkpoints.wait`."""
@@ -85,11 +72,9 @@ class Saver:
             self.history.add(step)
 
     def close(self) -> None:
-        """Waits, without the other processes, and frees the thread."""
+        """Waits, without the other processes, and frees the threads."""
         self._thread.shutdown()
-        if self.failure and jax.process_index() == 0:
-            for path in unfinished(self._directory):  # what threads of a failed save wrote after it had been given up
-                _remove(path)
+        self._shelf.close(has_failed=bool(self.failure))
 
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
@@ -99,110 +84,62 @@ class Saver:
                 f"smaller optimizer.clip_norm may help."
             )
 
-    def _begin(self, step: int, partial: Path, texts: dict[str, str], size: int) -> str | None:
-        """Makes the folder, after removing what a killed process left unfinished (process 0, with nothing in flight).
-
-        Returns why it failed, if it did. `size`: of the arrays, in bytes.
-        """
-
-        def make() -> None:
-            for path in unfinished(self._directory):
-                shutil.rmtree(path)
-            partial.mkdir(parents=True)
-            disk = shutil.disk_usage(partial)
-            if disk.free < size and disk.total:
-                words = f"{os.strerror(errno.ENOSPC)}, it needs {decimal(size)} and {decimal(disk.free)} are free"
-                raise OSError(errno.ENOSPC, words)
-            for name, text in texts.items():
-                (partial / name).write_text(text)
-
-        failed = _failure_of(make)
-        if failed:
-            self._give_up(step, partial, failed)
-        return failed
-
-    def _commit(self, step: int, partial: Path, failed: str | None, beside: Callable[[], object]) -> str | None:
-        """In the background: waits for Orbax, adds the checksums, gives the folder its name, deletes old ones.
+    def _commit(self, step: int, failed: str | None, beside: Callable[[], object]) -> str | None:
+        """In the background: waits for the arrays, adds the checksums, has the checkpoint count, deletes old ones.
 
         Takes and returns why it failed, as far as this process knows.
         """
+        name = self._directory / folder_name(step)
         records: FileRecords = {}
-        failed = failed or _failure_of(lambda: records.update(self._written(partial, beside)))
-        barrier(f"{partial} has its checksums, save {self._saves}")
+        failed = failed or _failure_of(lambda: records.update(self._written(step, beside)))
+        barrier(f"{name} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
-            failed = failed or _failure_of(lambda: self._publish(step, partial, records))
+            failed = failed or _failure_of(self._notices.check)
+            failed = failed or _failure_of(lambda: self._shelf.publish(step, records))
             if failed:
-                self._give_up(step, partial, failed)
+                self._give_up(step, failed)
             else:
-                self._report(f"The checkpoint of step {step} is saved.")
+                self._notices.report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
-        barrier(f"{partial} is committed, save {self._saves}")
+        barrier(f"{name} is committed, save {self._saves}")
         return failed
 
-    def _written(self, partial: Path, beside: Callable[[], object]) -> FileRecords:
-        """Waits for Orbax, then writes what is beside.
-
-        Returns the checksums of what this process wrote, which are also handed over to process 0.
-        """
-        self._orbax.wait_until_finished()
+    def _written(self, step: int, beside: Callable[[], object]) -> FileRecords:
+        """Waits until the arrays are written, then writes what is beside; returns this process's checksums."""
+        self._shelf.finish()
         beside()
-        process, processes = jax.process_index(), jax.process_count()
-        lasting = [name for name in files_below(partial) if not is_handover(name)]
-        records = record(partial, [name for name in lasting if hashed_by(name, processes) == process])
-        if process > 0:
-            hand_over(partial, process, records)
-        return records
-
-    def _publish(self, step: int, partial: Path, records: FileRecords) -> None:
-        records = records | collect(partial, jax.process_count())
-        # A network file system may have shown another process its own files too late.
-        records |= record(partial, [name for name in files_below(partial) if name not in records])
-        write_manifest(partial, records)
-        committed = self._directory / folder_name(step)
-        if committed.exists():  # damaged, or written by a run that this one does not continue
-            self._delete(step)
-        os.rename(partial, committed)
+        return self._shelf.record(step)
 
     def _tidy(self, saved: int) -> None:
         """Notes what was saved and deletes old checkpoints; that it fails is worth a line, no more."""
 
         def tidy() -> None:
-            self._committed(saved)
-            for old in superfluous(committed_steps(self._directory), saved, self._config):
-                self._delete(old)
+            self._notices.committed(saved)
+            for old in superfluous(self._shelf.steps(), saved, self._config):
+                self._shelf.delete(old)
 
         if failed := _failure_of(tidy):
-            self._report(f"Old checkpoints in {self._directory} were not deleted: {failed}.")
+            self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed}.")
 
-    def _give_up(self, step: int, partial: Path, failed: str) -> None:
+    def _give_up(self, step: int, failed: str) -> None:
         """Frees the room that a failed save takes, and says so."""
-        _remove(partial)
-        self._report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
+        self._shelf.clear(step)
+        self._notices.report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
 
     def _newest(self) -> str:
-        steps = committed_steps(self._directory)
+        try:
+            steps = self._shelf.steps()
+        except UserError:  # the store cannot be asked: likely why
+            return "The earlier ones are as they were"
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
-
-    def _delete(self, step: int) -> None:
-        """Takes the name away first, so that a checkpoint is there in full or not at all."""
-        name = folder_name(step)
-        doomed = self._directory / f"{name}.deleted"
-        os.rename(self._directory / name, doomed)
-        shutil.rmtree(doomed)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder into which other threads of a failed save may still write for a moment."""
-    until = time.monotonic() + _REMOVAL_SECONDS
-    while folder.exists() and time.monotonic() < until:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.02)
 
 
 def _failure_of(action: Callable[[], object]) -> str | None:
     """Why an action failed, in a few words; None if it did not."""
     try:
         action()
+    except UserError as error:
+        return str(error).rstrip(".")
     except Exception as error:  # Orbax and TensorStore have no common type for a disk that takes no more
         return reason(error)
     return None

@@ -1,38 +1,24 @@
-"""Saving and restoring checkpoints with Orbax.
-
-A checkpoint is a folder `step-00000100` with three things: `arrays-00000100` (Orbax: sharded, OCDBT), `leaves.json` and
-`metadata.json`, and the manifest with every file's checksum. It is written as `step-00000100.partial`; the manifest
-comes last, then the folder gets its name. So a folder with that name was complete once, and the manifest tells
-whether it still is.
-"""
+"""Saving and restoring checkpoints, on a disk (see `disk`) or in an object store (see `objects`)."""
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import isfunction
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
-import orbax.checkpoint as ocp
 
 from gregale.errors import UserError
+from gregale.services.checkpoint.disk import DiskShelf
 from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
-from gregale.services.checkpoint.manifest import find_damage
-from gregale.services.checkpoint.processes import first_message, from_first_process
-from gregale.services.checkpoint.quiet import silence
-from gregale.services.checkpoint.retention import (
-    LEAVES,
-    METADATA,
-    CheckpointConfig,
-    arrays_name,
-    committed_steps,
-    folder_name,
-)
-from gregale.services.checkpoint.saving import Saver
+from gregale.services.checkpoint.objects import ObjectShelf
+from gregale.services.checkpoint.processes import by_first_process, first_message, from_first_process
+from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name
+from gregale.services.checkpoint.saving import Notices, Saver
+from gregale.services.checkpoint.shelf import Shelf
+from gregale.storage import Place, Remote, place
 
 _NONE = -1
-_SHARED_BYTES = 16 << 20  # of a replica's share of an array
 
 Tree = TypeVar("Tree")
 Partial = bool | Callable[[dict], bool]
@@ -53,17 +39,8 @@ class Restored(Generic[Tree]):
     metadata: dict
 
 
-def arrays_only() -> ocp.type_handlers.TypeHandlerRegistry:
-    """How Orbax writes and reads arrays: their replicas share the writing of large ones only.
-
-    Each shape of a share is a program to compile, on each device: for a small model a hundred in its first save.
-    """
-    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_SHARED_BYTES)
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-
-
 class Checkpoints:
-    """The checkpoints of one run, in one directory that all its processes share.
+    """The checkpoints of one run, in one directory that all its processes share, or in one folder of a store.
 
     Every process of a `jax.distributed` run makes the same calls in the same order. Trees are pytrees of global
     jax.Arrays, with or without axis names; whatever else they hold is static and is not saved. Reading alone leaves the
@@ -72,10 +49,11 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Place | str,
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = print,
         committed: Callable[[int], None] = lambda step: None,
+        check: Callable[[], None] = lambda: None,
     ):
         """
         Args:
@@ -84,17 +62,14 @@ class Checkpoints:
             report: told in one line of each checkpoint that is committed or failed (in a thread) or damaged; process 0
                 only.
             committed: called with the step of each checkpoint that is committed, likewise.
+            check: called before each is, likewise; raises if this process must not write to the run any more.
         """
-        silence()
-        self._directory = Path(directory).absolute()
+        self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
-        self._orbax = ocp.AsyncCheckpointer(
-            # Trained floats hardly compress, and the training loop needs the processor's cores.
-            ocp.PyTreeCheckpointHandler(
-                use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=arrays_only()
-            )
-        )
-        self._saver = Saver(self._directory, config or CheckpointConfig(), self._orbax, self._report, committed)
+        remote = isinstance(self._directory, Remote)
+        self._shelf: Shelf = ObjectShelf(self._directory) if remote else DiskShelf(self._directory)
+        notices = Notices(self._report, check, committed)
+        self._saver = Saver(self._directory, config or CheckpointConfig(), self._shelf, notices)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -132,14 +107,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, then frees the threads, as leaving a `with` block does; nothing may be saved or restored then."""
-        try:
-            self._saver.close()
-        finally:
-            self._orbax.close()
+        self._saver.close()
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in ascending order."""
-        return committed_steps(self._directory)
+        return self._shelf.steps()
 
     def metadata(self, step: int) -> dict:
         """What was saved beside the arrays of a step.
@@ -147,11 +119,13 @@ class Checkpoints:
         Raises:
             UserError: there is no such checkpoint, or its metadata cannot be read.
         """
-        path = self._existing(step) / METADATA
+        folder = self._existing(step)
         try:
-            return json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserError(f"The checkpoint's metadata {path} cannot be read: {error}.") from error
+            return json.loads(self._shelf.read(step, METADATA))
+        except UserError:
+            raise
+        except (OSError, ValueError, LookupError, StopIteration) as error:
+            raise UserError(f"The checkpoint's metadata {folder / METADATA} cannot be read: {error}.") from error
 
     def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
         """Restores the newest sound checkpoint; None when there is no checkpoint at all.
@@ -199,7 +173,7 @@ class Checkpoints:
             raise UserError(f"The checkpoint {folder} is damaged: {damage}. There are the steps {self.steps()}.")
         return self._read(step, template, partial)
 
-    def _existing(self, step: int) -> Path:
+    def _existing(self, step: int) -> Place:
         folder = self._directory / folder_name(step)
         if not folder.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
@@ -207,13 +181,20 @@ class Checkpoints:
         return folder
 
     def _newest_below(self, bound: int | None) -> int | None:
-        steps = [step for step in self.steps() if bound is None or step < bound]
+        steps = [step for step in by_first_process(self.steps, []) if bound is None or step < bound]
         newest = from_first_process(steps[-1] if steps else _NONE)
         return None if newest == _NONE else newest
 
     def _damage(self, step: int) -> str | None:
         """What is wrong with a checkpoint; the processes share the reading and agree on the answer."""
-        return first_message(find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count()))
+        found, failed = None, None
+        try:
+            found = self._shelf.damage(step, jax.process_index(), jax.process_count())
+        except UserError as error:  # the store does not give it: no damage, and no other checkpoint would be better
+            failed = str(error)
+        if failed := first_message(failed):
+            raise UserError(failed)
+        return first_message(found)
 
     def _report_damaged(self, damaged: list[tuple[int, str]], used: int) -> None:
         for step, damage in damaged:
@@ -224,7 +205,7 @@ class Checkpoints:
 
     def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial) -> Restored[Tree]:
         folder = self._directory / folder_name(step)
-        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((folder / LEAVES).read_bytes()).items()}
+        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads(self._shelf.read(step, LEAVES)).items()}
         if isfunction(template):
             template = template(self.metadata(step))
         wanted = specs_by_name(template)
@@ -232,15 +213,8 @@ class Checkpoints:
         structs = arrays_by_name(template)
         empty = {name: struct for name, struct in structs.items() if wanted[name].is_empty}
         stored = {name: struct for name, struct in structs.items() if not wanted[name].is_empty}
-        how = {
-            name: ocp.ArrayRestoreArgs(sharding=sharding_of(struct), global_shape=struct.shape, dtype=struct.dtype)
-            for name, struct in stored.items()
-        }
-        arrays = {}
-        if stored:
-            args = ocp.args.PyTreeRestore(item=stored, restore_args=how, partial_restore=True)
-            arrays = self._orbax.restore(folder / arrays_name(step), args=args)
-        for name, struct in empty.items():  # Orbax does not store arrays without elements
+        arrays = self._shelf.arrays(step, stored) if stored else {}
+        for name, struct in empty.items():  # they are not stored
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
         self._saver.history = {step}
         return Restored(step, fill(template, arrays), self.metadata(step))

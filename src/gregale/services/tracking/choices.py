@@ -11,7 +11,7 @@ import draccus
 
 from gregale.errors import UserError
 from gregale.services.tracking.console import Console
-from gregale.services.tracking.jsonl import JsonlTracker
+from gregale.services.tracking.jsonl import jsonl_tracker
 from gregale.services.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
 from gregale.settings import Settings
 
@@ -38,7 +38,7 @@ class _TensorBoardTracker:
     def __init__(self, run: RunInfo):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.resumed_from + 1)
+        self._writer = SummaryWriter(str(run.files / "tensorboard"), purge_step=run.resumed_from + 1)
 
     def log(self, step: int, values: Values) -> None:
         for name, value in finite(values).items():
@@ -99,7 +99,7 @@ class WandbConfig(TrackerConfig):
             entity=self.entity,
             name=run.name,
             group=run.name,
-            dir=str(run.directory),
+            dir=str(run.files),
             config=dict(run.config),
             mode=self._possible_mode(wandb),
             settings=wandb.Settings(silent=True, console="off"),
@@ -147,7 +147,7 @@ def check_installed(configs: Sequence[TrackerConfig]) -> None:
 
 
 def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Console, is_writer: bool) -> Trackers:
-    """The console, `metrics.jsonl` in the run directory, and the chosen trackers.
+    """The console, `metrics.jsonl` of the run, and the chosen trackers.
 
     Args:
         configs: the chosen ones.
@@ -161,5 +161,6 @@ def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Conso
     if not is_writer:
         return Trackers([])
     check_installed(configs)
-    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
-    return Trackers([console, jsonl, *(Guarded(config.open(run), console.message) for config in configs)])
+    jsonl = jsonl_tracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
+    others = (Guarded(config.open(run), console.message) for config in configs)
+    return Trackers([console, jsonl, *others], flush=jsonl.flush)

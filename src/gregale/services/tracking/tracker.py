@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gregale.storage import Place, Remote
+
 Values = Mapping[str, float | int | None]
 """Figures by name; None (and NaN and infinities) where there is no number."""
 
@@ -28,10 +30,19 @@ class RunInfo:
             process left are taken back where the tracker can do that.
     """
 
-    directory: Path
+    directory: Place
     name: str
     config: Mapping[str, Any]
     resumed_from: int = 0
+
+    @property
+    def files(self) -> Path:
+        """Where trackers put files of their own: in the run directory, for a run in a store in `trackers` here."""
+        if not isinstance(self.directory, Remote):
+            return self.directory
+        folder = Path("trackers") / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 class Tracker(Protocol):
@@ -72,13 +83,18 @@ class Guarded:
 class Trackers:
     """Several trackers as one."""
 
-    def __init__(self, trackers: Sequence[Tracker]):
-        self._trackers = tuple(trackers)
+    def __init__(self, trackers: Sequence[Tracker], flush: Callable[[], None] = lambda: None):
+        """`flush`: see the method."""
+        self._trackers, self._flush = tuple(trackers), flush
 
     def log(self, step: int, values: Values) -> None:
         """Hands the figures to every tracker."""
         for tracker in self._trackers:
             tracker.log(step, values)
+
+    def flush(self) -> None:
+        """Writes out what belongs to a checkpoint that is about to count; raises `UserError` if that fails."""
+        self._flush()
 
     def close(self) -> None:
         """Closes every tracker, the last first, also when one of them fails."""

@@ -1,0 +1,202 @@
+"""The parts that a token store is built of: each is encoded by one process, sealed, and kept until all are there.
+
+What the parts of a source are follows from its files alone, so any process on any host may encode any of them, and
+whoever comes later goes on from those that are sealed. A part is a file, `part-00000007.bin`: the ids of its documents,
+each ended by the end-of-document token, then the documents' lengths in tokens (int64), all little-endian. Its seal,
+`part-00000007.json`, is written behind it, and says what it holds, with a checksum of every piece.
+
+The worker processes import this module; it must never import JAX.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from gregale.data.sources import Document, Part, Skipped, SourceConfig
+from gregale.data.store import json_sha256
+from gregale.data.tokenizers import Tokenizer, from_json
+from gregale.errors import UserError
+from gregale.storage import Place, Remote, read_range, write_bytes
+
+TASK_BYTES = 8 << 20
+PIECE_BYTES = 256 << 10  # what is read of a part at least, and has a checksum of its own
+PIECES_AT_ONCE = 32
+LENGTH = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Consecutive parts of a source, for one process to encode into one part of its store."""
+
+    number: int
+    source: SourceConfig
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What a finished part holds.
+
+    Attributes:
+        documents: how many.
+        tokens: how many, ends of documents included.
+        itemsize: bytes of a token.
+        skipped: the fields of `Skipped`.
+        pieces: the SHA-256 of every `PIECE_BYTES` of the file.
+    """
+
+    documents: int
+    tokens: int
+    itemsize: int
+    skipped: dict
+    pieces: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self.tokens * self.itemsize + self.documents * LENGTH.itemsize
+
+
+class Damaged(Exception):
+    """A part is not what its seal says; `number`: which."""
+
+    def __init__(self, number: int):
+        super().__init__(f"part {number}")
+        self.number = number
+
+
+def make_tasks(source: SourceConfig) -> list[Task]:
+    """Groups the parts of a source into tasks of about `TASK_BYTES`."""
+    groups: list[list[Part]] = [[]]
+    size = 0
+    for part in source.parts():
+        if size >= TASK_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(part)
+        size += part.size_bytes
+    return [Task(number, source, tuple(group)) for number, group in enumerate(groups)]
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:08d}.bin"
+
+
+def seal_name(number: int) -> str:
+    return f"part-{number:08d}.json"
+
+
+def encode_part(task: Task, description: dict, folder: Place) -> None:
+    """Encodes the documents of a task into a part and seals it.
+
+    Args:
+        task: what to encode.
+        description: the tokenizer, as JSON.
+        folder: where the store's parts lie.
+    """
+    tokenizer = from_json(description, "the tokenizer")
+    place = folder / part_name(task.number)
+    there = None if isinstance(place, Remote) else place.parent
+    descriptor, name = tempfile.mkstemp(dir=there, prefix=".part-")
+    try:
+        with open(descriptor, "w+b") as file:
+            seal = write_part(task, tokenizer, file)
+        if isinstance(place, Remote):
+            place.upload(Path(name))
+        else:
+            os.chmod(name, 0o644)
+            os.replace(name, place)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    content = asdict(seal)
+    sealed = json.dumps(content | {"sha256": json_sha256(content)}).encode()
+    write_bytes(folder / seal_name(task.number), sealed)
+
+
+def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
+    """Writes a part into a file; returns what its seal says."""
+    dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
+    lengths, skipped = [], Skipped()
+    for part in task.parts:
+        for document in task.source.read(part, skipped):
+            ids = encode_document(document, tokenizer)
+            if len(ids):
+                output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
+                lengths.append(len(ids) + 1)
+    output.write(np.array(lengths, LENGTH).data)
+    pieces = tuple(hashlib.sha256(piece).hexdigest() for piece in blocks(output))
+    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), pieces)
+
+
+def blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The pieces of a file, from its beginning."""
+    file.seek(0)
+    while block := file.read(PIECE_BYTES):
+        yield block
+
+
+def encode_document(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a document [token], without its end."""
+    if isinstance(document.content, str):
+        return tokenizer.encode(document.content)
+    bad = np.flatnonzero((document.content < 0) | (document.content >= tokenizer.vocabulary_size))
+    if len(bad):
+        raise UserError(
+            f"{document.path}, token {document.start + bad[0]}: id {document.content[bad[0]]} is outside the "
+            f"vocabulary, 0 to {tokenizer.vocabulary_size - 1}. The file was made with another tokenizer, or is of "
+            "another dtype."
+        )
+    return document.content
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """The smallest unsigned type that holds every id."""
+    return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
+
+
+def read_seal(folder: Place, number: int) -> Seal | None:
+    """The seal of a part; None if it has none, or a damaged one, so that it has to be encoded."""
+    try:
+        content = json.loads((folder / seal_name(number)).read_bytes())
+        if content.pop("sha256") != json_sha256(content):
+            return None
+        return Seal(**content | {"pieces": tuple(content["pieces"])})
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def read_pieces(folder: Place, number: int, seal: Seal, first: int, count: int) -> bytes:
+    """Some pieces of a part, one after the other; raises `Damaged` if they are not what was sealed."""
+    start = first * PIECE_BYTES
+    try:
+        data = read_range(folder / part_name(number), start, min(start + count * PIECE_BYTES, seal.size_bytes))
+    except FileNotFoundError:
+        raise Damaged(number) from None
+    view = memoryview(data)
+    found = [hashlib.sha256(view[at : at + PIECE_BYTES]).hexdigest() for at in range(0, len(data), PIECE_BYTES)]
+    if found != list(seal.pieces[first : first + count]):
+        raise Damaged(number)
+    return data
+
+
+def read_part(folder: Place, number: int, seal: Seal) -> Iterator[bytes]:
+    """A whole part in blocks, every one of them checked; raises `Damaged`."""
+    for first in range(0, len(seal.pieces), PIECES_AT_ONCE):
+        yield read_pieces(folder, number, seal, first, PIECES_AT_ONCE)
+
+
+def discard(folder: Place, number: int) -> None:
+    """Forgets a part, so that it is encoded anew: the seal goes first."""
+    for name in (seal_name(number), part_name(number)):
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,102 @@
+"""The files of sources, on a disk or in an object store: which there are, and how they are read from any place on."""
+
+import glob
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+from gregale.errors import UserError
+from gregale.storage import Remote, Status, files_below, is_url, place, status
+
+BUFFER_BYTES = 1 << 20
+WILD = re.compile(r"[*?[]")
+
+
+def files_of(pattern: str) -> dict[str, Status]:
+    """The files that match a glob pattern, by name."""
+    if not is_url(pattern):
+        paths = sorted(glob.glob(pattern, recursive=True))
+        found = {path: status(place(path)) for path in paths}
+        return {path: each for path, each in found.items() if each is not None}
+    if not WILD.search(pattern):
+        exact = place(pattern)
+        alone = status(exact)
+        return {str(exact): alone} if alone is not None else {}
+    folder = place(pattern[: WILD.search(pattern).start()].rpartition("/")[0])  # type: ignore[union-attr]
+    matches = re.compile(regular(str(place(pattern))))
+    named = {f"{folder}/{name}": each for name, each in files_below(folder).items()}
+    return {name: named[name] for name in sorted(named) if matches.fullmatch(name)}
+
+
+def regular(pattern: str) -> str:
+    """A glob pattern as a regular expression: `**/` is any folders, `*` and `?` stay in one, `[ab]` is one of these."""
+    tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        wild.get(token) or (f"[{token[1:].replace('!', '^', 1)}" if token.startswith("[") else re.escape(token))
+        for token in tokens
+    )
+
+
+def opened(path: str) -> BinaryIO:
+    """A file or an object, to be read from any place on."""
+    found = place(path)
+    if not isinstance(found, Remote):
+        return open(found, "rb")
+    return cast(BinaryIO, io.BufferedReader(RemoteFile(found), BUFFER_BYTES))
+
+
+def read_bytes(path: str) -> bytes:
+    """A file's content; a file that cannot be read is the user's to mend."""
+    with readable(path):
+        return place(path).read_bytes()
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turns the refusal to read a file into a `UserError`, whatever `on_bad_document` says: try again later.
+
+    Libraries raise an OSError without a number for damage that they find themselves; that is let through.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or 'there is no such object'}).") from error
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a file that can be read."""
+
+    def __init__(self, remote: Remote):
+        super().__init__()
+        found = remote.status()
+        if found is None:
+            raise FileNotFoundError(str(remote))
+        self._remote, self._size, self._at = remote, found.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        data = self._remote.read_range(self._at, min(self._at + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

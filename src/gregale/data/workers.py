@@ -1,0 +1,84 @@
+"""Processes that encode the parts of a store.
+
+They import this module and what it needs; it must never import JAX, which would take a device and seconds of start-up
+in every one of them.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+
+from gregale.data.parts import Task, encode_part
+from gregale.errors import UserError
+from gregale.storage import Place
+
+UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
+
+
+class Workers:
+    """Encodes parts, in processes of its own or, if it may have one only, in this one; use it in a `with` statement.
+
+    Args:
+        most: processes.
+        description: the tokenizer, as JSON.
+        folder: where the parts lie.
+    """
+
+    def __init__(self, most: int, description: dict, folder: Place):
+        self._description, self._folder = description, folder
+        self._pool = None
+        if most > 1:
+            context = multiprocessing.get_context("spawn")  # they are started when there is work for them
+            self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=start_worker)
+        self._running: dict[Future, Task] = {}
+
+    def __len__(self) -> int:
+        """How many parts are being encoded."""
+        return len(self._running)
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def start(self, task: Task) -> None:
+        """Begins with a part; without processes, encodes it."""
+        if self._pool is None:
+            done: Future = Future()
+            self._running[done] = task
+            encode_part(task, self._description, self._folder)
+            done.set_result(None)
+        else:
+            self._running[self._pool.submit(encode_part, task, self._description, self._folder)] = task
+
+    def finished(self, timeout_seconds: float) -> list[Task]:
+        """The parts that are sealed since it was asked last, after waiting for one; it raises what went wrong."""
+        done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
+        try:
+            for future in done:
+                future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "A process that encodes text died. Either memory ran out (fewer processes need less: lower "
+                f"data.workers), or: {UNGUARDED}"
+            ) from error
+        return [self._running.pop(future) for future in done]
+
+
+def start_worker() -> None:
+    """Leaves Ctrl-C to the parent, and ends this process when the parent is gone, even if that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

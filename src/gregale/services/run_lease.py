@@ -1,0 +1,174 @@
+"""The lock of a run in an object store: an object that its holder writes anew every few seconds.
+
+A store gives nothing back when a process ends. So the object `lock` says who holds it, and counts; who finds it waits
+and sees whether it still counts, unless the holder was a process of this machine that is gone. It is made under the
+condition that there is none, where the store offers conditions. One whose holder counts no more is written over, and
+belongs to whoever is still in it a moment later. Who finds another in it has lost it, and must write no more: a process
+that was cut off from the store for so long that it was taken for dead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Event, Thread
+from uuid import uuid4
+
+from gregale.errors import UserError
+from gregale.files import Holder
+from gregale.storage import Remote, StoreError
+
+_PERIODS = 3.0  # without a count, after which a holder is taken for dead
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """What the object says."""
+
+    host: str
+    pid: int
+    since: float
+    machine: str  # which may have the name of another one
+    token: str
+    count: int = 0
+
+    @staticmethod
+    def of_this_process() -> _Lease:
+        return _Lease(socket.gethostname(), os.getpid(), time.time(), _machine(), uuid4().hex)
+
+    @staticmethod
+    def read(place: Remote) -> _Lease | None:
+        """None: there is none, or none that can be read."""
+        try:
+            return _Lease(**json.loads(place.read_bytes()))
+        except (FileNotFoundError, ValueError, TypeError) as error:
+            if isinstance(error, StoreError):
+                raise
+            return None
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.host, self.pid, self.since)
+
+    @property
+    def is_of_a_dead_process(self) -> bool:
+        """Whether its process was one of this machine, and is gone."""
+        if self.machine != _machine():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return self.pid == os.getpid()  # of an earlier process that had the number, as in a container that starts anew
+
+
+class Held:
+    """A lease that this process holds, until it loses it."""
+
+    def __init__(self, place: Remote, lease: _Lease):
+        self._place, self._lease = place, lease
+        self.lost_to: Holder | None = None
+
+    def check(self) -> None:
+        """Raises `UserError` if the lease was lost; asks the store."""
+        found = _Lease.read(self._place)
+        if found is not None and found.token != self._lease.token:
+            self.lost_to = found.holder
+        if self.lost_to is not None:
+            raise UserError(
+                f"{self._place.parent} is being trained by {self.lost_to} now, who took this process for dead"
+            )
+
+    def count(self) -> None:
+        """Shows that the holder lives. Raises as `check`."""
+        self.check()
+        self._lease = replace(self._lease, count=self._lease.count + 1)
+        self._place.write_bytes(self._lease.to_bytes())
+
+    def give_back(self) -> None:
+        found = _Lease.read(self._place)
+        if found is not None and found.token == self._lease.token:
+            self._place.unlink(missing_ok=True)
+
+
+@contextmanager
+def leased(
+    place: Remote, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float
+) -> Iterator[Held]:
+    """Holds the lease at a place. A process that loses it is told by SIGTERM, as if somebody had stopped the run.
+
+    - `refusal`: says that another process holds it
+    - `beat_seconds`: time between two counts
+
+    Raises `UserError` if another process holds it.
+    """
+    held = Held(place, _taken(place, refusal, report, beat_seconds))
+    ended = Event()
+    counting = Thread(target=_count, args=(held, ended, report, beat_seconds), daemon=True, name="run lease")
+    counting.start()
+    try:
+        yield held
+    finally:
+        ended.set()
+        counting.join(beat_seconds)
+        with suppress(StoreError):  # then the next to come has to wait
+            held.give_back()
+
+
+def _taken(
+    place: Remote, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float
+) -> _Lease:
+    mine = _Lease.of_this_process()
+    if place.create(mine.to_bytes()):
+        other = _Lease.read(place)  # a store without conditions may have written over another's
+        if other is not None and other.token == mine.token:
+            return mine
+    last = _Lease.read(place)
+    if last is not None and not last.is_of_a_dead_process:
+        seconds = _PERIODS * beat_seconds
+        report(f"{place.parent} was last trained by {last.holder}; looking for {seconds:.0f} s whether it still is.")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(beat_seconds / 4)
+            if _Lease.read(place) not in (None, last):
+                raise UserError(refusal(last.holder))
+    place.write_bytes(mine.to_bytes())
+    time.sleep(beat_seconds / 10)  # of two who do the same, the first sees the second
+    found = _Lease.read(place)
+    if found is not None and found.token != mine.token:
+        raise UserError(refusal(found.holder))
+    return mine
+
+
+def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: float) -> None:
+    while not ended.wait(seconds):
+        try:
+            held.count()
+        except StoreError:
+            continue  # out of order: others cannot take it either
+        except UserError as error:
+            report(f"{error}. This one stops.")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+
+def _machine() -> str:
+    """What tells machines, and the containers on one, apart."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+    with suppress(OSError):
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)

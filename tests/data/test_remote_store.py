@@ -1,0 +1,106 @@
+"""Token stores in an object store: built there by several, read by pieces, kept on this host's disk."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gregale.data import parts, remote_store
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.config import DataConfig, prepare
+from gregale.data.disk import Disk
+from gregale.data.progress import silent
+from gregale.data.sources import TextSource
+from gregale.data.tokenizers import BpeConfig, BytesTokenizer
+from gregale.errors import UserError
+from gregale.storage import files_below, read_range
+
+TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
+BYTES = BytesTokenizer()
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """Several parts of several pieces."""
+    for module in (parts, remote_store):
+        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(parts, "TASK_BYTES", 300)
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    return TextSource(files=(f"{tmp_path}/texts/*.txt",))
+
+
+@pytest.fixture
+def config(source, s3, tmp_path):
+    return DataConfig({"books": source}, held_out=0.2, cache=str(s3), local_cache=str(tmp_path / "pieces"), workers=1)
+
+
+def build(source, cache, disk):
+    return build_store(NamedSource("x", source), BYTES, Cache(cache, disk), 1, silent)
+
+
+def test_a_store_holds_what_one_on_a_disk_holds(config, tmp_path):
+    far, near = prepare(config, 16, 3), prepare(dataclasses.replace(config, cache=str(tmp_path / "near")), 16, 3)
+    assert far.fingerprint == near.fingerprint
+    one, two = far.train.rows(range(40)), near.train.rows(range(40))
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+    for key, store in far.stores.items():
+        assert store.manifest == near.stores[key].manifest
+        np.testing.assert_array_equal(store.tokens[:], near.stores[key].tokens)
+        store.verify()
+
+
+def test_a_host_reads_what_its_rows_need_and_keeps_it(config, tmp_path, s3):
+    prepare(config, 16, 3)
+    corpus = prepare(dataclasses.replace(config, local_cache=str(tmp_path / "other")), 16, 3)
+
+    def kept():
+        return [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
+
+    assert len(kept()) == 1, "where the documents begin"
+    first = corpus.train[5]
+    assert 1 <= len(kept()) - 1 <= 4
+    (folder,) = {name.partition("/")[0] for name in files_below(s3) if ".parts/" in name}
+    for name in files_below(s3 / folder):
+        if name.endswith(".bin"):
+            (s3 / folder / name).unlink()
+    np.testing.assert_array_equal(corpus.train[5]["tokens"], first["tokens"])
+    with pytest.raises(UserError, match=r"\.parts: part \d+ is damaged or missing. Delete s3://bucket/\w+/\w+, and"):
+        corpus.train.rows(range(40))
+
+
+def test_damage_in_the_store_is_found_and_mended_when_it_is_told_to(source, s3, tmp_path):
+    store = build(source, s3, Disk(tmp_path / "one", 10**9))
+    folder = s3 / f"{store.folder.name}.parts"
+    place = folder / "part-00000001.bin"
+    data = bytearray(place.read_bytes())
+    data[70] ^= 1
+    place.write_bytes(bytes(data))
+    again = build(source, s3, Disk(tmp_path / "two", 10**9))
+    with pytest.raises(UserError, match="part 1 is damaged"):
+        again.verify()
+    for name in ("manifest.json", "documents.npy"):
+        (store.folder / name).unlink()
+    build(source, s3, Disk(tmp_path / "two", 10**9)).verify()
+    data[70] ^= 1
+    assert place.read_bytes() == bytes(data)
+
+
+def test_a_bpe_is_trained_once_for_all_hosts(config, tmp_path, s3):
+    config = dataclasses.replace(config, tokenizer=BpeConfig(vocabulary=270))
+    told = []
+    one = prepare(config, 16, 0, lambda *report: told.append(report[0]))
+    two = prepare(dataclasses.replace(config, local_cache=str(tmp_path / "two")), 16, 0)
+    assert told.count("training the tokenizer") > 0
+    near = prepare(dataclasses.replace(config, cache=str(tmp_path / "near")), 16, 0)
+    assert one.fingerprint == two.fingerprint == near.fingerprint
+    assert not [name for name in files_below(s3) if "builders/" in name], "who has done its share leaves nothing"
+
+
+def test_a_range_of_a_part_is_what_lies_there(source, s3, tmp_path):
+    store = build(source, s3, Disk(tmp_path / "pieces", 10**9))
+    data = read_range(s3 / f"{store.folder.name}.parts" / "part-00000000.bin", 0, 40)
+    np.testing.assert_array_equal(store.tokens[:20], np.frombuffer(data, "<u2"))
+    np.testing.assert_array_equal(store.tokens[np.array([7, 3, 3])], store.tokens[:8][[7, 3, 3]])
+    assert len(store.tokens) == store.offsets[-1]

@@ -1,0 +1,70 @@
+"""Runs in a store: the same bits as on a disk, and every command that reads a run reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.storage import files_below
+from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
+
+
+@pytest.fixture
+def run(s3, gregale):
+    assert gregale("train", "tiny.yaml", "--name", "whole", *EVALUATE, "--runs", s3) == 0
+    return s3 / "whole"
+
+
+def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
+    options = ["--name", "whole", *EVALUATE, "--runs", str(s3)]
+    assert checkpoint_steps(run) == [4, 8, 12]
+    assert_same_state(run, whole, 12)
+    assert losses(run) == losses(whole)
+    (run / "checkpoints" / "step-00000012" / "manifest.json").unlink()
+    assert gregale("train", "tiny.yaml", *options) == 0
+    assert "Going on after step 8 of 12." in capsys.readouterr().out
+    assert_same_state(run, whole, 12)
+    assert losses(run) == losses(whole)
+    assert lines(run)[-1]["eval_loss"] == lines(whole)[-1]["eval_loss"]
+    assert len((run / "starts.jsonl").read_bytes().splitlines()) == 2
+    assert not (run / "lock").exists()
+
+    assert gregale("eval", run) == 0
+    assert f"{run} at step 12: " in capsys.readouterr().out
+    assert gregale("sample", run, "the", "--tokens", 3) == 0
+    assert capsys.readouterr().out.startswith("the")
+
+    assert gregale("train", "tiny.yaml", *options, "--seed", 1) == 2
+    assert f"{run} holds a run that cannot go on with this configuration: seed 0 -> 1" in capsys.readouterr().err
+    before = set(files_below(run))
+    assert gregale("train", "tiny.yaml", *options, "--fresh", "--steps", 4) == 0
+    assert f"The old run is now {s3}/whole.old-1." in capsys.readouterr().out
+    assert set(files_below(s3 / "whole.old-1")) == before
+    assert checkpoint_steps(run) == [4]
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        (
+            "s3://nowhere/x",
+            "s3://nowhere/x/tiny/config.yaml: there is no bucket s3://nowhere. Make it, or correct the name.",
+        ),
+        ("az://x", "az://x: az:// is not a store that is known"),
+    ],
+)
+def test_a_wrong_url_is_one_line(s3, gregale, capsys, runs, message):
+    assert gregale("train", "tiny.yaml", "--runs", runs) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("gregale: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_no_run_is_one_line(s3, gregale, capsys):
+    assert gregale("eval", s3 / "none") == 2
+    assert f"{s3}/none is not a run directory: there is no object {s3}/none/config.yaml." in capsys.readouterr().err
+
+
+def test_an_island_takes_no_store(gregale, capsys):
+    assert gregale("islands", "tiny.yaml", "--sync.type", "diloco", "--runs", "s3://b/x") == 2
+    assert "runs is s3://b/x: an island keeps its outer side" in capsys.readouterr().err
