@@ -102,3 +102,10 @@ def test_the_optimizers_products_are_computed_but_are_not_the_models():
     without, with_them = (work_of(small_step((2, 2, 2)), 0, {}, update_flops=update) for update in (0, 1e9))
     assert with_them.flops == without.flops + 1e9
     assert with_them.model_flops == without.model_flops
+
+
+def test_model_flops_are_the_traced_products_where_nothing_is_computed_again():
+    """An independent count: forward and backward pass by JAX's own trace; norms have no products."""
+    setup = small_setup((1, 1, 1), 1, {"remat": "none", "rules": "plain"}, {"layers": 2})
+    tokens = setup.config.batch.tokens
+    assert flops_of(traced_loss(setup)) == pytest.approx(model_flops_per_token(step_shape(setup)) * tokens, rel=0.01)

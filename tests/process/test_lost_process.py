@@ -15,6 +15,7 @@ from gregale.services.peers import EXIT_CODE
 from tests.process.conftest import free_port
 
 TIMEOUT_SECONDS = 2
+HANG_SECONDS = 3
 
 PROGRAM = f"""
 import os
@@ -27,19 +28,26 @@ from gregale.errors import UserError
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
+from gregale.services.progress import Doing
 
-rank, processes, port, errs_at = map(int, sys.argv[1:])
-config = DistributedConfig(f"127.0.0.1:{{port}}", processes, rank, timeout_seconds={TIMEOUT_SECONDS})
-start_devices(processes, config)
+rank, processes, port, errs_at, hangs_at = map(int, sys.argv[1:])
+config = DistributedConfig(
+    f"127.0.0.1:{{port}}", processes, rank, timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS}
+)
+watch = start_devices(processes, config)
 mesh = Mesh(np.asarray(jax.devices()), ("all",))
 split, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
 ones = jax.make_array_from_callback((processes,), split, lambda index: np.ones(processes, np.float32)[index])
 add = jax.jit(lambda x: x.sum(), out_shardings=everywhere)
 try:
-    with watched(config, lambda: "It goes on from there."):
+    with watched(watch, lambda: "It goes on from there.") as progress:
         steps = 0
         while steps != errs_at:
-            assert float(add(ones)) == processes
+            progress.at(steps + 1, Doing.TRAINING)
+            if rank == 1 and steps == hangs_at:
+                time.sleep(3600)
+            with progress.waiting():
+                assert float(add(ones)) == processes
             steps += 1
             if steps == 1:
                 print("pid", os.getpid(), flush=True)
@@ -53,14 +61,14 @@ except UserError as error:
 
 
 class Job:
-    """Processes that add up for ever, or until an error of one of them at a step."""
+    """Processes that add up for ever, or until an error of one of them at a step, or until one hangs there."""
 
-    def __init__(self, processes: int, errs_at: int = -1):
+    def __init__(self, processes: int, errs_at: int = -1, hangs_at: int = -1):
         port = str(free_port())
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(rank), str(processes), port, str(errs_at)],
+                [sys.executable, "-c", PROGRAM, str(rank), str(processes), port, str(errs_at), str(hangs_at)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -129,21 +137,33 @@ def test_an_error_of_one_process_ends_the_others(job):
     assert job.left(1) == (2, "text that only this process sees\n"), "JAX does not wait for the others"
 
 
+@pytest.mark.parametrize("job", [(3, -1, 5)], indirect=True)
+def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
+    """Its signs of life go on; the others wait for it in a compiled program."""
+    began = time.monotonic()
+    name = rf"process 1 \([\w.-]+, pid {job.processes[1].pid}\)"
+    why = rf"{name} hangs: it has been for [345] s in step 6\. At most 3 s are given to a step .*"
+    for process in range(3):
+        code, err = job.left(process)
+        assert re.fullmatch(rf"gregale: error: {why}\. It goes on from there\.\n", err), err
+        assert code == EXIT_CODE
+    assert time.monotonic() - began < HANG_SECONDS + 20
+
+
 ALONE = """
 import sys
-from gregale.services import devices
 from gregale.services.config import DistributedConfig
+from gregale.services.devices import start_devices
 
-devices.JOIN_SECONDS = 1
-devices.start_devices(2, DistributedConfig(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2])))
+start_devices(2, DistributedConfig(f"127.0.0.1:{sys.argv[1]}", 2, 0, join_seconds=1))
 """
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_does_not_wait_for_ever_for_others_that_never_come(process):
-    command = [sys.executable, "-c", ALONE, str(free_port()), str(process)]
+def test_a_process_does_not_wait_for_ever_for_others_that_never_come():
+    port = free_port()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", ALONE, str(port)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
     assert done.returncode == EXIT_CODE
-    assert "the processes did not find one another within 1 s. Each of the 2 has to run" in done.stderr
-    assert done.stderr.count("\n") == 1
+    last = f"process 1 of 2 did not come to 127.0.0.1:{port} within 1 s (distributed.join_seconds)."
+    assert done.stderr.splitlines()[-1] == f"gregale: error: {last}"

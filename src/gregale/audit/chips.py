@@ -172,6 +172,29 @@ CHIPS = {
     )
 }
 
+# By `jax.Device.device_kind`. What is not here has another peak than its namesake (an H100 on PCIe), or none is known.
+OF_KIND = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+}
+
+
+def of_device(kind: str) -> Chip | None:
+    """The chip that a JAX device is, or is a part of, by its `device_kind`; None if it is not known."""
+    name = OF_KIND.get(kind)
+    return None if name is None else CHIPS[name]
+
 
 def chip(name: str) -> Chip:
     """The chip of that name, in any mixture of upper and lower case.

@@ -72,7 +72,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     weight_decay: float = field(
         default=0.0,
         metadata={
-            "help": "decoupled weight decay, times the learning rate",
+            "help": "weight decay, times the learning rate",
             "range": at_least(0),
             "aliases": ("wd", "decay_rate", "l2"),
         },
@@ -84,7 +84,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     clip_norm: float | None = field(
         default=1.0,
         metadata={
-            "help": "largest global gradient norm; null: no clipping",
+            "help": "largest gradient norm; null: no clipping",
             "range": above(0),
             "aliases": ("grad_clip", "clip", "gradient_clipping", "max_grad_norm", "clip_grad_norm", "gradient_clip"),
         },

@@ -24,7 +24,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
     warmup: float = field(
         default=0.0,
         metadata={
-            "help": "steps of linear warmup; below 1: a fraction of the run",
+            "help": "steps of warmup; below 1: a fraction of the run",
             "range": between(0, LONGEST),
             "aliases": ("warmup_steps", "num_warmup_steps", "warmup_ratio", "warmup_iters", "warmup_fraction"),
         },

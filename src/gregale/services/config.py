@@ -20,6 +20,7 @@ from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
 from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
+from gregale.storage import is_url, place
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,24 @@ class DistributedConfig(Settings):
         default=0,
         metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
     )
+    join_seconds: float = field(
+        default=300.0,
+        metadata={
+            "help": "within which all processes come",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
     timeout_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "a process that gives no sign of life for so long is lost, and the others end",
+            "help": "silence after which a process is lost",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
+    hang_seconds: float | None = field(
+        default=600.0,
+        metadata={
+            "help": "a longer step is a hang; null: no bound",
             "range": between(1, MOST_TIMEOUT_SECONDS),
         },
     )
@@ -175,11 +190,11 @@ class TrainConfig(Settings):
     )
     cpu_devices: int | None = field(
         default=None,
-        metadata={"help": "simulate this many CPU devices instead of accelerators", "range": whole(1, 4096)},
+        metadata={"help": "simulate this many CPU devices", "range": whole(1, 4096)},
     )
     compilation_cache: str | None = field(
         default=AUTO,
-        metadata={"help": "folder that keeps compiled programs; auto: ~/.cache/gregale; null: compile at every start"},
+        metadata={"help": "keeps compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: nothing"},
     )
     log_every: int = field(
         default=1,
@@ -237,6 +252,8 @@ class TrainConfig(Settings):
             check_path(key, getattr(self, key))
         if self.compilation_cache is not None:
             check_path("compilation_cache", self.compilation_cache)
+            if is_url(self.compilation_cache):
+                _check_store("compilation_cache", self.compilation_cache)
         if (size := len(self.name.encode())) > MOST_NAME_BYTES:
             raise KeyedError(
                 "name",
@@ -257,6 +274,14 @@ class TrainConfig(Settings):
                 f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
                 f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
             )
+
+
+def _check_store(key: str, url: str) -> None:
+    """Raises `KeyedError` for a URL that names no folder in a store that is known."""
+    try:
+        place(url)
+    except UserError as error:
+        raise KeyedError(key, f"is {shown(url)}", f". {error}") from None
 
 
 @dataclass(frozen=True)

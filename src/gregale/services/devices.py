@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import suppress
+import sys
+from dataclasses import replace
 from threading import Timer
 
 import jax
+from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster knows without joining
 
 from gregale.errors import UserError
 from gregale.services.config import AUTO, DistributedConfig
 from gregale.services.coordinator import way_to
 from gregale.services.memory import keep_memory
+from gregale.services.peers import EXIT_CODE, Watch, says
+from gregale.services.roll_call import roll_call
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
@@ -36,19 +40,24 @@ THREADS_A_DEVICE = 3
 # longer than one.
 WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 
-JOIN_SECONDS = 300  # within which all processes have to be there
 JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
 
 
-def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> None:
+def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> Watch | None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
+
+    Returns the watch of the other processes, for `gregale.services.peers.watched`; None if there are none.
 
     On CPU devices the process keeps its memory (`gregale.services.memory`); of a GPU's, JAX takes `GPU_MEMORY`, if the
     environment says nothing else.
 
     With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
-    coordinator `auto`, JAX asks the cluster (TPU VMs, SLURM, Open MPI) for it and for the number of processes.
+    coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) is asked for it, the number of processes, and
+    which of them this one is.
     """
+    is_auto = distributed.coordinator == AUTO
+    if is_auto:
+        distributed = by_cluster(distributed)
     processes = distributed.processes
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY))
     if cpu_devices is not None:
@@ -64,16 +73,12 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> No
         jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
     if jax.config.jax_platforms == "cpu":  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
         keep_memory()
-    if processes > 1:
-        if distributed.coordinator is None:
-            raise UserError(
-                f"distributed.processes is {processes}, but distributed.coordinator is not set: give HOST:PORT of "
-                f"process 0, the same for all processes."
-            )
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        _join(distributed, processes)
-    elif distributed.coordinator == AUTO:
-        _join(distributed, None)
+    if processes > 1 and distributed.coordinator is None:
+        raise UserError(
+            f"distributed.processes is {processes}, but distributed.coordinator is not set: give HOST:PORT of process "
+            f"0, the same for all processes."
+        )
+    return _joined(distributed) if processes > 1 or is_auto else None
 
 
 def set_flags(cpu_devices: int) -> None:
@@ -89,37 +94,55 @@ def with_flags(flags: str, cpu_devices: int) -> str:
     return " ".join([flags, *(flag for flag in wanted if f"{flag.partition('=')[0]}=" not in flags)]).strip()
 
 
-def _join(config: DistributedConfig, processes: int | None) -> None:
-    """Joins the processes; ends this one if they do not find one another in time.
+def by_cluster(config: DistributedConfig) -> DistributedConfig:
+    """The configuration with what the cluster knows; raises `UserError` if JAX knows of no cluster here."""
+    given = (config.processes, config.process) if config.processes > 1 else (None, None)
+    coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator, *given, [], None, math.ceil(config.join_seconds)
+        )
+    except RuntimeError as error:  # the host of process 0 has no address yet
+        says(f"error: distributed.coordinator is auto: {error}, in {config.join_seconds:g} s.")
+        sys.exit(EXIT_CODE)
+    address, processes, process, _ = found
+    if address is None or processes is None or process is None:
+        raise UserError(
+            "distributed.coordinator is auto, but JAX finds no cluster here that would know it (TPU VMs, Slurm, Open "
+            "MPI, Kubernetes). Give HOST:PORT of process 0, distributed.processes and distributed.process; or leave "
+            "all three out for a run in one process."
+        )
+    return replace(config, coordinator=address, processes=processes, process=process)
 
-    `gregale.services.peers` notices a lost one later, long before JAX would abort the others.
-    """
-    late = Timer(JOIN_SECONDS, _end_alone, [config])
+
+def _joined(config: DistributedConfig) -> Watch | None:
+    """Joins the processes, when all are there; ends this one if they do not come, or one is lost meanwhile."""
+    watch, coordinator = None, config.coordinator or ""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if config.processes > 1:
+        watch = Watch(roll_call(config), config)
+        watch.start()
+        coordinator = way_to(coordinator) if config.process > 0 else coordinator
+    late = Timer(config.join_seconds, _end_alone, [config])
     late.daemon = True
     late.start()
-    is_known = config.coordinator not in (None, AUTO)
-    coordinator = config.coordinator if is_known else None
-    if coordinator is not None and config.process > 0:
-        coordinator = way_to(coordinator)
     seconds = math.ceil(JAX_PATIENCE * config.timeout_seconds)
     jax.distributed.initialize(
         coordinator,
-        processes,
-        None if processes is None else config.process,
-        initialization_timeout=2 * JOIN_SECONDS,
+        config.processes,
+        config.process,
+        initialization_timeout=math.ceil(2 * config.join_seconds),
         heartbeat_timeout_seconds=seconds,
         shutdown_timeout_seconds=seconds,
     )
     late.cancel()
+    return watch
 
 
 def _end_alone(config: DistributedConfig) -> None:
     """JAX would abort the process, with a stack of C++ frames."""
-    text = (
-        f"gregale: error: distributed: the processes did not find one another within {JOIN_SECONDS} s. Each of the "
-        f"{config.processes} has to run, with its own distributed.process, and all have to reach process 0 at "
-        f"{config.coordinator}.\n"
+    says(
+        f"error: distributed: all {config.processes} processes are there, but JAX could not join them by "
+        f"{config.coordinator} within {config.join_seconds:g} s (distributed.join_seconds)."
     )
-    with suppress(OSError):
-        os.write(2, text.encode())
-    os._exit(os.EX_TEMPFAIL)
+    os._exit(EXIT_CODE)

@@ -2,16 +2,17 @@
 
 The processes wait for one another inside of compiled programs, where a lost one means waiting for ever, or an error of
 the transport that names nobody. So each has a thread that hears from process 0, and process 0 hears from each, over a
-TCP connection of their own. A connection that closes, or over which nothing comes for `distributed.timeout_seconds`, is
-a lost process: all others say which it was and end with an exit code that tells a scheduler to start the job again. If
-one ends with an error of its own, the others end a while later with exit code 1.
+TCP connection that stays from the roll call before the start (`gregale.services.roll_call`). A connection that closes,
+or over which nothing comes for `distributed.timeout_seconds`, is a lost process: all others say which it was and end
+with an exit code that tells a scheduler to start the job again. If one ends with an error of its own, the others end a
+while later with exit code 1. Process 0 also looks whether the main threads come on (`gregale.services.progress`): one
+that hangs ends all of them, itself included.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import selectors
 import socket
 import sys
@@ -21,20 +22,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 
-import jax
-
 from gregale.errors import UserError
-from gregale.services.checkpoint.processes import first_message
-from gregale.services.config import AUTO, DistributedConfig
+from gregale.services.config import DistributedConfig
+from gregale.services.progress import Doing, Place, Progress, Standing, hanging
 from gregale.streams import LastingStream
 
 EXIT_CODE = os.EX_TEMPFAIL
 _BEATS = 6  # signs of life in the time after which a process is lost
-_GREETING_SECONDS = 5.0
 _VERDICT_SECONDS = 3.0
+_WHERE_SECONDS = 5.0  # a disk that does not answer may be why the process ends
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
     """The process at the other end of a connection.
 
@@ -43,6 +42,8 @@ class Peer:
         heard: when it last gave a sign of life.
         is_done: whether it has come to the end of the run.
         ended: when it said that it ends with an error; None if it did not.
+        place: where its main thread is.
+        moved: when that last changed.
     """
 
     connection: socket.socket
@@ -50,7 +51,14 @@ class Peer:
     heard: float
     is_done: bool = False
     ended: float | None = None
+    place: Place = field(default_factory=Place)
+    moved: float = 0.0
     unread: bytes = field(default=b"", repr=False)
+
+    def is_at(self, place: Place) -> None:
+        """Takes where its main thread is."""
+        if place != self.place:
+            self.place, self.moved = place, self.heard
 
     def tell(self, line: str) -> None:
         """Sends a line; whether it arrives is seen elsewhere."""
@@ -68,19 +76,25 @@ class Peer:
 
 
 class Watch(Thread):
-    """Hears from the peers of a process: process 0 has all others for its peers, each of the others has process 0."""
+    """Hears from the peers of a process: process 0 has all others for its peers, each of the others has process 0.
 
-    def __init__(self, peers: Sequence[Peer], timeout_seconds: float, is_first: bool, where: Callable[[], str]):
+    - `progress`: where the main thread of this process is, told to the peers
+    - `where`: says where the run would go on, if it is known
+    """
+
+    def __init__(self, peers: Sequence[Peer], config: DistributedConfig):
         """
         Args:
             peers: those that are connected.
-            timeout_seconds: silence after which one is lost.
-            is_first: whether this is process 0.
-            where: says where the run would go on.
+            config: has this process's number, and the seconds after which one is lost or hangs.
         """
         super().__init__(daemon=True, name="peers")
-        self._peers, self._timeout, self._is_first, self._where = peers, timeout_seconds, is_first, where
-        self._beat = timeout_seconds / _BEATS
+        self.progress = Progress()
+        self.where: Callable[[], str] = str
+        self._peers, self._is_first = peers, config.process == 0
+        self._timeout, self._hang_seconds = config.timeout_seconds, config.hang_seconds
+        self._beat = self._timeout / _BEATS
+        self._place, self._moved = self.progress.place, time.monotonic()
         self._may_leave = self._has_failed = False
         self._said_so = Event()
 
@@ -116,7 +130,7 @@ class Watch(Thread):
                 if time.monotonic() - said >= self._beat:
                     said = time.monotonic()
                     for peer in self._peers:
-                        peer.tell("alive")
+                        peer.tell(f"alive {self.progress.place}")
                 self._check()
 
     def _is_over(self) -> bool:
@@ -145,6 +159,8 @@ class Watch(Thread):
             if word == "end":
                 code, _, text = rest.partition(" ")
                 self._end(int(code), text, peer)
+            if word == "alive":
+                peer.is_at(Place.parse(rest))
             peer.is_done |= word == "done"
             if word == "failed":
                 peer.ended = peer.heard
@@ -158,16 +174,26 @@ class Watch(Thread):
                 self._end(1, text, peer)
             if peer.ended is None and not peer.is_done and now - peer.heard > self._timeout:
                 self._end(EXIT_CODE, f"{peer.name} was lost: no sign of life for {self._timeout:g} s.", peer)
+        if self._is_first and self._hang_seconds is not None and all(peer.ended is None for peer in self._peers):
+            self._check_hanging(now, self._hang_seconds)
 
-    def _end(self, code: int, text: str, of: Peer) -> None:
+    def _check_hanging(self, now: float, seconds: float) -> None:
+        """Whether a main thread hangs, by what process 0 has heard from all."""
+        if self.progress.place != self._place:
+            self._place, self._moved = self.progress.place, now
+        processes = [Standing(who(0), self._place, self._moved)]
+        processes += [Standing(peer.name, peer.place, peer.moved) for peer in self._peers if not peer.is_done]
+        if (text := hanging(processes, now, seconds)) is not None:
+            self._end(EXIT_CODE, f"{text} At most {seconds:g} s are given to a step (distributed.hang_seconds).")
+
+    def _end(self, code: int, text: str, of: Peer | None = None) -> None:
         """Ends this process, whose other threads may wait for ever, after telling the other peers why."""
         if self._has_failed:  # it ends anyway, and has its own reason
             return
         others = [peer for peer in self._peers if peer is not of]
         for peer in others:
             peer.tell(f"end {code} {text}")
-        with suppress(OSError):
-            os.write(2, f"gregale: error: {text} {self._where()}\n".encode())
+        says(f"error: {text} {self._where_in_time()}".rstrip())
         for peer in others:  # a connection that closes with something unread in it would take the message back
             with suppress(OSError):
                 peer.connection.settimeout(1.0)
@@ -175,22 +201,30 @@ class Watch(Thread):
                     pass
         os._exit(code)
 
+    def _where_in_time(self) -> str:
+        """Where the run would go on; nothing if the disk does not tell."""
+        told: list[str] = []
+        asking = Thread(target=lambda: told.append(self.where()), daemon=True)
+        asking.start()
+        asking.join(_WHERE_SECONDS)
+        return told[0] if told else ""
+
 
 @contextmanager
-def watched(config: DistributedConfig, where: Callable[[], str]) -> Iterator[None]:
-    """Ends this process if another one of the run is lost while the block runs; nothing happens if there is no other.
+def watched(watch: Watch | None, where: Callable[[], str]) -> Iterator[Progress]:
+    """Ends this process if another one of the run is lost or hangs while the block runs.
 
-    All processes leave the block together, unless by an exception.
+    All processes leave the block together, unless by an exception. The block tells where it is.
 
+    - `watch`: of the other processes, as `start_devices` returns it; None: there are no others
     - `where`: says where the run would go on, in a sentence
     """
-    if jax.process_count() == 1:
-        yield
+    if watch is None:
+        yield Progress()
         return
-    watch = Watch(_connected(config), config.timeout_seconds, jax.process_index() == 0, where)
-    watch.start()
+    watch.where = where
     try:
-        yield
+        yield watch.progress
     except (UserError, KeyboardInterrupt) as error:
         watch.fail(2 if isinstance(error, UserError) else 130)
         raise
@@ -198,64 +232,22 @@ def watched(config: DistributedConfig, where: Callable[[], str]) -> Iterator[Non
         watch.await_verdict()
         watch.fail(1)
         raise
+    watch.progress.at(watch.progress.place.steps, Doing.ENDING)
     watch.leave()
+
+
+def who(number: int) -> str:
+    """This process in words."""
+    return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def says(text: str) -> None:
+    """A line on standard error, whatever other threads do."""
+    with suppress(OSError):
+        os.write(2, f"gregale: {text}\n".encode())
 
 
 def _exit_at_once(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         LastingStream(stream).flush()
     os._exit(code)
-
-
-def _connected(config: DistributedConfig) -> list[Peer]:
-    """Connects process 0 with each of the others; one that cannot be reached is not watched."""
-    if jax.process_index() > 0:
-        host, port, token = (first_message(None) or "").split()
-        try:
-            connection = socket.create_connection((host, int(port)), config.timeout_seconds)
-        except OSError as error:
-            _say(f"process 0 is not watched, it cannot be reached at {host}:{port} ({error})")
-            return []
-        me = Peer(connection, "", 0.0)
-        me.tell(f"{token} {jax.process_index()} {os.getpid()} {socket.gethostname()}")
-        peer = _greeted(connection, "hello")
-        return [peer] if peer else []
-    token = secrets.token_hex(8)
-    host = (config.coordinator or AUTO).rpartition(":")[0].strip("[]") or socket.gethostbyname(socket.gethostname())
-    with socket.create_server(("", 0), backlog=jax.process_count()) as server:
-        first_message(f"{host} {server.getsockname()[1]} {token}")
-        return _accepted(server, token, config.timeout_seconds)
-
-
-def _accepted(server: socket.socket, token: str, timeout_seconds: float) -> list[Peer]:
-    peers: list[Peer] = []
-    until = time.monotonic() + timeout_seconds
-    while len(peers) < jax.process_count() - 1 and (left := until - time.monotonic()) > 0:
-        server.settimeout(left)
-        with suppress(TimeoutError):
-            connection, _ = server.accept()
-            if peer := _greeted(connection, token):
-                peer.tell(f"hello 0 {os.getpid()} {socket.gethostname()}")
-                peers.append(peer)
-    if missing := jax.process_count() - 1 - len(peers):
-        _say(f"{missing} processes are not watched, they could not connect")
-    return peers
-
-
-def _greeted(connection: socket.socket, word: str) -> Peer | None:
-    """Who is at the other end, by its first line: the word, a number, a pid and a host; None if it says another."""
-    connection.settimeout(_GREETING_SECONDS)
-    peer = Peer(connection, "", time.monotonic())
-    said = peer.lines() or [""]
-    found, number, pid, host = (*said[0].split(), "", "", "", "")[:4]
-    if found != word:
-        connection.close()
-        return None
-    connection.settimeout(None)
-    peer.name = f"process {number} ({host}, pid {pid})"
-    return peer
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        os.write(2, f"gregale: {text}; if one is lost, the others may wait for long.\n".encode())

@@ -47,6 +47,7 @@ from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
+from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.checkpoint.processes import by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
@@ -74,10 +75,10 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
     token = checked_token(config)
-    start_devices(config.cpu_devices, config.distributed)
+    watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(folder_of_runs(config) / config.name)
-    with watched(config.distributed, run.where_it_goes_on):
+    with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
 
@@ -150,7 +151,7 @@ def train(
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
         status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
         status.state = "joining"
-        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Trackers([status]), console.message)
+        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(Trackers([status]), console.message))
         step = loop.run(start, stop)
         status.state = "complete" if loop.complete else "left"
     checkpoints.wait()

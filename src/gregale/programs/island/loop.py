@@ -54,7 +54,7 @@ class IslandLoop(Loop):
         config, setup, guide = self._setup.config, self._setup, self._sides.guide
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
-        log = StepLog(setup, self._trackers, traffic, consumed)
+        log = StepLog(setup, self._observers, traffic, consumed)
         stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None

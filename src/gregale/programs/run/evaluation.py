@@ -60,28 +60,29 @@ class Evaluator:
             sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
         )
 
-    def __call__(self, model, batches: int | None) -> dict[str, float]:
-        """The figures over the first `batches` batches of each text, or over all.
+    def __call__(self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The figures over the first `batches` batches of each text, or over all; `at_batch` is called at each.
 
         `eval_loss` (nats a token) and `bits_per_byte` are those of the held-out text or, if nothing is held out, over
         the tokens of all validation sources; `eval_loss.NAME` and `bits_per_byte.NAME` those of one.
         """
-        validation = {name: self._total(model, text, batches) for name, text in self._text.validation.items()}
+        validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
         if self._text.held_out is None:
             figures = figures_of(np.sum(list(validation.values()), axis=0))
         else:
-            figures = figures_of(self._total(model, self._text.held_out, batches))
+            figures = figures_of(self._total(model, self._text.held_out, batches, at_batch))
         for name, total in validation.items():
             figures |= {f"{figure}.{name}": value for figure, value in figures_of(total).items()}
         return figures
 
-    def _total(self, model, text: Examples, batches: int | None) -> np.ndarray:
+    def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Sums over a text: loss in nats, targets, bytes of the targets, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
         axes = self._setup.batch_axes
         first = text.head(None if batches is None else batches * axes[0].size)  # the rest may not be tokenized yet
         with GlobalBatches(first, axes, self._setup.layout) as read:
             for batch in islice(read, batches):
+                at_batch()
                 totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))
         return np.array([float(total) for total in totals])
 

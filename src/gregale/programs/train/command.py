@@ -21,6 +21,7 @@ from gregale.model.llama import parameter_count
 from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.programs.train.loop import HELP, Loop
+from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.store import Checkpoints
@@ -29,6 +30,8 @@ from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig, changes
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
+from gregale.services.profile import Profile, Window
+from gregale.services.progress import Doing, Progress
 from gregale.services.run_directory import RunDirectory
 from gregale.services.run_lock import training
 from gregale.services.signals import StopRequest
@@ -41,6 +44,10 @@ class TrainOptions:
     """Options of the command, beside the configuration."""
 
     fresh: bool = field(default=False, metadata={"help": "do not resume: set an existing run aside and start anew"})
+    profile: str | None = field(
+        default=None,
+        metadata={"help": "START:STOP: trace these steps, both included, for xprof, TensorBoard and Perfetto"},
+    )
 
 
 def main(options: TrainOptions, config: TrainConfig) -> int:
@@ -54,16 +61,25 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "islands.lighthouse is set: this is an island of a fleet, which `gregale island` trains. To train it "
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
-    start_devices(config.cpu_devices, config.distributed)
+    window = None if options.profile is None else Window.parse(options.profile, config.steps)
+    watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(place(expand(config.runs)) / config.name)
-    with watched(config.distributed, run.where_it_goes_on):
-        return prepare_and_train(options, config, run)
+    with watched(watch, run.where_it_goes_on) as progress:
+        return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
 
-def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirectory) -> int:
+@dataclass(frozen=True)
+class Watching:
+    """What looks on while a run trains: `progress` takes where it is, `window` has the steps to be traced."""
+
+    progress: Progress
+    window: Window | None
+
+
+def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watching: Watching) -> int:
     """Checks the configuration, prepares the data, takes the run's lock and trains."""
-    if not options.fresh:
+    if not fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
@@ -76,14 +92,14 @@ def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirect
     ):
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
-            held(run, options.fresh, console.message) as check,
+            held(run, fresh, console.message) as check,
             Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check) as checkpoints,
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
             if remark := config.sync.remark(setup.layout, config.steps):
                 console.message(remark)
-            return train(setup, corpus, run, checkpoints, console)
+            return train(setup, corpus, run, checkpoints, console, watching)
 
 
 @contextmanager
@@ -111,7 +127,9 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
-def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console) -> int:
+def train(
+    setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, watching: Watching
+) -> int:
     """Trains from the newest sound checkpoint, or from the beginning, to the end or until a signal."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
@@ -142,10 +160,18 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
     by_first_process(begin, None)
     console.begin(config.steps, first_step)
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
-    with StopRequest() as stop, open_trackers(config.trackers, info, console, is_writer()) as trackers:
-        loop = Loop(setup, corpus, run, checkpoints, trackers, console.message)
+    if (window := watching.window) is not None and window.last <= first_step:
+        console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
+    with (
+        StopRequest() as stop,
+        open_trackers(config.trackers, info, console, is_writer()) as trackers,
+        Profile(window, run.path / "profiles", console.message) as profile,
+    ):
+        observers = Observers(trackers, console.message, watching.progress, profile)
+        loop = Loop(setup, corpus, run, checkpoints, observers)
         step = loop.run(start, stop)
     checkpoints.wait()
+    watching.progress.at(step, Doing.ENDING)
     if checkpoints.failure:
         raise UserError(
             f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "

@@ -17,15 +17,16 @@ from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample import Sampler
 from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.observers import Observers
 from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.progress import Doing
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
-from gregale.services.tracking import Trackers
 from gregale.storage import StoreError
 from gregale.training.state import TrainState
 
@@ -41,12 +42,11 @@ class Loop:
         corpus: Corpus,
         run: RunDirectory,
         checkpoints: Checkpoints,
-        trackers: Trackers,
-        report: Callable[[str], None],
+        observers: Observers,
     ):
-        """`report`: told in one line of what fails and does not end the run."""
         self._setup, self._corpus, self._run = setup, corpus, run
-        self._checkpoints, self._trackers, self._report = checkpoints, trackers, report
+        self._checkpoints, self._observers = checkpoints, observers
+        self._progress, self._profile = observers.progress, observers.profile
         self._trained = {
             method.name: jax.jit(method.trained, compiler_options=setup.compiler_options)
             for method in (setup.psdp, setup.method)
@@ -69,19 +69,26 @@ class Loop:
         traffic = Traffic(self._setup, step, start.replica_bytes)
         consumed = Consumed(config.batch, step, start.examples)
         method = self._setup.method_after(step)
-        take_step = self._setup.stepper(method)
-        log = StepLog(self._setup, self._trackers, traffic, consumed)
+        take_step, compiled = self._setup.stepper(method), step
+        log = StepLog(self._setup, self._observers, traffic, consumed)
         rows = self._setup.batch_axes, self._setup.layout, start.examples
         try:
             with GlobalBatches(self._corpus.train, *rows) as batches:
                 while step < config.steps and not stop.agreed(step):
                     if self._setup.method_after(step) is not method:
+                        self._progress.at(step + 1, Doing.COMPILING)
                         state = converted(self._setup, state, step, method)
                         method = self._setup.method_after(step)
-                        take_step = self._setup.stepper(method)
-                    state, report = take_step(state, next(batches), step + 1)
+                        take_step, compiled = self._setup.stepper(method), step
+                    self._trace(self._profile.begins_with(step + 1), self._profile.begin, log)
+                    self._progress.at(step + 1, Doing.COMPILING if log.done <= compiled else Doing.TRAINING)
+                    with self._profile.step(step + 1):
+                        batch = next(batches)
+                        with self._progress.waiting():  # a device's queue may be full
+                            state, report = take_step(state, batch, step + 1)
                     step += 1
                     log.took(step, report)
+                    self._trace(self._profile.ends_with(step), self._profile.end, log)
                     evaluates, saves = (_is_due(step, each.every) for each in (config.evaluation, config.checkpoint))
                     if step < config.steps and (evaluates or saves):
                         log.catch_up()
@@ -100,23 +107,34 @@ class Loop:
             self._evaluate_and_sample(method, state, step)
         return step
 
+    def _trace(self, is_due: bool, action: Callable[[], None], log: StepLog) -> None:
+        """Begins or ends a trace while the devices have nothing to do; that time does not count."""
+        if is_due:
+            log.catch_up()
+            action()
+            log.restart()
+
     def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic, consumed: Consumed) -> None:
         """Saves in the background."""
+        self._progress.at(step, Doing.SAVING)
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, self._trackers.flush)
+        self._checkpoints.save(
+            step, checkpointed(self._setup, method, state, step), metadata, self._observers.trackers.flush
+        )
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
+        self._progress.at(step, Doing.EVALUATING)
         model = self._trained[method.name](state.method)
         if self._evaluate is not None:
-            self.evaluation = self._evaluate(model, config.evaluation.batches)
+            self.evaluation = self._evaluate(model, config.evaluation.batches, self._progress.still)
         if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
         if self._sampler is not None:
             self._sample(self._sampler, model, step)
         if self.evaluation:
-            self._trackers.log(step, self.evaluation)  # last: with this line a run is complete
+            self._observers.trackers.log(step, self.evaluation)  # last: with this line a run is complete
 
     def _sample(self, sampler: Sampler, model, step: int) -> None:
         samples = self._setup.config.samples
@@ -126,7 +144,7 @@ class Loop:
             try:
                 self._run.write_samples(step, texts)
             except (OSError, StoreError) as error:
-                self._report(f"The samples of step {step} could not be written: {reason(error)}.")
+                self._observers.report(f"The samples of step {step} could not be written: {reason(error)}.")
 
 
 def after_skipping(state: TrainState) -> str:

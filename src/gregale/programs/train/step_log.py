@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.run.setup import Setup
+from gregale.programs.run.utilisation import peak_tokens_per_second
 from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.observers import Observers
 from gregale.programs.train.traffic import Traffic
-from gregale.services.tracking import Rate, Trackers
+from gregale.services.tracking import Rate
 from gregale.training.state import Report
 
 # Steps handed to the device before the oldest one's loss is read: with one there is always a step waiting, and more
@@ -29,13 +31,15 @@ class TooManySkipped(UserError):
 class StepLog:
     """Hands the figures of every logged step to the trackers.
 
+    - `done`: the last step that was read
     - `skipped`: of the steps that were read, how many were skipped, by the replica that skipped most
     """
 
-    def __init__(self, setup: Setup, trackers: Trackers, traffic: Traffic, consumed: Consumed):
-        self._setup, self._trackers, self._traffic, self._consumed = setup, trackers, traffic, consumed
+    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: Consumed):
+        self._setup, self._observers, self._traffic, self._consumed = setup, observers, traffic, consumed
         self._pending: deque[tuple[int, Report]] = deque()
-        self._done = traffic.first_step
+        self._peak = peak_tokens_per_second(setup)
+        self.done = traffic.first_step
         self.skipped = 0
         self._outer: PseudoGradient | None = None  # the last one since the last line, which may have been before now
         everywhere = NamedSharding(setup.layout.mesh, PartitionSpec())
@@ -45,7 +49,7 @@ class StepLog:
 
     def restart(self) -> None:
         """Begins to measure anew, so that time spent on other things does not count."""
-        self._rate = Rate(time.monotonic(), self._done)
+        self._rate = Rate(time.monotonic(), self.done)
 
     def took(self, step: int, report: Report) -> None:
         """Takes the report of a step that was handed to the device."""
@@ -60,9 +64,10 @@ class StepLog:
 
     def _log(self, step: int, report: Report) -> None:
         config = self._setup.config
-        report = jax.device_get(report)
+        with self._observers.progress.waiting():
+            report = jax.device_get(report)
         self._rate.completed(step, config.batch.tokens, time.monotonic())
-        self._done = step
+        self.done = step
         self._outer = report.metrics.outer or self._outer
         self.skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
         check_finite(step, report, config.max_skipped)
@@ -74,11 +79,12 @@ class StepLog:
             "learning_rate": self._setup.learning_rate(step - self.skipped + bool(in_a_row)),
             "tokens": self._consumed.tokens(step),
             "tokens_per_second": self._rate.tokens_per_second,
+            **({"mfu": self._rate.tokens_per_second / self._peak} if self._peak else {}),
             "step_seconds": self._rate.step_seconds,
             **self._traffic.figures(step),
         }
         self._outer = None
-        self._trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))
+        self._observers.trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))
 
 
 def measured(report: Report) -> dict[str, float]:

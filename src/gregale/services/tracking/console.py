@@ -99,6 +99,7 @@ class Console:
         if step == self._first:
             return "  ".join([*begin, f"{_duration(seconds)}, compiling included"] if seconds else begin)
         middle = [f"{speed:,.0f} tokens/s"] if speed else []
+        middle += [f"MFU {mfu:.1%}"] if (mfu := values.get("mfu")) else []
         middle += [_figure(name, values[name]) for name in self._fields if name in values]
         end = [f"ETA {_duration(seconds * max(self._steps - step, 0))}"] if seconds else []
         room = self._rich.width - len("- step ") - _bar_width(self._rich.width) - 1

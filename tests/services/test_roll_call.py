@@ -1,0 +1,147 @@
+"""Processes of a run find one another, in threads of this process."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.services.config import DistributedConfig
+from gregale.services.peers import EXIT_CODE, Peer
+from gregale.services.roll_call import roll_call
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@pytest.fixture
+def joining(port):
+    """`joining(process, processes, seconds)`: a roll call in a thread; a future of the names of its peers."""
+    found: list[Peer] = []
+
+    def names(config: DistributedConfig) -> list[str]:
+        peers = roll_call(config)
+        found.extend(peers)
+        return [re.sub(r" \(.*, pid \d+\)", "", peer.name) for peer in peers]
+
+    def start(process: int, processes: int, seconds: float = 20.0) -> Future[list[str]]:
+        return pool.submit(names, DistributedConfig(f"127.0.0.1:{port}", processes, process, seconds))
+
+    with ThreadPoolExecutor() as pool:
+        yield start
+    for peer in found:
+        peer.connection.close()
+
+
+@contextmanager
+def said(port: int, text: str):
+    """A connection to process 0, as soon as it listens, over which a text was sent."""
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    with closing(connection):
+        connection.sendall(text.encode())
+        connection.settimeout(30)
+        yield connection
+
+
+def heard(connection: socket.socket, word: str) -> str:
+    """What process 0 says, up to a word."""
+    text = b""
+    while word.encode() not in text:
+        received = connection.recv(1024)
+        assert received, text
+        text += received
+    return text.decode()
+
+
+def test_all_come(joining):
+    calls = [joining(process, 3) for process in (2, 1, 0)]
+    *others, first = [call.result(30) for call in calls]
+    assert others == [["process 0"]] * 2
+    assert sorted(first) == ["process 1", "process 2"]
+
+
+def test_who_is_missing_is_said_while_others_wait_and_at_the_end(joining, port, capfd):
+    calls = [joining(process, 4, seconds=2) for process in (0, 2)]
+    for call in calls:
+        with pytest.raises(SystemExit) as ended:
+            call.result(30)
+        assert ended.value.code == EXIT_CODE == 75
+    lines = capfd.readouterr().err.splitlines()
+    late = f"processes 1 and 3 of 4 did not come to 127.0.0.1:{port} within 2 s (distributed.join_seconds)."
+    assert lines[-2:] == [f"gregale: error: {late}"] * 2, "both say it"
+    waits = re.compile(r"gregale: waiting for processes 1(, 2)? and 3 of 4, \d s so far, 2 s at most")
+    assert 5 <= sum(waits.match(line) is not None for line in lines) <= 10
+
+
+def test_process_0_is_missing(joining, port, capfd):
+    with pytest.raises(SystemExit):
+        joining(1, 2, seconds=1).result(30)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"gregale: error: process 0 did not answer at 127.0.0.1:{port} (")
+    assert "refused" in last
+
+
+def test_one_that_was_lost_is_missing_until_it_comes_again(joining, port):
+    first = joining(0, 4)
+    with said(port, "join 2 4 97 here\n") as waits:
+        with said(port, "join 1 4 98 there\n"):
+            heard(waits, "missing process 3 of 4\n")
+        heard(waits, "missing processes 1 and 3 of 4\n")
+        others = [joining(process, 4) for process in (1, 3)]
+        assert sorted(first.result(30)) == ["process 1", "process 2", "process 3"]
+        assert [other.result(30) for other in others] == [["process 0"]] * 2
+
+
+def test_a_stranger_is_sent_away(joining, port):
+    first = joining(0, 2)
+    with said(port, "GET / HTTP/1.1\r\n\r\n") as odd, said(port, "") as silent, said(port, "x" * 2000) as endless:
+        assert odd.recv(1) == b""
+        assert endless.recv(1) == b""
+        assert joining(1, 2).result(30) == ["process 0"]
+        assert silent.recv(1) == b"", "nobody is heard any more"
+    assert first.result(30) == ["process 1"]
+
+
+def test_two_with_one_number_are_told(joining, port):
+    first = joining(0, 3)
+    with said(port, "join 1 3 98 here\n") as older:
+        heard(older, "missing process 2 of 3")
+        newer = joining(1, 3)
+        told = heard(older, "the coordinator's address.\n")
+        assert "no distributed.process is 1 for two processes, this one and process 1 (" in told
+        late = joining(2, 3)
+        assert sorted(first.result(30)) == ["process 1", "process 2"]
+        assert newer.result(30) == late.result(30) == ["process 0"]
+
+
+def test_another_number_of_processes_is_a_mistake(joining):
+    first, wrong = joining(0, 2), joining(1, 3)
+    with pytest.raises(UserError, match=r"distributed\.processes 3, and process 0 has 2; give all .* the same"):
+        wrong.result(30)
+    assert joining(1, 2).result(30) == ["process 0"]
+    assert first.result(30) == ["process 1"]
+
+
+def test_a_port_that_is_taken_is_waited_for(joining, port, capfd):
+    with socket.create_server(("", port)), pytest.raises(SystemExit):
+        joining(0, 2, seconds=1).result(30)
+    assert f"port {port} of this host, which another program holds" in capfd.readouterr().err
+
+
+def test_a_port_that_nobody_may_take():
+    with pytest.raises(UserError, match=r"cannot listen at port 99999 .*; give a port from 1024 to 65535"):
+        roll_call(DistributedConfig("127.0.0.1:99999", 2, 0))
