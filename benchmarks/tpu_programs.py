@@ -3,8 +3,8 @@
     python benchmarks/tpu_programs.py --rows rows.json                                  # memory and traffic of all rows
     python benchmarks/tpu_programs.py --rows rows.json --until code --sizes 8b --lengths 8192    # and seconds, of some
 
-Each row is a run of `gregale plan` with two sequences a chip and step, one at a time. `before`: attention by XLA and no
-options of the compiler, with `remat: full`. `now`: the defaults, with the first of `POLICIES` that fits. A row takes
+Each row is a run of `gregale plan` with two sequences a chip and step, one at a time. `before`: attention by XLA, plain rules of
+differentiation and no options of the compiler, with `remat: full`. `now`: the defaults, with the first of `POLICIES` that fits. A row takes
 ten seconds of a processor until its memory is known, and a hundred until its code is there. Rows are kept in `--rows`
 and not compiled again; the table is made of all that are there.
 """
@@ -109,16 +109,17 @@ def figures(report: dict[str, Any], remat: str) -> dict[str, Any]:
         "remat": remat,
         "fits": report["fits"],
         "peak": report["memory"]["peak"],
+        "closed_form": report["memory"]["closed_form"],
         "synchronous": sum(each["bytes"] - each["asynchronous"] for each in overlap),
         "estimate": report["estimate"],
     }
 
 
 def before(row: Row, until: str, folder: Path) -> dict[str, Any]:
-    """With what there was before."""
+    """With what there was before: of all that is chosen for TPUs nothing."""
     off = [f"--compute.compiler_options.{name}=false" for name in DEFAULTS.get(KINDS[row.chip], ())]
-    remat = ["--compute.remat", "full", "--compute.attention", "xla"]
-    return figures(planned(row, until, folder, *remat, *off), "full")
+    plain = ["--compute.remat", "full", "--compute.attention", "xla", "--compute.rules", "plain"]
+    return figures(planned(row, until, folder, *plain, *off), "full")
 
 
 def now(row: Row, until: str, folder: Path) -> dict[str, Any]:
