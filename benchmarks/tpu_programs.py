@@ -3,10 +3,10 @@
     python benchmarks/tpu_programs.py --rows rows.json                                  # memory and traffic of all rows
     python benchmarks/tpu_programs.py --rows rows.json --until code --sizes 8b --lengths 8192    # and seconds, of some
 
-Each row is a run of `gregale plan` with two sequences a chip and step, one at a time. `before`: attention by XLA and no
-options of the compiler, with `remat: full`. `now`: the defaults, with the first of `POLICIES` that fits. A row takes
-ten seconds of a processor until its memory is known, and a hundred until its code is there. Rows are kept in `--rows`
-and not compiled again; the table is made of all that are there.
+Each row is a run of `gregale plan` with two sequences a chip and step, one at a time. `before`: attention by XLA, plain
+rules of differentiation and no options of the compiler, with `remat: full`. `now`: the defaults, with the first of
+`POLICIES` that fits. A row takes ten seconds of a processor until its memory is known, and a hundred or two until its
+code is there. Rows are kept in `--rows` and not compiled again; the table is made of all that are there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ TOPOLOGIES = {  # of one slice
     "v5p": {"1b": "2x2x4", "3b": "2x4x4", "8b": "4x4x4", "70b": "4x8x8"},
 }
 KINDS = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"}
+UNSET = {
+    "xla_tpu_scoped_vmem_limit_kib": {"v5e": 16384, "v6e": 32768, "v5p": 16384}
+}  # what the compiler takes by itself
 LENGTHS = (4096, 8192, 32768)
 POLICIES = ("context", "full", "offload")
 MICROBATCHES = 2
@@ -109,16 +112,18 @@ def figures(report: dict[str, Any], remat: str) -> dict[str, Any]:
         "remat": remat,
         "fits": report["fits"],
         "peak": report["memory"]["peak"],
+        "closed_form": report["memory"]["closed_form"],
         "synchronous": sum(each["bytes"] - each["asynchronous"] for each in overlap),
         "estimate": report["estimate"],
     }
 
 
 def before(row: Row, until: str, folder: Path) -> dict[str, Any]:
-    """With what there was before."""
-    off = [f"--compute.compiler_options.{name}=false" for name in DEFAULTS.get(KINDS[row.chip], ())]
-    remat = ["--compute.remat", "full", "--compute.attention", "xla"]
-    return figures(planned(row, until, folder, *remat, *off), "full")
+    """With what there was before: of all that is chosen for TPUs nothing."""
+    options = {name: UNSET.get(name, {}).get(row.chip, "false") for name in DEFAULTS.get(KINDS[row.chip], {})}
+    off = [f"--compute.compiler_options.{name}={value}" for name, value in options.items()]
+    plain = ["--compute.remat", "full", "--compute.attention", "xla", "--compute.rules", "plain"]
+    return figures(planned(row, until, folder, *plain, *off), "full")
 
 
 def now(row: Row, until: str, folder: Path) -> dict[str, Any]:

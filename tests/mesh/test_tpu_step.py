@@ -137,7 +137,7 @@ def test_the_embeddings_rows_are_exchanged(plan):
 
 
 def test_attention_is_a_kernel_on_each_devices_heads(plan):
-    assert kernels_of(plan.setup) == {"rules": "plain", "attention": "splash", "embedding": "rows"}
+    assert kernels_of(plan.setup) == {"rules": "tpu", "attention": "splash", "embedding": "rows"}
     kernels = [
         instruction
         for computation in parse(plan.step.text).computations.values()

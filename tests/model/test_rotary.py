@@ -12,6 +12,7 @@ from haliax import Axis
 from gregale.model.config import LlamaConfig, RotaryScaling
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.rotary import frequencies, rotate
 from tests.model import oracle
 
@@ -37,7 +38,7 @@ def test_llama_3_stretches_only_long_waves():
     assert ((scaled < plain) & (scaled > plain / 8))[~short & ~long].all()
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, cpu_kernels()], ids=["plain", "cpu"])
+@pytest.mark.parametrize("kernels", [PLAIN, cpu_kernels(), tpu_kernels()], ids=["plain", "cpu", "tpu"])
 def test_rotation_is_a_complex_product(kernels):
     Position, Heads, HeadSize = Axis("position", 5), Axis("heads", 3), Axis("head_size", 8)
     x = np.random.default_rng(0).standard_normal((5, 3, 8), dtype=np.float32)

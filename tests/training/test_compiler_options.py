@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program for devices t
 
 @pytest.mark.parametrize(
     ("topology", "count", "kind"),
-    [("v5e:2x2", 3, "TPU v5 lite"), ("v6e:2x2", 9, "TPU v6 lite"), ("v5p:2x2x1", 9, "TPU v5")],
+    [("v5e:2x2", 4, "TPU v5 lite"), ("v6e:2x2", 10, "TPU v6 lite"), ("v5p:2x2x1", 10, "TPU v5")],
 )
 def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, kind):
     target = topology_target(topology, 1, None)
@@ -29,7 +29,7 @@ def test_each_family_has_its_own_and_its_compiler_takes_them(topology, count, ki
     mesh = Mesh(np.array(target.devices), "data")
     assert len(compiler_options({}, mesh) or {}) == count
     name, value = "xla_tpu_scoped_vmem_limit_kib", 50000
-    given = {name: value, **dict.fromkeys(DEFAULTS[kind], False)}
+    given = {**dict.fromkeys(DEFAULTS[kind], False), name: value}
     assert compiler_options(given, mesh) == given, "what is given goes first"
     check_compiler_options(compiler_options({name: value}, mesh) or {}, mesh)
     with pytest.raises(

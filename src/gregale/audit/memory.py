@@ -127,7 +127,7 @@ def saved_bytes(step: StepShape) -> int:
     With `none` that is everything that JAX differentiates: gate, up, and four products of them; four arrays of the
     residual stream's width, and four more in float32 around its norms, as around those of queries and keys; and the
     weights, if they are gathered by layer.
-    The CPU's rules keep three and four of these, and no scores.
+    Rules of a platform's own keep three for the four products; the CPU's no float32 around norms, and no scores.
     """
     narrow, tokens, model = step.compute_bytes, step.tokens, step.mesh["model"]
     heads, keys = (count * step.head_size // model for count in (step.heads, step.kv_heads))
@@ -143,13 +143,14 @@ def saved_bytes(step: StepShape) -> int:
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else _a_layer(step) * narrow
     attention = tokens * (2 * heads + 2 * keys) * narrow
-    if step.rules:
-        return weights + attention + 4 * stream + 3 * tokens * step.mlp * narrow
+    wide = (6 if step.rules == "plain" else 3) * tokens * step.mlp * narrow
+    if step.rules == "cpu":
+        return weights + attention + 4 * stream + wide
     norms = 4 * tokens * step.embed * FLOAT32
     if any({axis.name for axis in weight.axes} == {LAYERS, "head_size"} for weight in step.weights):
         norms += tokens * (heads + keys) * (2 * FLOAT32 + narrow)
     scores = (FLOAT32 + narrow) * _scores(step)
-    return weights + attention + 4 * stream + norms + 6 * tokens * step.mlp * narrow + scores
+    return weights + attention + 4 * stream + norms + wide + scores
 
 
 def _a_layer(step: StepShape) -> int:

@@ -79,7 +79,7 @@ class StepShape:
         loss_block: tokens whose logits are held at a time.
         unrolled: no loop over layers is left.
         scores: attention holds its scores; a kernel does not.
-        rules: the CPU's rules of differentiation, which save less than JAX does.
+        rules: whose rules of differentiation (`Kernels.rules`); a platform's own save less than JAX does.
         window: keys that a query sees at most; None: all before it.
         pipeline: of the layers; None: they are scanned.
     """
@@ -99,7 +99,7 @@ class StepShape:
     loss_block: int
     unrolled: bool = False
     scores: bool = True
-    rules: bool = False
+    rules: str = "plain"
     window: int | None = None
     pipeline: PipelineShape | None = None
 

@@ -43,7 +43,5 @@ def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: K
     shared = [axis for axis in others if axis in positions.axes]
     sizes = [axis.size if axis in shared else 1 for axis in others]
     angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency
-    cos, sin = kernels.cos_sin(angle)
-    low, high = jnp.split(x.rearrange((..., HeadSize)).array.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return hax.named(turned.astype(x.dtype), (*others, HeadSize)).rearrange(x.axes)
+    turned = kernels.rotate(x.rearrange((..., HeadSize)).array, angle)
+    return hax.named(turned, (*others, HeadSize)).rearrange(x.axes)

@@ -14,6 +14,7 @@ from gregale.model.kernels.gpu import cudnn
 from gregale.model.kernels.kernels import Attend, Kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
+from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.kernels.tpu.splash import Splash
 
 
@@ -75,12 +76,12 @@ def _off_cudnn(task: Task) -> str | None:
 
 
 def _off_rules(task: Task) -> str | None:
-    return None if _own_rules(task) else "it is one of the CPU's rules of differentiation"
+    if task.platform == "cpu" and task.rules == "auto":
+        return None
+    return "it is one of the CPU's rules of differentiation"
 
 
-def _own_rules(task: Task) -> bool:
-    return task.platform == "cpu" and task.rules == "auto"
-
+OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_kernels}  # of platforms
 
 # Fastest first. `blocked` is not asked for by name: it is one of the rules (`compute.rules`).
 FORMS = {
@@ -102,7 +103,7 @@ def kernels_for(task: Task, attention: str) -> Kernels:
     form = FORMS[name]
     if (misfit := form.misfit(task)) is not None:
         raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
-    rules = cpu_kernels() if _own_rules(task) else PLAIN
+    rules = OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
     return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
 
 

@@ -43,7 +43,8 @@ class Kernels:
     - `swiglu(gate, up)`: silu(gate) * up
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
-    - `cos_sin(angle)`: cosine and sine of angles in radians, float32
+    - `rotate(x, angle)`: channel pairs (i, i + half) of the last axis turned by `angle` [..., half], float32 radians
+      that broadcast to the other axes of `x`; computed in float32, in the dtype of `x`
     - `opaque`: attention is a kernel, which the partitioner cannot split: it has to be run on each device's own rows
       and heads (`Execution.attend` does)
     - `attend`: causal self-attention; the single queries of generation have a form of their own, `Cache.attend`
@@ -55,5 +56,5 @@ class Kernels:
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
-    cos_sin: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    rotate: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Attend

@@ -20,6 +20,15 @@ def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
     return hax.nn.silu(gate) * up
 
 
+def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s with s = sigmoid(gate), times `by_output`.
+
+    What is given is float32, and what is computed.
+    """
+    sigmoid = jax.nn.sigmoid(gate)
+    return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
+
+
 def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
     """Haliax's own broadcasts the root and the weight to the shape of `x` before it multiplies by them.
 
@@ -30,8 +39,14 @@ def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
     return NamedArray((exact * inverse).astype(x.dtype) * weight.array.astype(x.dtype), x.axis_names)
 
 
-def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.cos(angle), jnp.sin(angle)
+def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
+    return turned(x, jnp.cos(angle), jnp.sin(angle))
+
+
+def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """`Kernels.rotate` with the angles' cosines and sines."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
 def attend(q, k, v, segments: jax.Array | None, window: int | None) -> jax.Array:
@@ -50,6 +65,6 @@ PLAIN = Kernels(
     project=project,
     swiglu=swiglu,
     rms_norm=rms_norm,
-    cos_sin=cos_sin,
+    rotate=rotate,
     attend=attend,
 )

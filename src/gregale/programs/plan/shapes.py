@@ -61,7 +61,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         loss_block=compute.loss_block,
         unrolled=run.unroll >= model.layers,
         scores=not run.kernels.opaque,
-        rules=run.kernels.rules != "plain",
+        rules=run.kernels.rules,
         window=model.sliding_window,
         pipeline=pipeline_shape(setup),
     )

@@ -26,14 +26,15 @@ def small_blocks(monkeypatch):
     """Several blocks a row, in rows that are short enough to be interpreted."""
     monkeypatch.setattr(sizes, "ROWS", 128)
     monkeypatch.setattr(sizes, "FEWEST_IN_WINDOW", 128)
-    monkeypatch.setattr(sizes, "FUSED_UP_TO", 300)
+    monkeypatch.setattr(sizes, "FUSED_UP_TO", 600)
 
 
-# length, window, (heads, kv_heads), head_size, packed, dtype; beyond 300 tokens with a split backward pass.
+# length, window, (heads, kv_heads), head_size, packed, dtype; beyond 600 tokens with a split backward pass.
 CASES = {
     "odd": (131, None, (1, 1), 136, False, jnp.float32),
     "grouped": (256, None, (4, 2), 16, True, jnp.float32),
-    "split": (384, 200, (2, 1), 8, True, jnp.float32),
+    "split": (640, 200, (2, 1), 8, True, jnp.float32),
+    "paired": (500, None, (2, 1), 8, True, jnp.float32),
     "bfloat16": (250, 70, (2, 1), 8, True, jnp.bfloat16),
 }
 
@@ -55,16 +56,19 @@ def test_attention(small_blocks, length, window, heads, head_size, packed, dtype
 @pytest.mark.parametrize(
     ("kind", "length", "window", "expected"),
     [
-        (V5E, 8192, None, Blocks(8192, 1024, 512, fused=True)),
-        (V6E, 8192, None, Blocks(8192, 2048, 512, fused=True)),
-        (V6E, 4096, None, Blocks(4096, 1024, 512, fused=True)),
-        (V5E, 32768, None, Blocks(32768, 1024, 512, fused=False)),
-        (V6E, 32768, 4096, Blocks(32768, 2048, 512, fused=False)),
-        (V5E, 8192, 600, Blocks(8448, 768, 384, fused=True)),
-        (V5E, 8192, 3, Blocks(8192, 512, 512, fused=True)),
-        (V5E, 1500, None, Blocks(1536, 768, 384, fused=True)),
-        (V5E, 1, None, Blocks(128, 128, 128, fused=True)),
-        (V5E, 200, None, Blocks(256, 256, 256, fused=True)),
+        (V5E, 8192, None, Blocks(8192, 1024, 512, 2048, fused=True)),
+        (V6E, 8192, None, Blocks(8192, 2048, 512, 2048, fused=True)),
+        (V6E, 4096, None, Blocks(4096, 1024, 512, 2048, fused=True)),
+        (V5E, 7168, None, Blocks(7168, 1024, 512, 1024, fused=True)),
+        (V5E, 2048, None, Blocks(2048, 1024, 512, 1024, fused=True)),
+        (V5E, 32768, None, Blocks(32768, 1024, 512, 1024, fused=False)),
+        (V6E, 32768, 4096, Blocks(32768, 2048, 512, 2048, fused=False)),
+        (V5E, 8192, 4096, Blocks(8192, 1024, 512, 1024, fused=True)),
+        (V5E, 8192, 600, Blocks(8448, 768, 384, 768, fused=True)),
+        (V5E, 8192, 3, Blocks(8192, 512, 512, 512, fused=True)),
+        (V5E, 1500, None, Blocks(1536, 768, 384, 768, fused=True)),
+        (V5E, 1, None, Blocks(128, 128, 128, 128, fused=True)),
+        (V5E, 200, None, Blocks(256, 256, 256, 256, fused=True)),
     ],
 )
 def test_blocks_by_chip_length_and_window(kind, length, window, expected):
@@ -74,7 +78,7 @@ def test_blocks_by_chip_length_and_window(kind, length, window, expected):
 @pytest.mark.parametrize(("kind", "size"), [(V5E, 512), (V6E, 1024)])
 def test_blocks_of_wide_heads_are_half_as_long(kind, size):
     """With 1,024 rows the backward kernel of v5e takes 16.6 of 16 MiB of vector memory."""
-    assert blocks_for(kind, 16384, None, 256) == Blocks(16384, size, 512, fused=False)
+    assert blocks_for(kind, 16384, None, 256) == Blocks(16384, size, 512, size, fused=False)
     assert blocks_for(kind, 16384, None, 128).size == 2 * size
 
 
@@ -83,5 +87,6 @@ def test_blocks_take_any_length_and_little_is_filled_up(window):
     for length in [*range(1, 400, 7), *range(400, 40_000, 1237)]:
         found = blocks_for(V5E, length, window)
         assert found.length % found.size == found.size % found.compute == found.compute % sizes.LANES == 0
+        assert found.length % found.backward == found.backward % found.size == 0
         assert length <= found.length
         assert found.length - length < 2 * sizes.LANES * (length // found.size + 1)

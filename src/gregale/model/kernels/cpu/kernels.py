@@ -5,7 +5,7 @@ from __future__ import annotations
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
-from gregale.model.kernels.cpu.rotary import cos_sin
+from gregale.model.kernels.cpu.rotary import rotate
 from gregale.model.kernels.cpu.swiglu import swiglu
 from gregale.model.kernels.kernels import Kernels
 
@@ -18,6 +18,6 @@ def cpu_kernels() -> Kernels:
         project=project,
         swiglu=swiglu,
         rms_norm=rms_norm,
-        cos_sin=cos_sin,
+        rotate=rotate,
         attend=attend,
     )

@@ -1,4 +1,4 @@
-"""The angles of rotary embeddings, whose cosines are computed once."""
+"""Rotary embeddings, whose cosines are computed once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from gregale.model.kernels import plain
 
 
-def cos_sin(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each goes through a product with the identity matrix, which is exact.
+def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
+    """The cosines and sines go through a product with the identity matrix, which is exact.
 
     XLA:CPU fuses a cosine into whatever uses it, barriers notwithstanding, and computes it again there for every head,
     in every layer, forward and backward. A product it does not fuse, and equal products of several layers are one.
     """
     identity = jnp.eye(angle.shape[-1], dtype=angle.dtype)
-    cos, sin = (jnp.dot(x, identity, precision=jax.lax.Precision.HIGHEST) for x in plain.cos_sin(angle))
-    return cos, sin
+    cos, sin = (jnp.dot(f(angle), identity, precision=jax.lax.Precision.HIGHEST) for f in (jnp.cos, jnp.sin))
+    return plain.turned(x, cos, sin)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from gregale.model.kernels.plain import swiglu_gradients
+
 
 def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
     return NamedArray(_swiglu(gate.array, up.rearrange(gate.axes).array), gate.axis_names)
@@ -21,11 +23,8 @@ def _swiglu_forward(gate, up):
 
 
 def _swiglu_backward(saved, cotangent):
-    """d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s with s = sigmoid(gate), in float32."""
-    gate, up, by_output = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*saved, cotangent)))
-    sigmoid = jax.nn.sigmoid(gate)
-    by_gate = by_output * up * sigmoid * (1 + gate * (1 - sigmoid))
-    by_up = by_output * gate * sigmoid
+    exact = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*saved, cotangent)))
+    by_gate, by_up = swiglu_gradients(*exact)
     return jax.lax.optimization_barrier((by_gate.astype(saved[0].dtype), by_up.astype(saved[1].dtype)))
 
 

@@ -13,6 +13,10 @@ ROWS = 1024
 LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
 LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more of what the mask hides than they save
 
+# Keys of a block in the fused backward pass, which gives a gradient by queries for each of them, to be added up after.
+# Fewer and larger ones mean fewer of these; beyond this more is computed of what the mask hides than that saves.
+BACKWARD_KEYS = 2048
+
 LARGEST_HEAD_SIZE = 256  # with which these blocks fit, in bfloat16 and in float32
 
 FUSED_UP_TO = 8192  # tokens; the fused backward pass keeps a dq for each block of keys: 8 GiB at 32k of an 8B model
@@ -26,12 +30,14 @@ class Blocks:
     - `length`: tokens of a row, filled up to whole blocks
     - `size`: tokens of a block, of queries and of keys
     - `compute`: keys of a block that are computed with at a time
+    - `backward`: keys of a block in the backward pass
     - `fused`: the backward pass computes dq together with dk and dv
     """
 
     length: int
     size: int
     compute: int
+    backward: int
     fused: bool
 
 
@@ -39,18 +45,22 @@ def blocks_for(device_kind: str, length: int, window: int | None, head_size: int
     """The blocks for rows of `length` tokens on a chip, all of one size and as few as the most rows allow.
 
     Blocks are as even as their multiples allow, so that little is filled up, and hardly longer than a window. They are
-    half as long for heads that take more than one row of lanes.
+    half as long for heads that take more than one row of lanes. In a fused backward pass without a window two of them
+    are one block of keys, where they are small enough, even in number, and four at least.
     """
     most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
+    most_keys = BACKWARD_KEYS
     if head_size > LANES:
-        most //= 2
+        most, most_keys = most // 2, most_keys // 2
     if window is not None:
         most = min(most, max(FEWEST_IN_WINDOW, _up(window, 2 * LANES)))
     count = -(-length // most)
     size = -(-length // count)
     size = _up(size, LANES if size <= COMPUTED[0] else 2 * LANES)
     compute = next(keys for keys in COMPUTED if size % keys == 0)
-    return Blocks(-(-length // size) * size, size, compute, fused=length <= FUSED_UP_TO)
+    count, fused = -(-length // size), length <= FUSED_UP_TO
+    paired = fused and window is None and count >= 4 and count % 2 == 0 and 2 * size <= most_keys
+    return Blocks(count * size, size, compute, 2 * size if paired else size, fused)
 
 
 def _up(size: int, multiple: int) -> int:

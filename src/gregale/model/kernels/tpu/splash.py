@@ -66,7 +66,7 @@ def _kernel(blocks: Blocks, heads: int, window: int | None, interpret: bool):
             block_kv=size,
             block_kv_compute=compute,
             block_q_dkv=size,
-            block_kv_dkv=size,
+            block_kv_dkv=blocks.backward,
             block_kv_dkv_compute=compute,
             block_q_dq=None if blocks.fused else size,
             block_kv_dq=None if blocks.fused else size,

@@ -1,0 +1,47 @@
+"""The TPU's rules of differentiation against the plain form, and what they leave of it in a program."""
+
+from __future__ import annotations
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.model.config import LlamaConfig
+from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.model.rotary import rotate
+from tests.model.kernels.forms import assert_equal
+
+TPU = tpu_kernels()
+Batch, Position, Heads, HeadSize = Axis("batch", 2), Axis("position", 6), Axis("heads", 3), Axis("head_size", 8)
+
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+
+
+@each_dtype
+def test_swiglu(dtype):
+    gate, up = (4 * hax.random.normal(jax.random.key(seed), (Batch, Position, HeadSize)) for seed in (0, 1))
+    assert_equal(lambda kernels: kernels.swiglu, TPU, (gate, up.rearrange((HeadSize, Batch, Position))), dtype)
+
+
+@each_dtype
+def test_rotation(dtype):
+    """Also of positions that differ from row to row, and with heads before positions."""
+    config = LlamaConfig(heads=3, kv_heads=3, hidden=24)
+    x = hax.random.normal(jax.random.key(0), (Batch, Heads, Position, HeadSize))
+    places = hax.random.randint(jax.random.key(1), (Batch, Position), 0, 9000)
+
+    def form(kernels):
+        return lambda x: rotate(x, places, config, kernels)
+
+    assert_equal(form, TPU, (x,), dtype)
+
+
+def test_rotation_rounds_once():
+    """The swap is exact: what is turned is what float32 makes of it, rounded."""
+    x = jax.random.normal(jax.random.key(0), (16, 8)).astype(jnp.bfloat16)
+    angle = jax.random.uniform(jax.random.key(1), (16, 4), maxval=100.0)
+    exact = TPU.rotate(x.astype(jnp.float32), angle)
+    np.testing.assert_array_equal(TPU.rotate(x, angle), exact.astype(jnp.bfloat16))
