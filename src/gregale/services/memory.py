@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 # The numbers of glibc's malloc.h: parameter -> value. Few arenas, grown by 64 MiB at least and never cut; nothing is
 # mapped apart, since what is mapped apart is unmapped when it is freed. Only the main arena keeps everything: each of
-# the others gives back what of it is free in one piece. But with one arena alone, its lock is what threads wait for once
-# compiling has left it in many pieces: eight simulated devices took twice as long in a process that had compiled.
+# the others gives back what of it is free in one piece. But with one arena, its lock is what threads wait for once
+# compiling has left it in pieces: eight simulated devices took twice as long in a process that had compiled.
 OPTIONS = {-8: 4, -4: 0, -1: 2**31 - 1, -2: 64 << 20}  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
 
 
