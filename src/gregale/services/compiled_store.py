@@ -6,9 +6,9 @@ not there. JAX keeps programs in whatever `etils.epath` has a class for, so this
 
     jax.config.update("jax_compilation_cache_dir", kept_in(Mirror(folder, place("gs://bucket/programs"))))
 
-By itself JAX writes programs in process 0 alone, for the sake of file systems that do not like to be written to by many.
-Where hosts have disks of their own, all others would compile at every start; so `let_every_process_write`. Files come
-into the folder by a rename here, so that it may be shared.
+By itself JAX writes programs in process 0 alone, for the sake of file systems that do not like to be written to by
+many. Where hosts have disks of their own, all others would compile at every start; so `let_every_process_write`. Files
+come into the folder by a rename here, so that it may be shared.
 
 A store that fails is not asked again, and never ends a run: programs are compiled, and kept in the folder.
 
