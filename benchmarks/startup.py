@@ -3,8 +3,8 @@
     python benchmarks/startup.py [--rounds 3] [--source PATH]
 
 The first start of a round finds an empty folder and an empty cache directory; the second one finds the text encoded and
-the programs compiled; the third one goes on from a checkpoint of the second one's run. Seconds of the wall and, in
-brackets, of the processor (all threads): medians over the rounds. And how many programs were compiled, and how many read.
+the programs compiled; the third one goes on from a checkpoint, too. Seconds of the wall and, in brackets, of the
+processor (all threads): medians over the rounds. And how many programs were compiled, and how many read.
 
 - `--source`: the `src` of another version, to compare with
 """

@@ -182,7 +182,7 @@ def test_a_part_is_read_in_blocks(source, tmp_path, monkeypatch):
     (task,) = make_tasks(TextSource(files=(f"{tmp_path}/text/11.txt",)))
     monkeypatch.setattr(parts, "PIECE_BYTES", 16)
     monkeypatch.setattr(parts, "PIECES_AT_ONCE", 3)
-    parts.encode_part(task, BYTES.to_json(), tmp_path)
+    parts.encode_part(task, BYTES, tmp_path)
     seal = read_seal(tmp_path, 0)
     blocks = list(read_part(tmp_path, 0, seal))
     assert set(map(len, blocks[:-1])) == {48}

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gregale.data.stream import DocumentStream
+from gregale.data.stream import Stream
 
 READ_TOKENS = 1 << 22
 
 
 def bigram_bits_per_byte(
-    training: Iterable[DocumentStream],
-    held_out: Iterable[DocumentStream],
+    training: Iterable[Stream],
+    held_out: Iterable[Stream],
     token_bytes: np.ndarray,
     cross_documents: bool = False,
 ) -> float:
@@ -54,7 +54,7 @@ def bigram_bits_per_byte(
     return float(min(bits) / (times * token_bytes[target]).sum())
 
 
-def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
+def unique_pairs(streams: Iterable[Stream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
     """The pairs of some streams, coded as first * vocabulary + second and sorted, and how often each occurs."""
     codes, counts = [], []
     for stream in streams:
@@ -66,7 +66,7 @@ def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool
     return scored, np.bincount(places, np.concatenate(counts))
 
 
-def read_pairs(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def read_pairs(stream: Stream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Blocks of neighbouring tokens (first, second), int64 [pair] each."""
     for start in range(0, len(stream) - 1, READ_TOKENS):
         tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))

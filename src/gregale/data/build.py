@@ -85,20 +85,26 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers
 
 def build(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> None:
     """Does this process's share in building a store; returns when it is complete."""
+    with sharing(source, tokenizer, folder, workers, report) as share:
+        tasks, parts = make_tasks(source.config), parts_of(folder)
+        while not is_complete(folder):
+            share.encode(lambda: is_complete(folder))
+            share.finish(lambda: put_together(tasks, tokenizer, parts, folder, report), lambda: is_complete(folder))
+
+
+@contextmanager
+def sharing(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> Iterator[Share]:
+    """This process's share in building a store; see `build_store`."""
     tasks, parts = make_tasks(source.config), parts_of(folder)
     with usable(folder.parent):
         parts.mkdir(parents=True, exist_ok=True)
     crew = Crew(parts)
     try:
         write_bytes(parts / SOURCE_NAME, json.dumps({"source": source.config.identity()}).encode())
-        most = workers if len(tasks) > 1 else 1
-        with crew, Workers(most, tokenizer.to_json(), parts) as encoders:
+        with crew, Workers(workers if len(tasks) > 1 else 1, tokenizer, parts) as encoders:
             if any(map(crew.is_parent, crew.look())):
                 raise UserError(f"{folder}: the parent process builds it. {UNGUARDED}")  # it would wait for ever
-            share = Share(source.name, tasks, parts, crew, encoders, report)
-            while not is_complete(folder):
-                share.encode(most, lambda: is_complete(folder))
-                share.finish(lambda: put_together(tasks, tokenizer, parts, folder, report), lambda: is_complete(folder))
+            yield Share(source.name, tasks, parts, crew, encoders, report)
     except OSError as error:
         if is_complete(folder):  # and who completed it has removed the parts
             return

@@ -2,42 +2,39 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from gregale.data.assembly import in_words
-from gregale.data.build import Cache, NamedSource, build_store, once, skipped_in
+from gregale.data.build import Cache, NamedSource, build_store, skipped_in
 from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
+from gregale.data.late import Parts, open_parts
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
+from gregale.data.order import PART_FORMAT, LateExamples, Split, WholeStreams, content_of, training_by_parts
 from gregale.data.progress import Report, silent
-from gregale.data.sources import SourceConfig
+from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, json_sha256
-from gregale.data.stream import DocumentStream
+from gregale.data.stream import DocumentStream, Stream
 from gregale.data.tokenizers import (
-    SAVED_NAME,
     BpeConfig,
     BytesConfig,
-    BytesTokenizer,
-    FileConfig,
     Tokenizer,
     TokenizerConfig,
-    load_tokenizer,
-    save_tokenizer,
-    tokenizer_from_file,
-    train_bpe,
 )
-from gregale.data.training_texts import naming, training_texts
+from gregale.data.training_texts import make_tokenizer, naming
 from gregale.errors import UserError
 from gregale.files import user_cache
-from gregale.settings import Fixed, Range, Settings, above, at_least, check_path, whole
+from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
 from gregale.storage import place
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
+WHOLE, PARTS = ORDERS = ("whole", "parts")
 SOURCES, VALIDATION = "sources", "validation"
 
 
@@ -62,7 +59,7 @@ class DataConfig(Settings):
     held_out: float = field(
         default=0.02,
         metadata={
-            "help": "share kept for evaluation; 0: nothing",
+            "help": "share kept to evaluate; 0: nothing",
             "range": Range(0, 1, below=True),
             "aliases": ("val_split", "validation_split", "val_fraction", "eval_fraction", "test_size"),
             "fixed": Fixed("what would be held out now has been trained on"),
@@ -74,16 +71,12 @@ class DataConfig(Settings):
         default_factory=list,
         metadata={"help": "for each DiLoCo replica its own weights", "range": at_least(0), "fixed": ORDER},
     )
-    cache: str = field(
-        default="cache", metadata={"help": "folder for tokenized text, reused by later runs; or gs://..., s3://..."}
+    cache: str = field(default="cache", metadata={"help": "folder or URL; tokenized text for later runs"})
+    local_cache: str = field(default=AUTO, metadata={"help": "of pieces read of a URL; auto: ~/.cache/gregale"})
+    order: str = field(
+        default=WHOLE,
+        metadata={"help": "shuffle all, or by parts as they are ready", "choices": ORDERS, "fixed": ORDER},
     )
-    local_cache: str = field(
-        default=AUTO,
-        metadata={
-            "help": "folder on each host's own disk for what it reads of a cache in a store; auto: ~/.cache/gregale"
-        },
-    )
-    local_cache_gb: float = field(default=50.0, metadata={"help": "most GB in local_cache", "range": above(0)})
     workers: int = field(
         default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}
     )
@@ -93,6 +86,16 @@ class DataConfig(Settings):
         for key in ("cache", "local_cache"):
             check_path(key, getattr(self, key))
         check_mixtures(self.replica_mixtures, self.sources)
+        if self.order == PARTS and self.replica_mixtures:
+            raise UserError(
+                "data.order: parts, and data.replica_mixtures cuts a source by its whole length, which is not known "
+                "before all of it is tokenized. Leave one of them out."
+            )
+        if self.order == PARTS and isinstance(self.tokenizer, BpeConfig):
+            raise UserError(
+                "data.order: parts begins to train before all of the text is read, and data.tokenizer: bpe is trained "
+                "on all of it. Give a tokenizer that is there: save this one's tokenizer.json and use type file."
+            )
         for name, source in self.validation.items():
             if source.weight != 1:
                 raise UserError(
@@ -103,7 +106,7 @@ class DataConfig(Settings):
     def token_cache(self) -> Cache:
         """Where the token stores lie; raises `UserError` for the URL of what is no store."""
         local = user_cache() / "pieces" if self.local_cache == AUTO else Path(expand(self.local_cache))
-        return Cache(place(expand(self.cache)), Disk(local, round(self.local_cache_gb * 1e9)))
+        return Cache(place(expand(self.cache)), Disk(local))
 
     @property
     def evaluates(self) -> bool:
@@ -124,6 +127,7 @@ class Corpus:
         held_out_streams: by source, the tokens that are held out.
         validation_streams: by validation source, all of its tokens.
         stores: every token store, by the key of its source (`sources.books`, `validation.news`).
+        parts: by source, its parts, if they are trained on in the order by parts; they may still be encoded.
         fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
             data, and when a job resumes. Validation sources have no part in it.
         notes: what the user should be told, such as how many documents were skipped.
@@ -133,21 +137,27 @@ class Corpus:
     held_out: Examples | None
     validation: dict[str, Examples]
     tokenizer: Tokenizer
-    train_streams: dict[str, DocumentStream]
-    held_out_streams: dict[str, DocumentStream]
+    train_streams: Mapping[str, Stream]
+    held_out_streams: Mapping[str, Stream]
     validation_streams: dict[str, DocumentStream]
     stores: dict[str, TokenStore]
     fingerprint: str
     notes: tuple[str, ...]
+    parts: Mapping[str, Parts] = field(default_factory=dict)
 
     @property
     def training_tokens(self) -> int:
-        """Tokens of one epoch of every source."""
+        """Tokens of one epoch of every source; waits for all that is still encoded."""
         return sum(map(len, self.train_streams.values()))
 
     @property
     def held_out_tokens(self) -> int:
         return sum(map(len, self.held_out_streams.values()))
+
+    def close(self) -> None:
+        """Ends what is encoded in the background."""
+        for each in self.parts.values():
+            each.close()
 
     @property
     def validation_fingerprints(self) -> dict[str, str]:
@@ -167,13 +177,14 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     Raises:
         UserError: a source or the tokenizer is unfit, or there is not one window to train or to evaluate on.
     """
+    if config.order == PARTS:
+        return prepare_parts(config, sequence_length, seed, report)
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
     train = {name: each.train for name, each in splits.items()}
     held_out = {name: each.held_out for name, each in splits.items()}
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
-    validating = stores_of(VALIDATION, config, tokenizer, report)
-    validation = {name: split_at(store, 0, None).train for name, store in validating.items()}
+    validating, validation = validation_of(config, tokenizer, report)
     checksums = {name: store.manifest["files"] for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
@@ -190,6 +201,47 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
         notes=notes_on(by_key),
     )
+
+
+def prepare_parts(config: DataConfig, sequence_length: int, seed: int, report: Report) -> Corpus:
+    """As `prepare`, in the order by parts: it waits for the first of them; the rest is encoded in the background."""
+    check_sources(config)
+    tokenizer = make_tokenizer(config, {}, report)
+    validating, validation = validation_of(config, tokenizer, report)
+    cores = config.workers or os.cpu_count() or 1
+    workers, cache, parts = max(1, cores // len(config.sources)), config.token_cache(), {}
+    with ExitStack() as opened:
+        for name, source in config.sources.items():
+            with naming(f"data.{SOURCES}.{name}"):
+                parts[name] = open_parts(NamedSource(name, source), tokenizer, cache, workers, report)
+            opened.callback(parts[name].close)
+        splits = {name: Split(name, each, config.held_out) for name, each in parts.items()}
+        weights = {name: source.weight for name, source in config.sources.items()}
+        cross, shuffled = config.cross_documents, seed if config.shuffle else None
+        train = training_by_parts(splits, weights, sequence_length, cross, shuffled)
+        opened.pop_all()
+    identities = {name: content_of(source) for name, source in config.sources.items()}
+    return Corpus(
+        train=train,
+        held_out=LateExamples(list(splits.values()), sequence_length, cross) if config.held_out else None,
+        validation={name: validation_windows(name, each, sequence_length, config) for name, each in validation.items()},
+        tokenizer=tokenizer,
+        train_streams=WholeStreams(splits, held_out=False),
+        held_out_streams=WholeStreams(splits, held_out=True),
+        validation_streams=validation,
+        stores={f"{VALIDATION}.{name}": store for name, store in validating.items()},
+        fingerprint=json_sha256([PARTS, PART_FORMAT, identities, tokenizer.fingerprint, config.held_out]),
+        notes=notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}),
+        parts=parts,
+    )
+
+
+def validation_of(
+    config: DataConfig, tokenizer: Tokenizer, report: Report
+) -> tuple[dict[str, TokenStore], dict[str, DocumentStream]]:
+    """The store of each validation source, and all of its tokens."""
+    stores = stores_of(VALIDATION, config, tokenizer, report)
+    return stores, {name: split_at(store, 0, None).train for name, store in stores.items()}
 
 
 def build_and_cut(
@@ -223,14 +275,19 @@ def build_stores(
     Raises:
         UserError: a source or the tokenizer is unfit; the message begins with the source's name.
     """
+    check_sources(config)
+    tokenizer = make_tokenizer(config, ends, report)
+    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
+
+
+def check_sources(config: DataConfig) -> None:
+    """Raises `UserError` if there is no source."""
     if not config.sources:
         raise UserError(
             "data.sources: empty; give at least one, for example "
             "sources: {books: {type: text, files: ['books/*.txt']}}. "
             f"The types are: {', '.join(SourceConfig.get_known_choices())}."
         )
-    tokenizer = make_tokenizer(config, ends, report)
-    return tokenizer, stores_of(SOURCES, config, tokenizer, report)
 
 
 def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
@@ -245,8 +302,12 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
 
 def notes_on(stores: Mapping[str, TokenStore]) -> tuple[str, ...]:
     """A note for each store that lacks documents, by the key of its source."""
-    skipped = {key: skipped_in(store) for key, store in stores.items()}
-    return tuple("\n  ".join([f"data.{key}:", *in_words(each)]) for key, each in skipped.items() if each.count)
+    return tuple(note for key, store in stores.items() for note in notes_of(key, skipped_in(store)))
+
+
+def notes_of(key: str, skipped: Skipped) -> list[str]:
+    """A note if documents of a source were left out."""
+    return ["\n  ".join([f"data.{key}:", *in_words(skipped)])] if skipped.count else []
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:
@@ -272,24 +333,3 @@ def mixed_examples(windows: dict[str, Windows], config: DataConfig, seed: int | 
     if config.replica_mixtures:
         return replica_examples(windows, config.replica_mixtures, seed)
     return training_examples(windows, {name: source.weight for name, source in config.sources.items()}, seed)
-
-
-def make_tokenizer(config: DataConfig, ends: Mapping[str, End], report: Report) -> Tokenizer:
-    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache."""
-    if isinstance(config.tokenizer, FileConfig):
-        return tokenizer_from_file(config.tokenizer)
-    if not isinstance(config.tokenizer, BpeConfig):
-        return BytesTokenizer()
-    identities = {}
-    for name, source in config.sources.items():
-        with naming(f"data.{SOURCES}.{name}"):
-            identities[name] = source.identity()
-    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
-    folder, bpe = config.token_cache().place / f"tokenizer-{key}", config.tokenizer
-
-    def train() -> None:
-        texts = training_texts(config.sources, config.held_out, ends, report)
-        save_tokenizer(train_bpe(bpe, texts), folder)
-
-    once(folder, train, lambda: (folder / SAVED_NAME).is_file())
-    return load_tokenizer(folder)

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -22,11 +24,12 @@ class Disk:
 
     Args:
         folder: made when there is something to keep.
-        most_bytes: of all pieces together; those that were not read for longest go first.
+        most_bytes: of all pieces together; those that were not read for longest go first. A quarter of the disk if not
+            given.
     """
 
-    def __init__(self, folder: Path, most_bytes: int):
-        self._folder, self._most_bytes = folder, most_bytes
+    def __init__(self, folder: Path, most_bytes: int | None = None):
+        self._folder, self._given_bytes = folder, most_bytes
         self._sound: set[str] = set()
         self._unseen_bytes: int | None = None  # written since the folder was looked at
         self._room = Lock()
@@ -63,6 +66,13 @@ class Disk:
             if self._unseen_bytes is None or self._unseen_bytes > self._most_bytes // SCANS:
                 self._unseen_bytes = 0
                 self._make_room()
+
+    @cached_property
+    def _most_bytes(self) -> int:
+        if self._given_bytes is not None:
+            return self._given_bytes
+        there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(there).total // 4
 
     def _make_room(self) -> None:
         found = []

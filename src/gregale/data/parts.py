@@ -21,7 +21,7 @@ import numpy as np
 
 from gregale.data.sources import Document, Part, Skipped, SourceConfig
 from gregale.data.store import json_sha256
-from gregale.data.tokenizers import Tokenizer, from_json
+from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import Place, Remote, read_range, write_bytes
 
@@ -97,15 +97,14 @@ def seal_name(number: int) -> str:
     return f"part-{number:08d}.json"
 
 
-def encode_part(task: Task, description: dict, folder: Place) -> None:
+def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
     """Encodes the documents of a task into a part and seals it.
 
     Args:
         task: what to encode.
-        description: the tokenizer, as JSON.
+        tokenizer: by what.
         folder: where the store's parts lie.
     """
-    tokenizer = from_json(description, "the tokenizer")
     place = folder / part_name(task.number)
     there = None if isinstance(place, Remote) else place.parent
     descriptor, name = tempfile.mkstemp(dir=there, prefix=".part-")

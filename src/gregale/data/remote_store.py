@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,19 +19,16 @@ MENDING = "Delete the folder, and the next run builds it again from the parts th
 
 
 class PartTokens:
-    """The tokens of a store that lie in parts, read as they are asked for.
+    """Tokens that lie in parts, read as they are asked for.
 
     Args:
-        parts: where the parts lie.
         bounds: where each part begins among the tokens, and the end of the last, int64 [part + 1].
         dtype: of a token.
-        disk: keeps what was read.
+        piece: reads a piece of a part: `piece(part, number)`.
     """
 
-    def __init__(self, parts: Place, bounds: np.ndarray, dtype: np.dtype, disk: Disk):
-        self._parts, self._bounds, self._disk = parts, bounds, disk
-        self.dtype = dtype
-        self._seals: dict[int, Seal] = {}
+    def __init__(self, bounds: np.ndarray, dtype: np.dtype, piece: Callable[[int, int], bytes]):
+        self._bounds, self.dtype, self._piece = bounds, dtype, piece
 
     def __len__(self) -> int:
         return int(self._bounds[-1])
@@ -44,29 +43,55 @@ class PartTokens:
         keys = np.stack([part, within // PIECE_BYTES])
         for number, piece in np.unique(keys, axis=1).T.tolist():
             chosen = (keys[0] == number) & (keys[1] == piece)
-            data = np.frombuffer(self._piece(number, piece), self.dtype)
-            found[chosen] = data[within[chosen] % PIECE_BYTES // self.dtype.itemsize]
+            data = self._piece(number, piece)
+            count = len(data) // self.dtype.itemsize
+            found[chosen] = np.frombuffer(data, self.dtype, count)[within[chosen] % PIECE_BYTES // self.dtype.itemsize]
         return found
 
+
+class PartFiles:
+    """The parts of a store and their seals, by pieces.
+
+    Args:
+        folder: where the parts lie.
+        disk: keeps what was read; None: they lie on a disk themselves.
+    """
+
+    def __init__(self, folder: Place, disk: Disk | None):
+        self.folder, self._disk = folder, disk
+        self._seals: dict[int, Seal] = {}
+
     def seal(self, number: int) -> Seal:
-        """The seal of a part."""
+        """The seal of a part; raises `Damaged` if it has none."""
         if number not in self._seals:
-            if (seal := read_seal(self._parts, number)) is None:
-                raise damaged(self._parts, number)
+            if (seal := read_seal(self.folder, number)) is None:
+                raise Damaged(number)
             self._seals[number] = seal
         return self._seals[number]
 
-    def _piece(self, number: int, piece: int) -> bytes:
+    def forget(self, number: int) -> None:
+        """Reads the seal of a part anew when it is asked for."""
+        self._seals.pop(number, None)
+
+    def piece(self, number: int, piece: int) -> bytes:
+        """A piece of a part; raises `Damaged` if it is not what was sealed."""
         seal = self.seal(number)
-        try:
-            return self._disk.get(seal.pieces[piece], lambda: read_pieces(self._parts, number, seal, piece, 1))
-        except Damaged:
-            raise damaged(self._parts, number) from None
+
+        def read() -> bytes:
+            return read_pieces(self.folder, number, seal, piece, 1)
+
+        return read() if self._disk is None else self._disk.get(seal.pieces[piece], read)
 
 
-def damaged(parts: Place, number: int) -> UserError:
-    store = str(parts).removesuffix(".parts")
-    return UserError(f"{parts}: part {number} is damaged or missing. {MENDING.replace('the folder', store)}")
+@contextmanager
+def complete(parts: Place) -> Iterator[None]:
+    """Says what to do about a damaged part of a store that is complete."""
+    try:
+        yield
+    except Damaged as damaged:
+        store = str(parts).removesuffix(".parts")
+        mending = MENDING.replace("the folder", store)
+        raise UserError(f"{parts}: part {damaged.number} is damaged or missing. {mending}") from None
 
 
 @dataclass(frozen=True)
@@ -74,19 +99,17 @@ class RemoteStore(TokenStore):
     """An open store whose tokens lie in an object store; every piece is checked when it is read."""
 
     tokens: PartTokens  # pyright: ignore[reportIncompatibleVariableOverride]
+    files: PartFiles
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
         """Reads all parts and compares them with their seals; see `TokenStore.verify`."""
-        parts, count = parts_of(self.folder), len(self.manifest["parts"])
-        seals = [self.tokens.seal(number) for number in range(count)]
-        done, total = 0, sum(seal.size_bytes for seal in seals)
-        for number, seal in enumerate(seals):
-            try:
-                for block in read_part(parts, number, seal):
+        with complete(self.files.folder):
+            seals = [self.files.seal(number) for number in range(len(self.manifest["parts"]))]
+            done, total = 0, sum(seal.size_bytes for seal in seals)
+            for number, seal in enumerate(seals):
+                for block in read_part(self.files.folder, number, seal):
                     done += len(block)
                     report(label, done, total)
-            except Damaged:
-                raise damaged(parts, number) from None
 
     def verify_once(self, label: str, report: Report) -> None:
         """Nothing: what is not read need not be right."""
@@ -115,4 +138,10 @@ def open_remote(folder: Remote, disk: Disk) -> RemoteStore:
     offsets = np.load(io.BytesIO(disk.get(expected["sha256"], fetched)), allow_pickle=False)
     bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
-    return RemoteStore(folder, PartTokens(parts_of(folder), bounds, dtype, disk), offsets, manifest)
+    files = PartFiles(parts_of(folder), disk)
+
+    def piece(part: int, number: int) -> bytes:
+        with complete(files.folder):
+            return files.piece(part, number)
+
+    return RemoteStore(folder, PartTokens(bounds, dtype, piece), offsets, manifest, files)

@@ -1,7 +1,7 @@
 """What one process does of the building of a store that several build."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gregale.data.parts import Damaged, Task, discard, read_seal, seal_name
 from gregale.data.progress import Report
@@ -29,12 +29,23 @@ class Share:
         self._report = report
         found = files_below(parts)
         self._pending = {task.number: None for task in tasks if seal_name(task.number) not in found}
+        self._wanted: tuple[int, ...] = ()
         self._told: dict[str, int] = {}
 
-    def encode(self, most: int, is_complete: Callable[[], bool]) -> None:
-        """Encodes what nobody else does, at most `most` parts at once, until all parts are sealed."""
+    def want(self, numbers: Iterable[int]) -> None:
+        """Says which parts to begin with; any thread may."""
+        self._wanted = tuple(numbers)
+
+    def again(self, number: int) -> None:
+        """Forgets a part that is damaged, so that it is encoded again; any thread may."""
+        discard(self._parts, number)
+        self._pending[number] = None
+
+    def encode(self, is_over: Callable[[], bool]) -> None:
+        """Encodes what nobody else does until all parts are sealed, or it is over."""
         self._tell()
-        while self._pending and not is_complete():
+        most = self._workers.most
+        while self._pending and not is_over():
             near = self._crew.neighbours()
             # Those of one machine share its cores; who has it alone keeps a second part waiting for each process.
             wanted = max(1, most // (1 + near)) if near or most == 1 else 2 * most
@@ -47,10 +58,10 @@ class Share:
                 self._pending.pop(task.number, None)
             self._tell()
 
-    def finish(self, put_together: Callable[[], None], is_complete: Callable[[], bool]) -> None:
+    def finish(self, put_together: Callable[[], None], is_over: Callable[[], bool]) -> None:
         """Puts the store together, or waits a while for who does. What it finds to be damaged is encoded again."""
         number = len(self._tasks)
-        if is_complete():
+        if is_over():
             return
         if not self._crew.claim([number], 1):
             time.sleep(POLL_SECONDS)
@@ -58,19 +69,20 @@ class Share:
         try:
             put_together()
         except Damaged as damaged:
-            discard(self._parts, damaged.number)
-            self._pending[damaged.number] = None
+            self.again(damaged.number)
         finally:
             self._crew.release(number, None)
 
     def _taken(self, count: int) -> Iterator[int]:
         """Takes some of the parts that are neither sealed nor anybody's."""
-        for number in self._crew.claim(self._pending, count) if count > 0 else ():
+        pending = list(self._pending)
+        first = [number for number in self._wanted if number in self._pending]
+        for number in self._crew.claim(dict.fromkeys([*first, *pending]), count) if count > 0 else ():
             if read_seal(self._parts, number) is None:
                 yield number
             else:
                 self._crew.release(number, None)
-                del self._pending[number]
+                self._pending.pop(number, None)
 
     def _tell(self) -> None:
         """Hears what the others have done, and reports."""
@@ -81,7 +93,7 @@ class Share:
             for number in note.finished:
                 self._pending.pop(number, None)
         total = sum(task.size_bytes for task in self._tasks)
-        done = total - sum(self._tasks[number].size_bytes for number in self._pending)
+        done = total - sum(self._tasks[number].size_bytes for number in list(self._pending))
         for name, found in {self._name: done, **others}.items():
             if found and self._told.get(name) != found:
                 self._told[name] = found

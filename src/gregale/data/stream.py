@@ -1,8 +1,25 @@
 """Documents of a store, one after the other, as one long stream of tokens."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
 import numpy as np
 
-from gregale.data.store import TokenStore
+
+class Documents(Protocol):
+    """What a stream is cut from: a `TokenStore`, or a part of one.
+
+    Attributes:
+        tokens: ids [token], or what reads them by their places.
+        offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
+    """
+
+    @property
+    def tokens(self) -> Any: ...
+
+    @property
+    def offsets(self) -> np.ndarray: ...
 
 
 class DocumentStream:
@@ -18,7 +35,7 @@ class DocumentStream:
         starts: int64 [chosen document + 1], where each document begins in the stream, and the end of the last.
     """
 
-    def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):
+    def __init__(self, store: Documents, chosen: np.ndarray, start: int = 0, stop: int | None = None):
         offsets = store.offsets.clip(start, stop)
         numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
         lengths = offsets[numbers + 1] - offsets[numbers]
@@ -40,15 +57,51 @@ class DocumentStream:
         return self._tokens[places].astype(np.int32), documents
 
 
-def held_out_documents(count: int, fraction: float) -> np.ndarray:
-    """Which of a source's documents are held out, bool [document].
+class Chain:
+    """Streams one after the other, as one.
+
+    Args:
+        streams: at least one.
+    """
+
+    def __init__(self, streams: Sequence[DocumentStream]):
+        self._streams = streams
+        self._starts = np.array(list(accumulate(map(len, streams), initial=0)), np.int64)
+        self._firsts = np.array(list(accumulate((len(each.starts) - 1 for each in streams), initial=0)), np.int64)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `DocumentStream.read`; documents are numbered through."""
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        found = []
+        for number in range(first, last):
+            begin, end = self._starts[number], self._starts[number + 1]
+            if begin < end:
+                tokens, documents = self._streams[number].read(max(start - begin, 0), min(stop, end) - begin)
+                found.append((tokens, documents + self._firsts[number]))
+        tokens, documents = zip(*found, strict=True)
+        return np.concatenate(tokens), np.concatenate(documents)
+
+
+Stream = DocumentStream | Chain
+
+
+def held_out_documents(count: int, fraction: float, first: int = 0) -> np.ndarray:
+    """Which of a source's documents are held out, bool [document], from the number `first` on.
 
     A document is held out when a hash of its number (splitmix64) lies in the lowest `fraction` of all 64-bit numbers.
     So the choice is the same on every machine and for every tokenizer, and documents added at the end of a source
     leave those before them where they were.
     """
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return scattered(first, count).astype(np.float64) < fraction * 2.0**64
+
+
+def scattered(first: int, count: int) -> np.ndarray:
+    """splitmix64 of consecutive numbers, uint64 [count]: different for each, and as good as random."""
+    mixed = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed = mixed ^ (mixed >> np.uint64(31))
-    return mixed.astype(np.float64) < fraction * 2.0**64
+    return mixed ^ (mixed >> np.uint64(31))

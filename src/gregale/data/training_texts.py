@@ -1,13 +1,30 @@
-"""What a tokenizer is trained on: the text of all sources that is not held out."""
+"""The tokenizer of a configuration, and what one is trained on: the text of all sources that is not held out."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from gregale.data.build import once
 from gregale.data.progress import Report
 from gregale.data.sources import Document, Skipped, SourceConfig
 from gregale.data.split import End
+from gregale.data.store import json_sha256
 from gregale.data.stream import held_out_documents
+from gregale.data.tokenizers import (
+    SAVED_NAME,
+    BpeConfig,
+    BytesTokenizer,
+    FileConfig,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_from_file,
+    train_bpe,
+)
 from gregale.errors import UserError
+
+if TYPE_CHECKING:
+    from gregale.data.config import DataConfig
 
 
 @contextmanager
@@ -68,3 +85,24 @@ def before(text: str, number: int, end: End) -> str:
         return text if number < end.document else ""
     data = text.encode("utf-8")
     return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character
+
+
+def make_tokenizer(config: "DataConfig", ends: Mapping[str, End], report: Report) -> Tokenizer:
+    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache."""
+    if isinstance(config.tokenizer, FileConfig):
+        return tokenizer_from_file(config.tokenizer)
+    if not isinstance(config.tokenizer, BpeConfig):
+        return BytesTokenizer()
+    identities = {}
+    for name, source in config.sources.items():
+        with naming(f"data.sources.{name}"):
+            identities[name] = source.identity()
+    key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
+    folder, bpe = config.token_cache().place / f"tokenizer-{key}", config.tokenizer
+
+    def train() -> None:
+        texts = training_texts(config.sources, config.held_out, ends, report)
+        save_tokenizer(train_bpe(bpe, texts), folder)
+
+    once(folder, train, lambda: (folder / SAVED_NAME).is_file())
+    return load_tokenizer(folder)

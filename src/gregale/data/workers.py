@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 
 from gregale.data.parts import Task, encode_part
+from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
 from gregale.storage import Place
 
@@ -23,17 +24,18 @@ class Workers:
     """Encodes parts, in processes of its own or, if it may have one only, in this one; use it in a `with` statement.
 
     Args:
-        most: processes.
-        description: the tokenizer, as JSON.
+        most: processes that there may be.
+        tokenizer: by what.
         folder: where the parts lie.
     """
 
-    def __init__(self, most: int, description: dict, folder: Place):
-        self._description, self._folder = description, folder
+    def __init__(self, most: int, tokenizer: Tokenizer, folder: Place):
+        self.most = most
+        self._tokenizer, self._folder = tokenizer, folder
         self._pool = None
         if most > 1:
             context = multiprocessing.get_context("spawn")  # they are started when there is work for them
-            self._pool = ProcessPoolExecutor(most, mp_context=context, initializer=start_worker)
+            self._pool = ProcessPoolExecutor(most, context, start_worker, (tokenizer.to_json(),))
         self._running: dict[Future, Task] = {}
 
     def __len__(self) -> int:
@@ -52,10 +54,10 @@ class Workers:
         if self._pool is None:
             done: Future = Future()
             self._running[done] = task
-            encode_part(task, self._description, self._folder)
+            encode_part(task, self._tokenizer, self._folder)
             done.set_result(None)
         else:
-            self._running[self._pool.submit(encode_part, task, self._description, self._folder)] = task
+            self._running[self._pool.submit(encode_in_worker, task, self._folder)] = task
 
     def finished(self, timeout_seconds: float) -> list[Task]:
         """The parts that are sealed since it was asked last, after waiting for one; it raises what went wrong."""
@@ -71,8 +73,17 @@ class Workers:
         return [self._running.pop(future) for future in done]
 
 
-def start_worker() -> None:
-    """Leaves Ctrl-C to the parent, and ends this process when the parent is gone, even if that was killed."""
+_tokenizer_of_worker: list[Tokenizer] = []  # made when a worker starts: a large vocabulary takes a second
+
+
+def encode_in_worker(task: Task, folder: Place) -> None:
+    """`encode_part` by the tokenizer that this worker was started with."""
+    encode_part(task, _tokenizer_of_worker[0], folder)
+
+
+def start_worker(description: dict) -> None:
+    """Makes the tokenizer, leaves Ctrl-C to the parent, and ends this process when the parent is gone, even killed."""
+    _tokenizer_of_worker[:] = [from_json(description, "the tokenizer")]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

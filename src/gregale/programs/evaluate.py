@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from gregale.data.build import NamedSource, build_store
@@ -51,13 +52,13 @@ class EvalOptions(Settings):
 def main(options: EvalOptions) -> int:
     """Prints the loss in nats a token and in bits a byte."""
     trained = open_trained(options.run, options.step, devices=None)
-    with Console(sys.stderr if options.json else None) as console:
-        text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches
     tokenizer = load_tokenizer(trained.run.path)
-    figures = Evaluator(trained.setup, text, tokenizer.token_bytes)(trained.model, batches)
+    with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
+        text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
+        figures = Evaluator(trained.setup, text, tokenizer.token_bytes)(trained.model, batches)
     if options.json:
         print(json.dumps({"step": trained.step} | dict.fromkeys(figures) | finite(figures), allow_nan=False))
     else:
@@ -66,15 +67,19 @@ def main(options: EvalOptions) -> int:
     return 0
 
 
-def own_text(trained: Trained, console: Console) -> EvaluationText:
-    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was."""
+def own_text(trained: Trained, console: Console, stack: ExitStack) -> EvaluationText:
+    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was.
+
+    - `stack`: its end closes the text
+    """
     config, path = trained.setup.config, trained.run.path
     if not config.data.evaluates:
         raise UserError(
             f"{path} has no text to evaluate on: its data.held_out is 0 and it has no data.validation. Name some: "
             f"gregale eval {path} --data 'FILES'"
         )
-    corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    prepared = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    corpus = stack.enter_context(closing(prepared))
     for note in corpus.notes:
         console.message(note)
     if corpus.fingerprint != noted(trained.metadata, "data"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
-from gregale.data.config import prepare
+from gregale.data.config import Corpus, notes_of, prepare
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.tracking.console import Console
@@ -18,18 +19,28 @@ class TokenizeOptions:
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
     """Builds what the cache lacks, checks every byte of it, and says what is there."""
     del options
-    with Console() as console:
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    with (
+        Console() as console,
+        closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
+    ):
+        notes = list(corpus.notes)
+        for name, parts in corpus.parts.items():
+            notes += notes_of(f"sources.{name}", parts.check(f"checking sources.{name}", console.progress))
         for key, store in corpus.stores.items():
             store.verify(f"checking {key}", console.progress)
-        for note in corpus.notes:
+        for note in notes:
             console.message(note)
+        say(corpus)
+    return 0
+
+
+def say(corpus: Corpus) -> None:
+    """What there is."""
     for name, stream in corpus.train_streams.items():
         print(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
     for name, stream in corpus.validation_streams.items():
         print(f"{name}: {len(stream):,} tokens to evaluate on")
     print(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
-    return 0
 
 
 READS = ("data", "batch.sequence_length", "seed")

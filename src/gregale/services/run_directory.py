@@ -169,15 +169,13 @@ class RunDirectory:
         """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
         if not self.path.exists():
             return None
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
-            number += 1
-        if isinstance(self.path, Remote):
-            _move(self.path, aside)
+        path, name = self.path, _free_name(self.path)
+        if isinstance(path, Remote):
+            _move(path, path.with_name(name))
         else:
-            self.path.rename(aside)
-            (aside / LOCK).unlink(missing_ok=True)
-        return aside
+            path.rename(path.with_name(name))
+            (path.with_name(name) / LOCK).unlink(missing_ok=True)
+        return path.with_name(name)
 
     def _figures(self) -> list[dict]:
         """The whole lines of metrics.jsonl."""
@@ -186,6 +184,13 @@ class RunDirectory:
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def _free_name(path: Place) -> str:
+    number = 1
+    while path.with_name(f"{path.name}.old-{number}").exists():
+        number += 1
+    return f"{path.name}.old-{number}"
 
 
 def _move(folder: Remote, to: Remote) -> None:

@@ -78,7 +78,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     weight: float = field(
         default=1.0,
         metadata={
-            "help": "share of the training examples, beside others",
+            "help": "share of the examples, beside others",
             "range": above(0),
             "fixed": Fixed("examples would come in another order, which repeats and leaves out some"),
         },
@@ -135,9 +135,7 @@ class FileSource(SourceConfig):
 
     files: tuple[str, ...] = field(
         default=(),
-        metadata={
-            "help": "glob patterns of files, or gs://, s3://; ~, $VARIABLES and {stdlib} (Python's library) expand"
-        },
+        metadata={"help": "glob patterns of files or URLs; ~, $VARIABLES and {stdlib} (Python's library) expand"},
     )
     exclude: tuple[str, ...] = field(
         default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}

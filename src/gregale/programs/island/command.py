@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -108,7 +108,9 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     with ExitStack() as stack:
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+        corpus = stack.enter_context(
+            closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
+        )
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         stack.enter_context(held(run, options.fresh, console.message))
         checkpoints = stack.enter_context(

@@ -78,7 +78,9 @@ class Evaluator:
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
         """Sums over a text: loss in nats, targets, bytes of the targets, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
-        with GlobalBatches(text, self._setup.batch_axes, self._setup.layout) as read:
+        axes = self._setup.batch_axes
+        first = text.head(None if batches is None else batches * axes[0].size)  # the rest may not be tokenized yet
+        with GlobalBatches(first, axes, self._setup.layout) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))

@@ -46,7 +46,7 @@ def find_run(name: str) -> RunDirectory:
             raise UserError(f"{name} is not a run directory: there is no object {run.config}.")
         return run
     places = list(dict.fromkeys([Path(name), Path("runs") / name]))
-    runs = [place for place in places if os.path.isfile(RunDirectory(place).config)]  # False for any impossible path
+    runs = [path for path in places if os.path.isfile(str(RunDirectory(path).config))]  # False for any impossible path
     if len(runs) == 2 and "/" not in name:
         raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
     if runs:

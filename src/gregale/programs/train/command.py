@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 
 import jax
@@ -86,8 +86,10 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
-    with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
-        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
+    with (
+        Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console,
+        closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
+    ):
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
             held(run, fresh, console.message) as check,
@@ -194,14 +196,24 @@ def describe(setup: Setup, corpus: Corpus) -> str:
     config = setup.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in setup.layout.mesh.shape.items() if size > 1)
     device = setup.layout.mesh.devices.flat[0]
-    epochs = config.steps * config.batch.tokens / corpus.training_tokens
     options = ", ".join(f"{name} {value}" for name, value in (setup.compiler_options or {}).items())
     return (
         f"{config.name}: {parameter_count(setup.model):,} parameters on {setup.layout.mesh.size} {device.device_kind} "
         f"device(s){f' ({mesh})' if mesh else ''}; {config.steps:,} steps of {config.batch.tokens:,} tokens, "
-        f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
+        f"{text_of(corpus, config)}"
         f"{f'; compiler options: {options}' if options else ''}"
     )
+
+
+def text_of(corpus: Corpus, config: TrainConfig) -> str:
+    """How much there is to train on, and to evaluate on."""
+    if corpus.parts:
+        count = sum(each.count for each in corpus.parts.values())
+        return (
+            f"in the order by parts, of which there are {count:,}, tokenized or not; {config.data.held_out:g} held out"
+        )
+    epochs = config.steps * config.batch.tokens / corpus.training_tokens
+    return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
 
 
 def held_back(corpus: Corpus) -> str:

@@ -128,7 +128,7 @@ class ObjectShelf:
         def made(name: str, struct: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
             of = buffers.pop(name)
             return jax.make_array_from_callback(
-                struct.shape, sharding_of(struct), lambda index: of[block_of(index, struct.shape)]
+                struct.shape, sharding_of(struct), lambda index: of[block_of(index or (), struct.shape)]
             )
 
         return {name: made(name, struct) for name, struct in structs.items()}

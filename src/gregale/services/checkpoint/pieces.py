@@ -87,7 +87,7 @@ def stream(arrays: dict[str, jax.Array], plan: Plan, process: int) -> list[np.nd
 
 def _bytes_of(data: jax.Array) -> np.ndarray:
     on_host = np.asarray(data)
-    if data.device.platform == "cpu":  # a view of the array itself, which may be donated
+    if next(iter(data.devices())).platform == "cpu":  # a view of the array itself, which may be donated
         on_host = on_host.copy()
     return np.ascontiguousarray(on_host).reshape(-1).view(np.uint8)
 
@@ -97,7 +97,7 @@ def parts(pieces: list[np.ndarray], part_bytes: int) -> Iterator[list[memoryview
     part: list[memoryview] = []
     room = part_bytes
     for piece in pieces:
-        view = memoryview(piece)
+        view = piece.data
         while len(view):
             part.append(view[:room])
             view, room = view[len(part[-1]) :], room - len(part[-1])

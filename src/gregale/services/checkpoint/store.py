@@ -39,6 +39,10 @@ class Restored(Generic[Tree]):
     metadata: dict
 
 
+def _shelf_at(directory: Place) -> Shelf:
+    return ObjectShelf(directory) if isinstance(directory, Remote) else DiskShelf(directory)
+
+
 class Checkpoints:
     """The checkpoints of one run, in one directory that all its processes share, or in one folder of a store.
 
@@ -66,8 +70,7 @@ class Checkpoints:
         """
         self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
-        remote = isinstance(self._directory, Remote)
-        self._shelf: Shelf = ObjectShelf(self._directory) if remote else DiskShelf(self._directory)
+        self._shelf = _shelf_at(self._directory)
         notices = Notices(self._report, check, committed)
         self._saver = Saver(self._directory, config or CheckpointConfig(), self._shelf, notices)
 
