@@ -4,9 +4,9 @@
     python benchmarks/store_kills.py --kills 100
 
 The store is moto's, in a process of its own. The process that saves has four devices; of a save about thirty objects
-are written by eight threads. Each kill (SIGKILL) comes at a moment that is drawn between the beginning of a save and the
-end of one that takes as long as the last. Then all checkpoints that count are read: every object, by its checksum, and every
-number, which follows from the step.
+are written by eight threads. Each kill (SIGKILL) comes at a moment that is drawn between the beginning of a save and
+the end of one that takes as long as the last. Then all checkpoints that count are read: every object, by its
+checksum, and every number, which follows from the step.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def job(inputs):
     join = [*SETTINGS, "--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.process"]
     processes = [start_train(inputs, *join, str(rank)) for rank in range(2)]
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while not (new := checkpoint_steps(inputs / "runs" / "tiny")) or new[-1] <= saved[-1]:
             assert all(process.poll() is None for process in processes), [finished(process) for process in processes]
             assert time.monotonic() < until

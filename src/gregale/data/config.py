@@ -11,7 +11,7 @@ from gregale.data.assembly import in_words
 from gregale.data.build import Cache, NamedSource, build_store, skipped_in
 from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
-from gregale.data.late import Parts, open_parts
+from gregale.data.late import LateParts, Parts, open_parts
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
 from gregale.data.order import PART_FORMAT, LateExamples, Split, WholeStreams, content_of, training_by_parts
 from gregale.data.progress import Report, silent
@@ -153,6 +153,11 @@ class Corpus:
     @property
     def held_out_tokens(self) -> int:
         return sum(map(len, self.held_out_streams.values()))
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a batch may wait for text that is still encoded."""
+        return any(isinstance(each, LateParts) for each in self.parts.values())
 
     def close(self) -> None:
         """Ends what is encoded in the background."""

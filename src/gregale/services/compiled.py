@@ -19,7 +19,7 @@ import jax
 
 from gregale.data.sources.base import expand
 from gregale.files import user_cache
-from gregale.services.compiled_store import Mirror, kept_in
+from gregale.services.compiled_store import Mirror, kept_in, let_every_process_write
 from gregale.services.config import AUTO
 from gregale.storage import Patience, is_url
 from gregale.storage import place as place_of
@@ -51,7 +51,11 @@ def keep_compiled(place: str | None) -> None:
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
             return
         make_room(base)
-        mirror = Mirror(folder, place_of(place, STORE_PATIENCE) / folder.name) if is_url(place) else None
+        mirror, is_one_of_several = None, jax.distributed.is_initialized()
+        if is_url(place) or is_one_of_several:
+            mirror = Mirror(folder, place_of(place, STORE_PATIENCE) / folder.name if is_url(place) else None)
+        if is_one_of_several:
+            let_every_process_write()
         jax.config.update(FOLDER, str(folder) if mirror is None else kept_in(mirror))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # XLA ends the process where it cannot write

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from haliax import NamedArray
 
 from gregale.data.config import Corpus
 from gregale.errors import UserError
@@ -81,9 +82,9 @@ class Loop:
                         method = self._setup.method_after(step)
                         take_step, compiled = self._setup.stepper(method), step
                     self._trace(self._profile.begins_with(step + 1), self._profile.begin, log)
-                    self._progress.at(step + 1, Doing.COMPILING if log.done <= compiled else Doing.TRAINING)
+                    doing = Doing.COMPILING if log.done <= compiled else Doing.TRAINING
                     with self._profile.step(step + 1):
-                        batch = next(batches)
+                        batch = self._next(batches, step + 1, doing)
                         with self._progress.waiting():  # a device's queue may be full
                             state, report = take_step(state, batch, step + 1)
                     step += 1
@@ -106,6 +107,13 @@ class Loop:
         if step == config.steps:
             self._evaluate_and_sample(method, state, step)
         return step
+
+    def _next(self, batches: GlobalBatches, step: int, doing: Doing) -> dict[str, NamedArray]:
+        """The batch of a step; text that is still encoded is waited for as long as it takes."""
+        self._progress.at(step, Doing.PREPARING if self._corpus.may_wait else doing)
+        batch = next(batches)
+        self._progress.at(step, doing)
+        return batch
 
     def _trace(self, is_due: bool, action: Callable[[], None], log: StepLog) -> None:
         """Begins or ends a trace while the devices have nothing to do; that time does not count."""
