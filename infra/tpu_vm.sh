@@ -367,8 +367,8 @@ check_options() {
   [[ $attempts =~ ^[1-9][0-9]*$ ]] || fail "--attempts is '$attempts': give a number, 1 or more"
   [[ -z $environment || -f $environment ]] || fail "--environment is $environment: there is no such file"
   case $program in
-    train) extras=tpu,formats ;;
-    island) extras=tpu,formats,islands ;;
+    train) extras=tpu,formats,gcs ;;
+    island) extras=tpu,formats,gcs,islands ;;
     *) fail "--program is '$program': give train or island" ;;
   esac
   place=("--zone=$zone")

@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu-label", default="cloud.google.com/gke-accelerator", help="GPU: the nodes' label with their kind of GPU")
     add("--claim", help="a PersistentVolumeClaim that all pods can write; it is mounted at --mount")
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
+    add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
     add("--environment-secret", help="a Secret whose keys become the training's variables, such as those of trackers")
     add("--service-account", help="of the pods")
     add("--restarts", type=positive, default=20, help="failures after which it is given up")
@@ -107,10 +108,10 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
     on_tpu = options.accelerator in TPUS
     slices, pods = (options.slices, hosts_of_slice(options)) if on_tpu else (1, options.nodes)
     check_replicas(config, overrides, slices)
-    if options.claim is None and slices * pods > 1:
+    if options.claim is None and options.store is None and slices * pods > 1:
         raise Mistake(
             f"--claim is missing: {slices * pods} pods have to see the same run directory and token stores, so they "
-            "need a PersistentVolumeClaim with the access mode ReadWriteMany"
+            "need a PersistentVolumeClaim with the access mode ReadWriteMany; or give --store with a bucket's folder"
         )
     job = {
         "backoffLimit": 0,  # one pod less is a failure of the run: the JobSet starts all of them again
@@ -145,7 +146,8 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
 
 def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bool) -> dict[str, Any]:
     """The specification of a pod."""
-    kept = ["--runs", f"{options.mount}/runs", "--data.cache", f"{options.mount}/cache"] if options.claim else []
+    base = (options.store or options.mount).rstrip("/")
+    kept = ["--runs", f"{base}/runs", "--data.cache", f"{base}/cache"] if options.store or options.claim else []
     resource, count = ("google.com/tpu", chips_of_host(options)) if on_tpu else ("nvidia.com/gpu", options.gpus)
     container: dict[str, Any] = {
         "name": "gregale",

@@ -96,6 +96,14 @@ def test_one_pod_needs_no_claim_and_no_others(manifest):
     assert command == ["gregale", "train", GPU[0]]
 
 
+def test_a_bucket_takes_the_place_of_a_claim(manifest):
+    found = manifest(*TPU[:-2], "--topology", "4x4", "--store", "gs://bucket/gregale/")
+    command = container_of(found)["command"]
+    assert command[command.index("--runs") + 1] == "gs://bucket/gregale/runs"
+    assert command[command.index("--data.cache") + 1] == "gs://bucket/gregale/cache"
+    assert [each["name"] for each in container_of(found)["volumeMounts"]] == ["shm"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -179,4 +187,4 @@ def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
 
 def test_the_image_takes_extras_that_there_are():
     extras = {word for line in re.findall(r"extras=([\w,]+)", DOCKERFILE) for word in line.split(",")}
-    assert extras == {"formats", "cuda", "tpu"}
+    assert extras == {"formats", "cuda", "tpu", "gcs", "s3"}
