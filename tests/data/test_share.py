@@ -178,6 +178,18 @@ def test_progress_says_what_other_hosts_have_done(source, tmp_path):
     assert ("x on elsewhere", 77) in {report[:2] for report in told}
 
 
+def test_documents_are_encoded_in_groups_and_come_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "BATCH_SIZE", 10)
+    documents = ["one", "", "two and more", "3", "", "4"]
+    (tmp_path / "a.txt").write_text("<e>".join(documents))
+    (task,) = make_tasks(TextSource(files=(f"{tmp_path}/a.txt",), separator="<e>"))
+    with open(tmp_path / "part", "w+b") as file:
+        seal = parts.write_part(task, BYTES, file)
+        tokens = np.fromfile(tmp_path / "part", "<u2", seal.tokens)
+    assert tokens.tolist() == [token for each in documents if each for token in [*each.encode(), 256]]
+    assert seal.documents == 4
+
+
 def test_a_part_is_read_in_blocks(source, tmp_path, monkeypatch):
     (task,) = make_tasks(TextSource(files=(f"{tmp_path}/text/11.txt",)))
     monkeypatch.setattr(parts, "PIECE_BYTES", 16)

@@ -56,6 +56,14 @@ def test_any_ids_decode_alike_at_once_and_one_by_one(tokenizer, data):
     assert "".join(pieces) + decoder.finish() == tokenizer.decode(ids)
 
 
+@EVERY
+def test_many_texts_at_once_are_encoded_as_each_by_itself(tokenizer):
+    texts = [*TEXTS[:20], "", "ü\n\n  <|end_of_document|>€", "a" * 1000]
+    for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        assert ids.dtype == np.int32
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
 def test_a_character_waits_for_all_its_bytes():
     decoder = BytesTokenizer().stream()
     assert [decoder.push(byte) for byte in "aü€".encode()] == ["a", "", "ü", "", "", "€"]

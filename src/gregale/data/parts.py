@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +28,7 @@ from gregale.storage import Place, Remote, read_range, write_bytes
 TASK_BYTES = 8 << 20
 PIECE_BYTES = 256 << 10  # what is read of a part at least, and has a checksum of its own
 PIECES_AT_ONCE = 32
+BATCH_SIZE = 1 << 18  # characters that a tokenizer is given at once, or tokens
 LENGTH = np.dtype("<i8")
 
 
@@ -128,11 +129,11 @@ def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
     lengths, skipped = [], Skipped()
     for part in task.parts:
-        for document in task.source.read(part, skipped):
-            ids = encode_document(document, tokenizer)
-            if len(ids):
-                output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
-                lengths.append(len(ids) + 1)
+        for documents in batches(task.source.read(part, skipped)):
+            for ids in encode_documents(documents, tokenizer):
+                if len(ids):
+                    output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
+                    lengths.append(len(ids) + 1)
     output.write(np.array(lengths, LENGTH).data)
     pieces = tuple(hashlib.sha256(piece).hexdigest() for piece in blocks(output))
     return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), pieces)
@@ -145,10 +146,28 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
         yield block
 
 
-def encode_document(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document [token], without its end."""
-    if isinstance(document.content, str):
-        return tokenizer.encode(document.content)
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in groups of about `BATCH_SIZE`, in order."""
+    group, size = [], 0
+    for document in documents:
+        group.append(document)
+        size += len(document.content)
+        if size >= BATCH_SIZE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The ids of each document [token], without its end."""
+    encoded = iter(tokenizer.encode_all([each.content for each in documents if isinstance(each.content, str)]))
+    return [next(encoded) if isinstance(each.content, str) else checked(each, tokenizer) for each in documents]
+
+
+def checked(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids of a document that another program has encoded [token], all of them in the vocabulary."""
+    assert not isinstance(document.content, str)
     bad = np.flatnonzero((document.content < 0) | (document.content >= tokenizer.vocabulary_size))
     if len(bad):
         raise UserError(

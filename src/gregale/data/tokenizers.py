@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,6 +72,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, int32 [token], without an end-of-document token."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, as `encode` gives them."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
@@ -180,6 +184,11 @@ class LibraryTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         ids = self._library.encode(text, add_special_tokens=False).ids
         return np.fromiter(ids, np.int32, len(ids))
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # the fast one leaves out where in the text a token lies, which takes a sixth of the time
+        found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)

@@ -83,6 +83,7 @@ def encode_in_worker(task: Task, folder: Place) -> None:
 
 def start_worker(description: dict) -> None:
     """Makes the tokenizer, leaves Ctrl-C to the parent, and ends this process when the parent is gone, even killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     _tokenizer_of_worker[:] = [from_json(description, "the tokenizer")]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
