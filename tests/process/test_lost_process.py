@@ -142,7 +142,7 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
     """Its signs of life go on; the others wait for it in a compiled program."""
     began = time.monotonic()
     name = rf"process 1 \([\w.-]+, pid {job.processes[1].pid}\)"
-    why = rf"{name} hangs: it has been for [345] s in step 6\. At most 3 s are given to a step .*"
+    why = rf"{name} hangs: it has been for [345] s in step 6\. At most 3 s are given to a step, .*"
     for process in range(3):
         code, err = job.left(process)
         assert re.fullmatch(rf"gregale: error: {why}\. It goes on from there\.\n", err), err
