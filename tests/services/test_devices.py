@@ -7,12 +7,14 @@ import os
 import jax
 import pytest
 
+from gregale.errors import UserError
 from gregale.services.config import DistributedConfig
 from gregale.services.devices import (
     PATIENCE,
     WITHOUT_PARALLEL_LOOPS,
     WITHOUT_YNN,
     WITHOUT_YNN_BEFORE,
+    by_cluster,
     start_devices,
     with_flags,
 )
@@ -54,3 +56,19 @@ def test_jax_takes_most_of_a_gpu_unless_the_environment_says_otherwise(monkeypat
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     start_devices(None, DistributedConfig())
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == found
+
+
+def test_slurm_tells_who_is_who(monkeypatch):
+    facts = {"JOB_ID": "4711", "STEP_NODELIST": "node[007-009],x", "NTASKS": "12", "PROCID": "5", "LOCALID": "1"}
+    for name, value in facts.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
+    found = by_cluster(DistributedConfig("auto", join_seconds=7))
+    assert found == DistributedConfig("node007:62055", 12, 5, join_seconds=7)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "here:1")
+    assert by_cluster(DistributedConfig("auto")).coordinator == "here:1"
+
+
+def test_without_a_cluster_nobody_knows(monkeypatch):
+    with pytest.raises(UserError, match="JAX finds no cluster here"):
+        by_cluster(DistributedConfig("auto"))

@@ -147,7 +147,7 @@ class _Programs:
         """It is there."""
 
     def joinpath(self, *names: str) -> Any:
-        """itself, as `epath.Path` calls it when it has made it, or a file."""
+        """Itself, as `epath.Path` asks for when it has made it, or a file."""
         return self / names[0] if names else self
 
     def __truediv__(self, name: str) -> _Program:

@@ -95,6 +95,8 @@ class Watch(Thread):
         self._timeout, self._hang_seconds = config.timeout_seconds, config.hang_seconds
         self._beat = self._timeout / _BEATS
         self._place, self._moved = self.progress.place, time.monotonic()
+        for peer in peers:  # nothing was said while others were waited for
+            peer.heard = peer.moved = self._moved
         self._may_leave = self._has_failed = False
         self._said_so = Event()
 
@@ -184,7 +186,8 @@ class Watch(Thread):
         processes = [Standing(who(0), self._place, self._moved)]
         processes += [Standing(peer.name, peer.place, peer.moved) for peer in self._peers if not peer.is_done]
         if (text := hanging(processes, now, seconds)) is not None:
-            self._end(EXIT_CODE, f"{text} At most {seconds:g} s are given to a step (distributed.hang_seconds).")
+            bound = f"At most {seconds:g} s are given to a step, ten times that to other work"
+            self._end(EXIT_CODE, f"{text} {bound} (distributed.hang_seconds).")
 
     def _end(self, code: int, text: str, of: Peer | None = None) -> None:
         """Ends this process, whose other threads may wait for ever, after telling the other peers why."""

@@ -82,21 +82,16 @@ class _Roll:
         self._config, self._waiting = config, waiting
         self._there: dict[int, Peer] = {}
         self._strangers: list[Peer] = []  # that have not said who they are
+        self._said = 0.0
 
     def call(self) -> list[Peer]:
+        """All others, when they are there."""
         with self._listening() as server, selectors.DefaultSelector() as selector:
             selector.register(server, selectors.EVENT_READ)
-            said = 0.0
             try:
                 while missing := self._missing():
-                    for key, _ in selector.select(_BEAT_SECONDS / 4):
-                        self._accept(server, selector) if key.data is None else self._hear(key.data, selector)
-                    self._forget_the_silent(selector)
-                    named = _numbered(missing, self._config.processes)
-                    self._waiting.for_(named, f"{named} did not come to {self._config.coordinator}")
-                    if time.monotonic() - said >= _BEAT_SECONDS:
-                        said = time.monotonic()
-                        self._tell_all(f"missing {named}")
+                    self._listen(server, selector)
+                    self._say(_numbered(missing, self._config.processes))
             except _Late as late:
                 self._tell_all(f"late {late}")
                 raise
@@ -106,6 +101,21 @@ class _Roll:
             peer.connection.settimeout(None)
         self._tell_all(f"hello {who(0)}")
         return list(self._there.values())
+
+    def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(_BEAT_SECONDS / 4):
+            if key.data is None:
+                self._accept(server, selector)
+            else:
+                self._hear(key.data, selector)
+        self._forget_the_silent(selector)
+
+    def _say(self, missing: str) -> None:
+        """Who is missing: to the user now and then, to those that wait often, as a sign of life."""
+        self._waiting.for_(missing, f"{missing} did not come to {self._config.coordinator}")
+        if time.monotonic() - self._said >= _BEAT_SECONDS:
+            self._said = time.monotonic()
+            self._tell_all(f"missing {missing}")
 
     def _listening(self) -> socket.socket:
         _, port = _address(self._config)
