@@ -4,9 +4,9 @@
     python benchmarks/store_kills.py --kills 100
 
 The store is moto's, in a process of its own. The process that saves has four devices; of a save about thirty objects
-are written by eight threads. Each kill (SIGKILL) comes at a moment that is drawn between the beginning of a save and
-the end of one that takes as long as the last. Then all checkpoints that count are read: every object, by its
-checksum, and every number, which follows from the step.
+are written by eight threads. Each kill (SIGKILL) comes at a moment drawn between the beginning of a save and the end of
+one that takes as long as the last. Then all checkpoints that count are read: every object, by its checksum, and every
+number, which follows from the step.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ def killed(folder, source: random.Random) -> Row:
         [sys.executable, "-c", SAVES, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        begun, took = 0, 1.0
-        for number in range(5):  # begins, saved, begins, saved, begins
-            word, value = (process.stdout.readline() or "ended 0").split()
-            assert word == ("begins", "saved")[number % 2], "the process ended by itself"
-            begun, took = (int(value), took) if word == "begins" else (begun, float(value))
-        seconds = source.uniform(0, took)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGKILL)
+        try:
+            begun, took = 0, 1.0
+            for number in range(5):  # begins, saved, begins, saved, begins
+                word, value = (process.stdout.readline() or "ended 0").split()
+                assert word == ("begins", "saved")[number % 2], "the process ended by itself"
+                begun, took = (int(value), took) if word == "begins" else (begun, float(value))
+            seconds = source.uniform(0, took)
+            time.sleep(seconds)
+        finally:
+            process.send_signal(signal.SIGKILL)
     return looked_at(folder, seconds, begun)
 
 

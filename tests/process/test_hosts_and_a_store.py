@@ -89,6 +89,7 @@ def test_hosts_without_a_shared_disk_go_on_to_the_last_bit(tmp_path, inputs, one
         for process in processes:
             process.kill()
     assert [code for code, _, _ in ends] == [0] * HOSTS, ends
+    assert [err for _, _, err in ends] == [""] * HOSTS
     assert "Going on after step" in ends[0][1]
     assert losses(run) == losses(one)
     assert_same_state(run, one, STEPS)

@@ -19,9 +19,14 @@ from tests.stores import Fault, proxied
 CONFIG = TrainConfig("a", 10)
 
 
+@pytest.fixture(params=["s3", "gs"])
+def store(request):
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
-def run(s3) -> RunDirectory:
-    run = RunDirectory(s3 / "a")
+def run(store) -> RunDirectory:
+    run = RunDirectory(store / "a")
     run.write_config(CONFIG)
     return run
 
@@ -30,7 +35,7 @@ def lines(tracked) -> list[dict]:
     return [json.loads(line) for line in tracked.read_bytes().splitlines()]
 
 
-def test_what_is_written_is_read(run, s3):
+def test_what_is_written_is_read(run, store):
     assert run.read_config() == CONFIG
     run.record_start(3, {"devices": 2})
     run.record_start(6, {"devices": 4})
@@ -43,19 +48,19 @@ def test_what_is_written_is_read(run, s3):
     run.note_checkpoint(4)
     assert run.noted_checkpoint() == 4
     assert "There is no checkpoint yet" in run.where_it_goes_on()
-    with pytest.raises(UserError, match=f"{s3}/b is not a run directory"):
-        RunDirectory(s3 / "b").read_config()
+    with pytest.raises(UserError, match=f"{store}/b is not a run directory"):
+        RunDirectory(store / "b").read_config()
 
 
-def test_a_run_is_set_aside_with_all_it_has(run, s3):
+def test_a_run_is_set_aside_with_all_it_has(run, store):
     for name in ("checkpoints/step-00000004/manifest.json", "checkpoints/step-00000004/x/0", "samples.txt", "lock"):
         (run.path / name).write_bytes(name.encode())
     before = {name: (run.path / name).read_bytes() for name in files_below(run.path) if name != "lock"}
-    assert run.set_aside() == s3 / "a.old-1"
-    assert {name: (s3 / "a.old-1" / name).read_bytes() for name in files_below(s3 / "a.old-1")} == before
+    assert run.set_aside() == store / "a.old-1"
+    assert {name: (store / "a.old-1" / name).read_bytes() for name in files_below(store / "a.old-1")} == before
     assert list(files_below(run.path)) == ["lock"], "which is held"
     run.write_config(CONFIG)
-    assert run.set_aside() == s3 / "a.old-2"
+    assert run.set_aside() == store / "a.old-2"
 
 
 def test_setting_aside_that_fails_leaves_the_run(s3, s3_endpoint, monkeypatch):

@@ -2,7 +2,7 @@
 
 A checkpoint is `step-00000100/manifest.json`, written last, and below `step-00000100/1f2e3d4c/`, named by chance for
 each run of the program, `leaves.json`, `metadata.json`, `pieces.json` and the streams of all processes (see `pieces`),
-cut into objects of 64 MiB: `00003-00000` is the first of process 3. Nothing is renamed: without its manifest none of it
+cut into objects of 48 MiB: `00003-00000` is the first of process 3. Nothing is renamed: without its manifest none of it
 counts. What a lost process of an earlier start still writes falls into another folder.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cached_property, partial
 from uuid import uuid4
 
@@ -41,10 +42,10 @@ from gregale.services.checkpoint.pieces import (
 from gregale.services.checkpoint.processes import collect, hand_over, messages_of_all
 from gregale.services.checkpoint.retention import committed_steps, folder_name, step_of
 from gregale.services.checkpoint.shelf import Structs
-from gregale.storage import Remote
+from gregale.storage import Remote, StoreError
 
 PIECES = "pieces.json"
-PART_BYTES = 64 << 20
+PART_BYTES = 48 << 20  # s3fs and gcsfs write so much in one request
 _THREADS = 8  # requests at once
 
 
@@ -97,8 +98,9 @@ class ObjectShelf:
     def publish(self, step: int, records: FileRecords) -> None:
         folder = self._directory / folder_name(step)
         write_manifest(folder, records | collect(folder / self._own, jax.process_count()))
-        others = [name for name in folder.files_below() if name != MANIFEST and not name.startswith(f"{self._own}/")]
-        self._remove(folder, others)  # of a damaged one, say, in whose place this one is
+        with suppress(StoreError):  # of a damaged one, say, in whose place this one is; it goes with this one at last
+            others = (name for name in folder.files_below() if name != MANIFEST)
+            self._remove(folder, [name for name in others if not name.startswith(f"{self._own}/")])
 
     def clear(self, step: int) -> None:
         """Nothing: the store may be what failed, and the next `begin` does it."""
@@ -124,6 +126,7 @@ class ObjectShelf:
             found = (rows_for(piece, blocks, struct.dtype.itemsize) for piece in plan[name])
             jobs += [(rows, buffers[name]) for rows in found if rows]
         list(self._threads.map(lambda job: _fill(root, part_bytes, *job), jobs))
+        jobs.clear()  # so that each buffer goes as soon as its array is made
 
         def made(name: str, struct: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
             of = buffers.pop(name)
