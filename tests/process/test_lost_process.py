@@ -31,9 +31,8 @@ from gregale.services.peers import watched
 from gregale.services.progress import Doing
 
 rank, processes, port, errs_at, hangs_at = map(int, sys.argv[1:])
-config = DistributedConfig(
-    f"127.0.0.1:{{port}}", processes, rank, timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS} if hangs_at > 0 else None
-)
+bounds = dict(timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS} if hangs_at > 0 else None)
+config = DistributedConfig(f"127.0.0.1:{{port}}", processes, rank, **bounds)
 watch = start_devices(processes, config)
 mesh = Mesh(np.asarray(jax.devices()), ("all",))
 split, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
