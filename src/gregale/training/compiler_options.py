@@ -34,15 +34,16 @@ _ASYNC_SUMS = (
 _SCOPED_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 # By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md has what each of them does.
 DEFAULTS: dict[str, CompilerOptions] = {
-    "TPU v5 lite": dict.fromkeys(_ASYNC_SUMS, True) | {_SCOPED_MEMORY: 32768},
-    "TPU v5": dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True) | {_SCOPED_MEMORY: 32768},
-    "TPU v6 lite": dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True) | {_SCOPED_MEMORY: 65536},
+    "TPU v5 lite": {**dict.fromkeys(_ASYNC_SUMS, True), _SCOPED_MEMORY: 32768},
+    "TPU v5": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 32768},
+    "TPU v6 lite": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 65536},
 }
 # On NVIDIA's GPUs a layer is gathered while the layer before it computes, and its gradients are summed while the next
 # one's are computed. What else is advised for GPUs is the compiler's own default by now, or does harm: docs/gpu.md.
-GPU_DEFAULTS: CompilerOptions = dict.fromkeys(
-    ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter"), True
-)
+GPU_DEFAULTS: CompilerOptions = {
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+}
 GPUS = "NVIDIA "
 
 PLATFORMS = ("cpu", "gpu", "tpu")
