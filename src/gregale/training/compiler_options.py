@@ -40,9 +40,10 @@ DEFAULTS: dict[str, CompilerOptions] = {
 }
 # On NVIDIA's GPUs a layer is gathered while the layer before it computes, and its gradients are summed while the next
 # one's are computed. What else is advised for GPUs is the compiler's own default by now, or does harm: docs/gpu.md.
-GPU_DEFAULTS: CompilerOptions = dict.fromkeys(
-    ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter"), True
-)
+GPU_DEFAULTS: CompilerOptions = {
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+}
 GPUS = "NVIDIA "
 
 PLATFORMS = ("cpu", "gpu", "tpu")
