@@ -22,7 +22,7 @@ from gregale.storage import Place, Remote
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1
+POLL_SECONDS, STORE_POLL_SECONDS = 0.1, 1.0
 PIECES_AT_HAND = 256  # in memory: those of some sixteen parts
 
 
@@ -102,6 +102,7 @@ class LateParts:
         self._files = PartFiles(parts_of(folder), cache.disk if isinstance(folder, Remote) else None)
         self._dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
         self._piece = lru_cache(PIECES_AT_HAND)(self._files.piece)
+        self._poll_seconds = STORE_POLL_SECONDS if isinstance(folder, Remote) else POLL_SECONDS
         self._share: Share | None = None
         self._failure: BaseException | None = None
         self._wanted: tuple[int, ...] = ()
@@ -154,7 +155,7 @@ class LateParts:
             while not self._is_sealed(number):
                 if self._failure is not None:
                     raise self._failure
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._poll_seconds)
             try:
                 return read()
             except Damaged:
@@ -175,7 +176,7 @@ class LateParts:
                 self._share.want(self._wanted)
                 while not self._over.is_set():
                     self._share.encode(self._over.is_set)
-                    self._over.wait(POLL_SECONDS)  # it stays one of the builders: who builds the store keeps the parts
+                    self._over.wait(self._poll_seconds)  # it stays one of the builders: who builds the store keeps the parts
         except BaseException as error:
             self._failure = error
 
