@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import draccus
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
@@ -16,6 +18,8 @@ REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
 CompilerOptions = dict[str, bool | int | float | str]
+NORMS = ("before", "after")
+QK_NORM_OVER = ("head", "heads")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -42,12 +46,36 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
 
 
 @dataclass(frozen=True)
-class RotaryScaling(Settings):
-    """Llama 3's stretching of the rotary frequencies to a longer context than the model was first trained on."""
+class RotaryScaling(Settings, draccus.ChoiceRegistry):
+    """A stretching of the rotary frequencies to a longer context than the model was first trained on."""
 
     factor: float = field(
         default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
     )
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "llama3"
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        """The share, 0 to 1, of each frequency (radians a position) that stays; the rest is divided by `factor`."""
+        raise NotImplementedError
+
+
+@RotaryScaling.register_subclass("linear")
+@dataclass(frozen=True)
+class LinearScaling(RotaryScaling):
+    """Position interpolation (arXiv 2306.15595): every frequency turns `factor` times slower."""
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        return np.zeros_like(frequency)
+
+
+@RotaryScaling.register_subclass("llama3")
+@dataclass(frozen=True)
+class Llama3Scaling(RotaryScaling):
+    """Llama 3.1's: long waves are stretched, short ones kept, and those between interpolated."""
+
     low_frequency_factor: float = field(
         default=1.0,
         metadata={
@@ -86,11 +114,16 @@ class RotaryScaling(Settings):
                 "and context / low are interpolated, so that low has to be below high.",
             )
 
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        turns = self.original_context * frequency / (2 * math.pi)  # in the original context
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        return np.clip((turns - low) / (high - low), 0.0, 1.0)
+
 
 @ModelConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
-    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) are settings of these fields."""
+    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
 
     layers: int = field(
         default=12,
@@ -163,7 +196,23 @@ class LlamaConfig(ModelConfig):
             "fixed": SHAPE,
         },
     )
+    norms: str = field(
+        default="before",
+        metadata={
+            "help": "where a layer's halves are normalised; after (OLMo 2): what is added to the stream",
+            "choices": NORMS,
+            "fixed": MEANING,
+        },
+    )
     qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys (Qwen 3)", "fixed": SHAPE})
+    qk_norm_over: str = field(
+        default="head",
+        metadata={
+            "help": "the values that qk_norm takes together: those of one head, or of all heads (OLMo 2)",
+            "choices": QK_NORM_OVER,
+            "fixed": SHAPE,
+        },
+    )
     attention_bias: bool = field(
         default=False,
         metadata={"help": "biases on query, key and value (Qwen 2)", "aliases": ("qkv_bias",), "fixed": SHAPE},
@@ -196,7 +245,8 @@ class LlamaConfig(ModelConfig):
         },
     )
     rotary_scaling: RotaryScaling | None = field(
-        default=None, metadata={"help": "Llama 3 scaling; null: none", "aliases": ("rope_scaling",), "fixed": MEANING}
+        default=None,
+        metadata={"help": "for a longer context; null: none", "aliases": ("rope_scaling",), "fixed": MEANING},
     )
     init_scale: float = field(
         default=0.02,
@@ -246,6 +296,12 @@ class LlamaConfig(ModelConfig):
     @property
     def head_width(self) -> int:
         return self.HeadSize.size
+
+    def normalised_together(self, Heads: Axis) -> tuple[Axis, ...] | None:
+        """The axes of the queries' or keys' norm, of so many heads; None: they are not normalised."""
+        if not self.qk_norm:
+            return None
+        return (Heads, self.HeadSize) if self.qk_norm_over == "heads" else (self.HeadSize,)
 
     @property
     def Mlp(self) -> Axis:
