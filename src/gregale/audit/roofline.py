@@ -121,8 +121,8 @@ def _keys(step: StepShape) -> float:
 def _again(step: StepShape, attention: float) -> float:
     """FLOPs for a token that the backward pass computes again, of all layers.
 
-    Never the product that ends a layer, unless its result is normalised: nothing needs it; and of `attention`, which has `attention` FLOPs in
-    the forward pass, half to have the scores again, where no kernel keeps what spares them.
+    Never the product that ends a layer, whose result nothing needs unless it is normalised; and of `attention`, which
+    has `attention` FLOPs in the forward pass, half to have the scores again, where no kernel keeps what spares them.
     """
     scores = attention / 2 if step.scores else 0
     last = [weight for weight in step.stacked() if [axis.name for axis in weight.axes][-2:] == ["mlp", "embed"]]

@@ -97,8 +97,8 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     Arguments:
     - `family`: one that can say it
     - `vocabulary`: rows of the embedding
-    - `before`: the config.json that the model came with; keys that say nothing of its shape stay, and so does the form in
-      which it says the rotary frequencies
+    - `before`: the config.json that the model came with; keys that say nothing of its shape stay, and so does the form
+      in which it says the rotary frequencies
     """
     fields = {key: getattr(config, ours) for key, ours in (SIZES | OTHERS).items()}
     fields |= {

@@ -72,7 +72,9 @@ class Slot:
 def slots_of(model: Any, family: Family) -> list[Slot]:
     """The slots of a model's parameters, in the order of the family's table; works on abstract ones."""
     leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]
-    found: dict[str, NamedArray] = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    found: dict[str, NamedArray] = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
     slots = []
     for hub, (ours, axes) in family.names().items():
         if ours in found:

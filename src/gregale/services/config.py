@@ -166,6 +166,20 @@ class TrainConfig(Settings):
             "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
         },
     )
+    start_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "a run or an imported model whose parameters are the first; null: random ones",
+            "aliases": (
+                "init_from",
+                "from_pretrained",
+                "pretrained",
+                "model_name_or_path",
+                "load_from",
+                "initialize_from",
+            ),
+        },
+    )
     runs: str = field(
         default="runs",
         metadata={"help": "folder of the run directories", "aliases": ("output_dir", "out_dir", "save_dir", "log_dir")},

@@ -36,6 +36,16 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def huggingface(self) -> Path:
+        """An imported model as it came, or what came with the one that the run started from."""
+        return self.path / "huggingface"
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether `gregale import` made it: it holds a model, and no checkpoints."""
+        return any(self.huggingface.glob("*.safetensors"))
+
+    @property
     def samples(self) -> Path:
         return self.path / "samples.txt"
 

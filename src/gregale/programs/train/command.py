@@ -21,9 +21,11 @@ from gregale.errors import UserError
 from gregale.model.llama import parameter_count
 from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
+from gregale.programs.run.started import keep_what_came_with, origin_of
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -70,6 +72,7 @@ def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirect
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
+    check_start(options, config, run)
     with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
         corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
@@ -82,6 +85,17 @@ def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirect
             if remark := config.sync.remark(setup.layout, config.steps):
                 console.message(remark)
             return train(setup, corpus, run, checkpoints, console)
+
+
+def check_start(options: TrainOptions, config: TrainConfig, run: RunDirectory) -> None:
+    """Raises `UserError` if the run is a model to start from, or what a new run starts from does not fit."""
+    if run.is_imported and not options.fresh:
+        raise UserError(
+            f"{run.path} is an imported model, not a run. To train it, give the run another `name`, and "
+            f"`--start_from {run.path}`."
+        )
+    if config.start_from is not None and (options.fresh or not committed_steps(run.checkpoints)):
+        origin_of(config)
 
 
 @contextmanager
@@ -133,6 +147,8 @@ def train(setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoi
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
+        if config.start_from is not None and not first_step:
+            keep_what_came_with(origin_of(config), run)
 
     by_first_process(begin, None)
     console.begin(config.steps, first_step)
