@@ -83,17 +83,21 @@ def on_from_it(inputs, imported) -> Path:
     config = yaml.safe_load((imported / "config.yaml").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
-        path = write_config(inputs, "on.yaml", name="on", steps=2, model=config["model"], start_from="mine")
-        document = yaml.safe_load(path.read_text())
-        document["mesh"] = {"replica": 2, "data": 2}
-        document["data"]["tokenizer"] = config["data"]["tokenizer"]
-        document["optimizer"] = {"type": "adamw", "learning_rate": 0.001}
-        path.write_text(yaml.safe_dump(document))
-        assert main(["train", "on.yaml"]) == 0
+        write_config(
+            inputs,
+            "on.yaml",
+            steps=2,
+            model=config["model"],
+            mesh={"replica": 2, "data": 4},
+                batch__microbatches=1,
+            data__tokenizer=config["data"]["tokenizer"],
+            optimizer={"type": "adamw", "learning_rate": 0.001},
+        )
+        assert main(["train", "on.yaml", "--name", "on", "--start_from", "mine"]) == 0
     return inputs / "runs" / "on"
 
 
-def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(inputs, hub, on_from_it):
+def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub, on_from_it):
     from gregale.data.config import prepare
 
     trained = open_trained(str(on_from_it), None, None)

@@ -33,7 +33,7 @@ def end_of_document(folder: Path, saved: Mapping[str, Any]) -> str:
     if first not in names:
         raise UserError(
             f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
-            f"the token that ends a text, --end_of_document NAME: {', '.join(list(names.values())[:20]) or 'it has none'}."
+            f"the token that ends a text, --end_of_document NAME: {', '.join(list(names.values())[:20]) or 'none'}."
         )
     return names[first]
 

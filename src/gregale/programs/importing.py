@@ -68,7 +68,8 @@ def main(options: ImportOptions) -> int:
     print(
         f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
         f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
-        f"`gregale train CONFIG --start_from {target}` trains on, with `model` and `data.tokenizer` of {target / 'config.yaml'}."
+        f"`gregale train CONFIG --start_from {target}` trains on, with `model` and "
+        f"`data.tokenizer` of {target / 'config.yaml'}."
     )
     return 0
 
