@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.model.config import LinearScaling, Llama3Scaling, LlamaConfig
+from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.rotary import frequencies, rotate
+from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.model import oracle
 
 LLAMA_3 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)

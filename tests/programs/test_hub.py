@@ -89,7 +89,7 @@ def on_from_it(inputs, imported) -> Path:
             steps=2,
             model=config["model"],
             mesh={"replica": 2, "data": 4},
-                batch__microbatches=1,
+            batch__microbatches=1,
             data__tokenizer=config["data"]["tokenizer"],
             optimizer={"type": "adamw", "learning_rate": 0.001},
         )
@@ -223,6 +223,12 @@ def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, i
     assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "mine") == 2
     assert "is of another shape: model.layers 2 -> 1" in capsys.readouterr().err
     assert not (inputs / "runs" / "other").exists()
+    assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "hub") == 2
+    assert "`gregale import hub NAME`" in capsys.readouterr().err
+    assert gregale("train", "tiny.yaml", "--runs", ".", "--name", "mine") == 2
+    assert "is an imported model, not a run" in capsys.readouterr().err
+    assert gregale("eval", imported) == 2
+    assert "--data" in capsys.readouterr().err
     assert gregale("import", inputs / "hub", imported) == 2
     assert "exists already" in capsys.readouterr().err
     assert gregale("import", "org/name", inputs / "new") == 2

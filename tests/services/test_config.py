@@ -15,7 +15,8 @@ from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, SyncConfig
-from gregale.model.config import ComputeConfig, Llama3Scaling, LlamaConfig
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.services.checkpoint.leaves import arrays_by_name

@@ -7,7 +7,8 @@ from typing import Any
 
 from gregale.errors import UserError
 from gregale.huggingface.families import Family, family_of
-from gregale.model.config import LinearScaling, Llama3Scaling, LlamaConfig, RotaryScaling
+from gregale.model.config import LlamaConfig
+from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
 
 SIZES = {
     "num_hidden_layers": "layers",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import draccus
 import jax.numpy as jnp
-import numpy as np
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
-from gregale.errors import KeyedError, UserError
+from gregale.errors import UserError
+from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.settings import Fixed, Settings, above, at_least, whole
 
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
@@ -24,7 +23,6 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 SHAPE = Fixed("the saved parameters have this shape")
-MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
 
 
 @dataclass(frozen=True)
@@ -43,81 +41,6 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
     def head_width(self) -> int:
         """Width of an attention head; 0: there is no attention."""
         return 0
-
-
-@dataclass(frozen=True)
-class RotaryScaling(Settings, draccus.ChoiceRegistry):
-    """A stretching of the rotary frequencies to a longer context than the model was first trained on."""
-
-    factor: float = field(
-        default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
-    )
-
-    @classmethod
-    def default_choice_name(cls) -> str:
-        return "llama3"
-
-    def kept(self, frequency: np.ndarray) -> np.ndarray:
-        """The share, 0 to 1, of each frequency (radians a position) that stays; the rest is divided by `factor`."""
-        raise NotImplementedError
-
-
-@RotaryScaling.register_subclass("linear")
-@dataclass(frozen=True)
-class LinearScaling(RotaryScaling):
-    """Position interpolation (arXiv 2306.15595): every frequency turns `factor` times slower."""
-
-    def kept(self, frequency: np.ndarray) -> np.ndarray:
-        return np.zeros_like(frequency)
-
-
-@RotaryScaling.register_subclass("llama3")
-@dataclass(frozen=True)
-class Llama3Scaling(RotaryScaling):
-    """Llama 3.1's: long waves are stretched, short ones kept, and those between interpolated."""
-
-    low_frequency_factor: float = field(
-        default=1.0,
-        metadata={
-            "help": "wavelengths above context / this are stretched",
-            "range": above(0),
-            "aliases": ("low_freq_factor",),
-            "fixed": MEANING,
-        },
-    )
-    high_frequency_factor: float = field(
-        default=4.0,
-        metadata={
-            "help": "wavelengths below context / this are kept",
-            "range": above(0),
-            "aliases": ("high_freq_factor",),
-            "fixed": MEANING,
-        },
-    )
-    original_context: int = field(
-        default=8192,
-        metadata={
-            "help": "context length before the stretching, in tokens",
-            "range": whole(1),
-            "aliases": ("original_max_position_embeddings",),
-            "fixed": MEANING,
-        },
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise KeyedError(
-                "low_frequency_factor",
-                f"is {self.low_frequency_factor:g}",
-                f" and high_frequency_factor is {self.high_frequency_factor:g}: the wavelengths between context / high "
-                "and context / low are interpolated, so that low has to be below high.",
-            )
-
-    def kept(self, frequency: np.ndarray) -> np.ndarray:
-        turns = self.original_context * frequency / (2 * math.pi)  # in the original context
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        return np.clip((turns - low) / (high - low), 0.0, 1.0)
 
 
 @ModelConfig.register_subclass("llama")
@@ -155,7 +78,7 @@ class LlamaConfig(ModelConfig):
     kv_heads: int | None = field(
         default=None,
         metadata={
-            "help": "key and value heads; null: as many as query heads",
+            "help": "key and value heads; null: as many as heads",
             "range": whole(1),
             "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
             "fixed": SHAPE,
@@ -182,7 +105,7 @@ class LlamaConfig(ModelConfig):
     vocabulary: int | None = field(
         default=None,
         metadata={
-            "help": "rows of the embedding; null: the tokenizer's, padded",
+            "help": "embedding rows; null: the tokenizer's, padded",
             "range": whole(1),
             "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
             "fixed": SHAPE,
@@ -199,7 +122,7 @@ class LlamaConfig(ModelConfig):
     norms: str = field(
         default="before",
         metadata={
-            "help": "where a layer's halves are normalised; after (OLMo 2): what is added to the stream",
+            "help": "normalise what a layer takes, or gives (OLMo 2)",
             "choices": NORMS,
             "fixed": MEANING,
         },
@@ -208,7 +131,7 @@ class LlamaConfig(ModelConfig):
     qk_norm_over: str = field(
         default="head",
         metadata={
-            "help": "the values that qk_norm takes together: those of one head, or of all heads (OLMo 2)",
+            "help": "one head's values, or all heads' (OLMo 2)",
             "choices": QK_NORM_OVER,
             "fixed": SHAPE,
         },
@@ -220,7 +143,7 @@ class LlamaConfig(ModelConfig):
     sliding_window: int | None = field(
         default=None,
         metadata={
-            "help": "attend to at most this many tokens back (Mistral)",
+            "help": "tokens that a token sees at most (Mistral)",
             "range": whole(1),
             "aliases": ("window_size", "attention_window", "window"),
             "fixed": MEANING,

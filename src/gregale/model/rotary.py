@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.config import LlamaConfig
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.scaling import RotaryScaling
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:

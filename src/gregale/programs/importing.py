@@ -83,7 +83,7 @@ def configuration(folder: Folder, target: Path, end: str) -> TrainConfig:
         steps=1,
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
-        data=DataConfig(tokenizer=tokenizer),
+        data=DataConfig(tokenizer=tokenizer, held_out=0),
         batch=BatchConfig(sequence_length=min(context_of(folder), LONGEST)),
     )
 

@@ -169,7 +169,7 @@ class TrainConfig(Settings):
     start_from: str | None = field(
         default=None,
         metadata={
-            "help": "a run or an imported model whose parameters are the first; null: random ones",
+            "help": "a run or an import to train on from; null: random",
             "aliases": (
                 "init_from",
                 "from_pretrained",

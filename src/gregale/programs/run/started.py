@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.folder import copy_beside
+from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.run.trained import find_run, restored_model
 from gregale.services.config import TrainConfig, changes
@@ -20,6 +21,11 @@ def origin_of(config: TrainConfig) -> RunDirectory:
     Raises `UserError` if there is none, or if its model is of another shape.
     """
     assert config.start_from is not None
+    if os.path.isfile(os.path.join(config.start_from, CONFIG)):
+        raise UserError(
+            f"start_from: {config.start_from} is a folder of the hub. `gregale import {config.start_from} NAME` makes "
+            "a model to start from of it."
+        )
     origin = find_run(config.start_from)
     theirs = origin.read_config()
     if theirs.sync.evaluates_replicas:
