@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.huggingface.families import Family, family_of
 from gregale.model.config import LlamaConfig
 from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
@@ -44,19 +44,27 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
     """
     family = family_of(saved.get("model_type"), place)
     given = {**DEFAULTS, **family.defaults, **saved}
-    if missing := [key for key in SIZES if given.get(key) is None]:
-        raise UserError(f"{place}: {', '.join(missing)} is missing; a model has no default for its sizes.")
+    for key in SIZES:
+        if not isinstance(size := given.get(key), int) or size < 1:
+            raise UserError(f"{place}: {key} is {size!r}; it has to be there, and a whole number above 0.")
     for key, only in ONLY.items():
         if given.get(key, only) not in (only, None):
             raise UserError(f"{place}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")
-    base, scaling = _rotary(given, place)
-    return family, LlamaConfig(
-        **{ours: given[key] for key, ours in (SIZES | OTHERS).items() if key in given},
-        **family.block,
-        sliding_window=_window(given, family, place),
-        rotary_base=base,
-        rotary_scaling=scaling,
-    )
+    try:
+        base, scaling = _rotary(given, place)
+        return family, LlamaConfig(
+            **{ours: given[key] for key, ours in (SIZES | OTHERS).items() if key in given},
+            **family.block,
+            sliding_window=_window(given, family, place),
+            rotary_base=base,
+            rotary_scaling=scaling,
+        )
+    except KeyedError as error:
+        raise UserError(f"{place}: {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{place} is damaged: a number, or a part of the rotary scaling, is not what it has to be ({error})."
+        ) from None
 
 
 def _rotary(given: Mapping[str, Any], place: str) -> tuple[float, RotaryScaling | None]:
