@@ -120,6 +120,14 @@ class RunDirectory:
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
         return load(TrainConfig, self.config)
 
+    def check_trainable(self) -> None:
+        """Raises `UserError` if a model to start from is here."""
+        if self.is_imported:
+            raise UserError(
+                f"{self.path} is an imported model, not a run. To train it, give the run another `name`, and "
+                f"`--start_from {self.path}`."
+            )
+
     def check_compatible(self, config: TrainConfig) -> None:
         """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
         if not self.config.is_file():

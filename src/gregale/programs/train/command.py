@@ -66,6 +66,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
 def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirectory) -> int:
     """Checks the configuration, prepares the data, takes the run's lock and trains."""
     if not options.fresh:
+        run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
@@ -88,12 +89,7 @@ def prepare_and_train(options: TrainOptions, config: TrainConfig, run: RunDirect
 
 
 def check_start(options: TrainOptions, config: TrainConfig, run: RunDirectory) -> None:
-    """Raises `UserError` if the run is a model to start from, or what a new run starts from does not fit."""
-    if run.is_imported and not options.fresh:
-        raise UserError(
-            f"{run.path} is an imported model, not a run. To train it, give the run another `name`, and "
-            f"`--start_from {run.path}`."
-        )
+    """Raises `UserError` if what a new run starts from does not fit."""
     if config.start_from is not None and (options.fresh or not committed_steps(run.checkpoints)):
         origin_of(config)
 
