@@ -122,6 +122,20 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
     assert dict(losses(on_from_it))[1] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sync.type", "diloco", "--sync.period", "2"],
+        ["--mesh.replica", "1", "--mesh.stage", "2", "--pipeline.repeats", "1"],
+    ],
+    ids=["diloco", "pipeline"],
+)
+def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
+    name = "with-" + options[0].partition(".")[2]
+    assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
+    assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
+
+
 def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):
     assert gregale("export", "on", inputs / "trained", "--dtype", "bfloat16", "--devices", "2") == 0
     found = json.loads((inputs / "trained" / "config.json").read_text())

@@ -42,7 +42,7 @@ def read_model(folder: Folder, model: Tree, layout: Layout, report: Report = sil
     def one(path, leaf: NamedArray) -> NamedArray:
         nonlocal done
         slot = by_path[jax.tree_util.keystr(path, simple=True, separator=".")]
-        read = partial(_shard, slot, folder.tensors, leaf.array.dtype)
+        read: Any = partial(_shard, slot, folder.tensors, leaf.array.dtype)
         sharding = layout.sharding(leaf.axes, layout.params)
         array = jax.make_array_from_callback(leaf.array.shape, sharding, read)
         report("reading", done := done + leaf.size, total)
