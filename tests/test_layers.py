@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 LAYERS = [
     {"errors", "settings", "files", "streams", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
-    {"communication"},
+    {"communication", "huggingface"},
     {"methods"},
     {"training"},
     {"services"},

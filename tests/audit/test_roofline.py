@@ -42,12 +42,15 @@ def test_flops_by_hand():
     assert model_flops_per_token(tied) == model_flops_per_token(step), "a tied table is multiplied, too"
 
 
-@pytest.mark.parametrize(("rules", "policies"), [("plain", "projections context full"), ("auto", "context")])
-def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies):
+@pytest.mark.parametrize(
+    ("rules", "policies", "norms"),
+    [("plain", "projections context full", "before"), ("auto", "context", "before"), ("plain", "context", "after")],
+)
+def test_what_is_computed_again_is_what_the_traced_step_has(rules, policies, norms):
     """By the matrix products in JAX's trace; the CPU's rule of attention keeps what a kernel keeps."""
 
     def again(remat):
-        setup = small_setup((1, 1, 1), 1, {"remat": remat, "rules": rules}, {"layers": 1})
+        setup = small_setup((1, 1, 1), 1, {"remat": remat, "rules": rules}, {"layers": 1, "norms": norms})
         step = replace(step_shape(setup), scores=rules == "plain")
         return flops_of(traced_loss(setup)), work_of(step, 0, {}).flops
 

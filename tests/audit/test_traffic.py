@@ -21,6 +21,18 @@ SPREAD = {
         {"dtype": "bfloat16", "remat": "context"},
         {"qk_norm": True, "attention_bias": True, "tied_head": True},
     ),
+    "norms after, and over heads": (
+        (2, 2, 2),
+        2,
+        {"remat": "full"},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"},
+    ),
+    "norms after, and over heads, nothing recomputed": (
+        (1, 2, 2),
+        1,
+        {"remat": "none"},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "heads"},
+    ),
     "no tensor parallelism, layers unrolled": ((2, 4, 1), 2, {"remat": "none", "unroll": 3}, {}),
     "no FSDP": ((4, 1, 2), 1, {"remat": "projections"}, {}),
     "replicas only": ((8, 1, 1), 2, {"remat": "full"}, {}),

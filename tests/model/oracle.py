@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.config import LlamaConfig
 from gregale.model.llama import Llama
+from gregale.model.scaling import LinearScaling, Llama3Scaling, RotaryScaling
 
 Weights = dict[str, jax.Array]
 
@@ -45,6 +46,9 @@ def rotary_frequency(pair: int, half: int, base: float, scaling: RotaryScaling |
     frequency = base ** (-pair / half)
     if scaling is None:
         return frequency
+    if isinstance(scaling, LinearScaling):
+        return frequency / scaling.factor
+    assert isinstance(scaling, Llama3Scaling)
     wavelength = 2 * np.pi / frequency
     if wavelength < scaling.original_context / scaling.high_frequency_factor:
         return frequency
@@ -79,11 +83,18 @@ def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfi
         sees &= place[:, None] - place[None, :] < config.sliding_window
     sees = sees & (segments[:, None] == segments[None, :])
 
-    def project(name: str, head: int):
+    def before_norm(name: str, head: int):
         projected = x @ w[name][layer, :, head]
-        if config.attention_bias:
-            projected = projected + w[f"{name}_bias"][layer, head]
-        if config.qk_norm and name != "value":
+        return projected + w[f"{name}_bias"][layer, head] if config.attention_bias else projected
+
+    def project(name: str, head: int):
+        projected = before_norm(name, head)
+        if config.qk_norm and config.qk_norm_over == "heads" and name != "value":
+            heads = w[name].shape[2]
+            together = jnp.concatenate([before_norm(name, each) for each in range(heads)], axis=-1)
+            scale = w[f"{name}_norm"][layer].reshape(-1)
+            projected = jnp.split(rms_norm(together, scale, config.norm_epsilon), heads, axis=-1)[head]
+        elif config.qk_norm and name != "value":
             projected = rms_norm(projected, w[f"{name}_norm"][layer], config.norm_epsilon)
         return projected
 
@@ -102,13 +113,21 @@ def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfi
 
 def logits(w: Weights, tokens, positions, segments, config: LlamaConfig):
     """Next-token logits of one sequence: [position] -> [position, vocab]."""
+
+    def attend(x, layer: int):
+        return attention(x, w, layer, positions, segments, config)
+
+    def feed(x, layer: int):
+        gate, up = x @ w["gate"][layer], x @ w["up"][layer]
+        return (gate / (1 + jnp.exp(-gate)) * up) @ w["down"][layer]
+
     x = w["embedding"][tokens]
     for layer in range(config.layers):
-        normed = rms_norm(x, w["attention_norm"][layer], config.norm_epsilon)
-        x = x + attention(normed, w, layer, positions, segments, config)
-        normed = rms_norm(x, w["mlp_norm"][layer], config.norm_epsilon)
-        gate, up = normed @ w["gate"][layer], normed @ w["up"][layer]
-        x = x + (gate / (1 + jnp.exp(-gate)) * up) @ w["down"][layer]
+        for scale, half in (("attention_norm", attend), ("mlp_norm", feed)):
+            if config.norms == "after":
+                x = x + rms_norm(half(x, layer), w[scale][layer], config.norm_epsilon)
+            else:
+                x = x + half(rms_norm(x, w[scale][layer], config.norm_epsilon), layer)
     head = w["embedding"].T if config.tied_head else w["head"]
     return rms_norm(x, w["norm"], config.norm_epsilon) @ head
 

@@ -13,16 +13,17 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
-from gregale.model.config import REMAT, ComputeConfig, LlamaConfig, RotaryScaling
+from gregale.model.config import REMAT, ComputeConfig, LlamaConfig
 from gregale.model.execution import UNROLL, execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.llama import Llama, parameter_count
+from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.mesh.support import assert_trees_close, layout_of, one_device, small_model, token_batch
 from tests.model import oracle
 
 # A context of 8 tokens makes all three cases of the scaling appear among a head's few frequencies.
-STRETCHED = RotaryScaling(factor=8.0, original_context=8)
+STRETCHED = Llama3Scaling(factor=8.0, original_context=8)
 BASE = LlamaConfig(layers=2, hidden=16, heads=4, mlp=24, init_scale=0.3)
 CONFIGS = {
     "llama2": BASE,
@@ -30,6 +31,9 @@ CONFIGS = {
     "mistral": replace(BASE, kv_heads=1, sliding_window=3),
     "qwen2": replace(BASE, kv_heads=2, attention_bias=True, tied_head=True),
     "qwen3": replace(BASE, kv_heads=2, head_size=8, qk_norm=True, tied_head=True, sliding_window=20),
+    "olmo2": replace(
+        BASE, kv_heads=2, norms="after", qk_norm=True, qk_norm_over="heads", rotary_scaling=LinearScaling(factor=4.0)
+    ),
 }
 ROWS, POSITIONS, VOCABULARY = 2, 12, 32
 BATCH_OF_TOKENS = token_batch(ROWS, POSITIONS, VOCABULARY)
@@ -73,6 +77,7 @@ CASES = [
     ("mistral", False, CPU),
     ("mistral", False, PLAIN),
     ("qwen3", True, PLAIN),
+    ("olmo2", True, PLAIN),
 ]
 
 
@@ -95,6 +100,8 @@ def test_every_option_changes_the_loss():
     changes = {
         "sliding_window": replace(config, sliding_window=None),
         "rotary_scaling": replace(config, rotary_scaling=None),
+        "rotary_scaling.type": replace(config, rotary_scaling=LinearScaling()),
+        "norms": replace(config, norms="after"),
         "qk_norm": replace(config, qk_norm=False),
         "norm_epsilon": replace(config, norm_epsilon=1e-1),
         "rotary_base": replace(config, rotary_base=100.0),

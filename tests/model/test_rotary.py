@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.model.rotary import frequencies, rotate
+from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.model import oracle
 
-LLAMA_3 = RotaryScaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)
+LLAMA_3 = Llama3Scaling(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192)
 
 
-@pytest.mark.parametrize("scaling", [None, LLAMA_3, RotaryScaling(factor=32.0, original_context=64)])
+@pytest.mark.parametrize(
+    "scaling", [None, LLAMA_3, Llama3Scaling(factor=32.0, original_context=64), LinearScaling(factor=4.0)]
+)
 @pytest.mark.parametrize(("half", "base"), [(64, 500000.0), (8, 10000.0)])
 def test_frequencies_equal_the_published_cases(half, base, scaling):
     expected = [oracle.rotary_frequency(pair, half, base, scaling) for pair in range(half)]
@@ -43,7 +46,7 @@ def test_rotation_is_a_complex_product(kernels):
     Position, Heads, HeadSize = Axis("position", 5), Axis("heads", 3), Axis("head_size", 8)
     x = np.random.default_rng(0).standard_normal((5, 3, 8), dtype=np.float32)
     places = np.array([0, 3, 4, 100, 101])
-    config = LlamaConfig(rotary_scaling=RotaryScaling(original_context=16))
+    config = LlamaConfig(rotary_scaling=Llama3Scaling(original_context=16))
     turned = rotate(
         hax.named(x, (Position, Heads, HeadSize)),
         hax.named(places, Position),

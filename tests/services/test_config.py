@@ -15,7 +15,8 @@ from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig, SyncConfig
-from gregale.model.config import ComputeConfig, LlamaConfig, RotaryScaling
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
 from gregale.services.checkpoint.leaves import arrays_by_name
@@ -130,7 +131,7 @@ def test_what_fixes_the_state_is_forbidden():
     changed = replace(
         BASE,
         seed=1,
-        model=LlamaConfig(layers=2, mlp=64, init_scale=0.1, rotary_scaling=RotaryScaling()),
+        model=LlamaConfig(layers=2, mlp=64, init_scale=0.1, rotary_scaling=Llama3Scaling()),
         batch=BatchConfig(sequence_length=32),
         optimizer=LionConfig(),
     )

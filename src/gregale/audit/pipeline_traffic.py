@@ -7,11 +7,13 @@ from haliax import NamedArray
 from gregale.audit.step import Backend, PipelineShape, StepShape
 from gregale.audit.traffic import (
     DATA,
+    FLOAT32,
     MODEL,
     RECOMPUTED_SUMS,
     STAGE,
     Transfer,
     activation_bytes,
+    head_norm_sums,
     is_on_model,
     sums_of_a_layer,
 )
@@ -29,18 +31,21 @@ def pipelined(step: StepShape, pipeline: PipelineShape, backend: Backend) -> lis
     """
     stages, passes, iterations = step.mesh[STAGE], step.microbatches, step.microbatches * pipeline.iterations
     layers_of_a_stage = step.layers // (pipeline.repeats * stages)
+    tokens = step.tokens * stages // pipeline.microbatches
     activations = activation_bytes(step, backend) * stages // pipeline.microbatches
     handed_on = HANDED_ON * iterations
     if pipeline.drain == 1:  # it is no loop: nobody needs its last outputs, and the cotangent of these is zero
         handed_on -= 2 * passes - backend.hoists_gathers
     sums = sums_of_a_layer(step, backend)
-    if layers_of_a_stage > 1 and step.remat in RECOMPUTED_SUMS:
+    if layers_of_a_stage > 1 and step.remat in RECOMPUTED_SUMS and not step.norms_after:
         sums += 1  # the next layer is recomputed from the whole output
+    norms = head_norm_sums(step) * FLOAT32 * tokens
     return [
         *(each for weight in step.stacked() for each in _weight(step, weight, pipeline, backend)),
         Transfer("activations", "collective-permute", (STAGE,), activations, handed_on),
         Transfer("positions and segments", "all-gather", (STAGE,), EXTRAS * INTEGER * step.tokens * stages, passes),
         Transfer("activations", "all-reduce", (MODEL,), sums * activations, layers_of_a_stage * iterations),
+        Transfer("norms over heads", "all-reduce", (MODEL,), norms, layers_of_a_stage * iterations),
     ]
 
 

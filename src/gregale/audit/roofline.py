@@ -121,12 +121,13 @@ def _keys(step: StepShape) -> float:
 def _again(step: StepShape, attention: float) -> float:
     """FLOPs for a token that the backward pass computes again, of all layers.
 
-    Never the product that ends a layer, whose result nothing needs; and of `attention`, which has `attention` FLOPs in
-    the forward pass, half to have the scores again, where no kernel keeps what spares them.
+    Never the product that ends a layer, whose result nothing needs unless it is normalised; and of `attention`, which
+    has `attention` FLOPs in the forward pass, half to have the scores again, where no kernel keeps what spares them.
     """
     scores = attention / 2 if step.scores else 0
     last = [weight for weight in step.stacked() if [axis.name for axis in weight.axes][-2:] == ["mlp", "embed"]]
-    products = FORWARD * (_stacked(step) - sum(values(weight.axes) for weight in last))
+    unneeded = 0 if step.norms_after else sum(values(weight.axes) for weight in last)
+    products = FORWARD * (_stacked(step) - unneeded)
     match step.remat:
         case "none":
             return 0

@@ -68,6 +68,7 @@ def _scanned(step: StepShape, backend: Backend) -> list[Transfer]:
         *_weights(step, weights, backend),
         *_gradients(step, weights, backend),
         Transfer("activations", "all-reduce", (MODEL,), sums_of_a_layer(step, backend) * size, layers),
+        Transfer("norms over heads", "all-reduce", (MODEL,), head_norm_sums(step) * FLOAT32 * step.tokens, layers),
     ]
 
 
@@ -176,7 +177,16 @@ def is_on_model(weight: NamedArray) -> bool:
 def sums_of_a_layer(step: StepShape, backend: Backend) -> int:
     """How often a layer sums activations over `model`: after each half of it, and their gradients before it."""
     backward = 2 if backend.merges_sums else 5  # query, key, value; gate, up
-    return 2 + RECOMPUTED_SUMS.get(step.remat, 0) + backward
+    recomputed = RECOMPUTED_SUMS.get(step.remat, 0)
+    return 2 + (2 * recomputed if step.norms_after else recomputed) + backward
+
+
+def head_norm_sums(step: StepShape) -> int:
+    """Numbers that a layer sums over `model` for each token: the mean squares of queries and of keys over all heads."""
+    if not step.norms_over_heads:
+        return 0
+    forward = 1 if step.remat == "none" else 2
+    return 2 * (forward + 1)
 
 
 def activation_bytes(step: StepShape, backend: Backend) -> int:

@@ -176,7 +176,9 @@ class LateParts:
                 self._share.want(self._wanted)
                 while not self._over.is_set():
                     self._share.encode(self._over.is_set)
-                    self._over.wait(self._poll_seconds)  # it stays one of the builders: who builds the store keeps the parts
+                    self._over.wait(
+                        self._poll_seconds
+                    )  # it stays one of the builders: who builds the store keeps the parts
         except BaseException as error:
             self._failure = error
 

@@ -25,8 +25,8 @@ class Attention(eqx.Module):
     key: Linear  # [Embed] -> [KvHeads, HeadSize]
     value: Linear  # [Embed] -> [KvHeads, HeadSize]
     out: Linear  # [Heads, HeadSize] -> [Embed]
-    query_norm: RmsNorm | None  # [HeadSize]
-    key_norm: RmsNorm | None  # [HeadSize]
+    query_norm: RmsNorm | None  # [HeadSize] or [Heads, HeadSize]
+    key_norm: RmsNorm | None  # [HeadSize] or [KvHeads, HeadSize]
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
@@ -37,16 +37,17 @@ class Attention(eqx.Module):
         def project(Heads, key):
             return linear(c.Embed, (Heads, c.HeadSize), c.init_scale, key, bias=c.attention_bias)
 
-        def norm():
-            return RmsNorm.init(c.HeadSize, c.norm_epsilon) if c.qk_norm else None
+        def norm(Heads):
+            over = c.normalised_together(Heads)
+            return None if over is None else RmsNorm.init(over, c.norm_epsilon)
 
         return Attention(
             query=project(c.Heads, keys[0]),
             key=project(c.KvHeads, keys[1]),
             value=project(c.KvHeads, keys[2]),
             out=linear((c.Heads, c.HeadSize), c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[3]),
-            query_norm=norm(),
-            key_norm=norm(),
+            query_norm=norm(c.Heads),
+            key_norm=norm(c.KvHeads),
             config=config,
         )
 

@@ -9,18 +9,20 @@ import jax.numpy as jnp
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
-from gregale.errors import KeyedError, UserError
+from gregale.errors import UserError
+from gregale.model.scaling import MEANING, RotaryScaling
 from gregale.settings import Fixed, Settings, above, at_least, whole
 
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
 CompilerOptions = dict[str, bool | int | float | str]
+NORMS = ("before", "after")
+QK_NORM_OVER = ("head", "heads")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 SHAPE = Fixed("the saved parameters have this shape")
-MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
 
 
 @dataclass(frozen=True)
@@ -41,56 +43,10 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
         return 0
 
 
-@dataclass(frozen=True)
-class RotaryScaling(Settings):
-    """Llama 3's stretching of the rotary frequencies to a longer context than the model was first trained on."""
-
-    factor: float = field(
-        default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
-    )
-    low_frequency_factor: float = field(
-        default=1.0,
-        metadata={
-            "help": "wavelengths above context / this are stretched",
-            "range": above(0),
-            "aliases": ("low_freq_factor",),
-            "fixed": MEANING,
-        },
-    )
-    high_frequency_factor: float = field(
-        default=4.0,
-        metadata={
-            "help": "wavelengths below context / this are kept",
-            "range": above(0),
-            "aliases": ("high_freq_factor",),
-            "fixed": MEANING,
-        },
-    )
-    original_context: int = field(
-        default=8192,
-        metadata={
-            "help": "context length before the stretching, in tokens",
-            "range": whole(1),
-            "aliases": ("original_max_position_embeddings",),
-            "fixed": MEANING,
-        },
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            raise KeyedError(
-                "low_frequency_factor",
-                f"is {self.low_frequency_factor:g}",
-                f" and high_frequency_factor is {self.high_frequency_factor:g}: the wavelengths between context / high "
-                "and context / low are interpolated, so that low has to be below high.",
-            )
-
-
 @ModelConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaConfig(ModelConfig):
-    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) are settings of these fields."""
+    """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
 
     layers: int = field(
         default=12,
@@ -122,7 +78,7 @@ class LlamaConfig(ModelConfig):
     kv_heads: int | None = field(
         default=None,
         metadata={
-            "help": "key and value heads; null: as many as query heads",
+            "help": "key and value heads; null: as many as heads",
             "range": whole(1),
             "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
             "fixed": SHAPE,
@@ -149,7 +105,7 @@ class LlamaConfig(ModelConfig):
     vocabulary: int | None = field(
         default=None,
         metadata={
-            "help": "rows of the embedding; null: the tokenizer's, padded",
+            "help": "embedding rows; null: the tokenizer's, padded",
             "range": whole(1),
             "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
             "fixed": SHAPE,
@@ -163,7 +119,23 @@ class LlamaConfig(ModelConfig):
             "fixed": SHAPE,
         },
     )
+    norms: str = field(
+        default="before",
+        metadata={
+            "help": "normalise what a layer takes, or gives (OLMo 2)",
+            "choices": NORMS,
+            "fixed": MEANING,
+        },
+    )
     qk_norm: bool = field(default=False, metadata={"help": "RMSNorm on queries and keys (Qwen 3)", "fixed": SHAPE})
+    qk_norm_over: str = field(
+        default="head",
+        metadata={
+            "help": "one head's values, or all heads' (OLMo 2)",
+            "choices": QK_NORM_OVER,
+            "fixed": SHAPE,
+        },
+    )
     attention_bias: bool = field(
         default=False,
         metadata={"help": "biases on query, key and value (Qwen 2)", "aliases": ("qkv_bias",), "fixed": SHAPE},
@@ -171,7 +143,7 @@ class LlamaConfig(ModelConfig):
     sliding_window: int | None = field(
         default=None,
         metadata={
-            "help": "attend to at most this many tokens back (Mistral)",
+            "help": "tokens that a token sees at most (Mistral)",
             "range": whole(1),
             "aliases": ("window_size", "attention_window", "window"),
             "fixed": MEANING,
@@ -196,7 +168,8 @@ class LlamaConfig(ModelConfig):
         },
     )
     rotary_scaling: RotaryScaling | None = field(
-        default=None, metadata={"help": "Llama 3 scaling; null: none", "aliases": ("rope_scaling",), "fixed": MEANING}
+        default=None,
+        metadata={"help": "for a longer context; null: none", "aliases": ("rope_scaling",), "fixed": MEANING},
     )
     init_scale: float = field(
         default=0.02,
@@ -246,6 +219,12 @@ class LlamaConfig(ModelConfig):
     @property
     def head_width(self) -> int:
         return self.HeadSize.size
+
+    def normalised_together(self, Heads: Axis) -> tuple[Axis, ...] | None:
+        """The axes of the queries' or keys' norm, of so many heads; None: they are not normalised."""
+        if not self.qk_norm:
+            return None
+        return (Heads, self.HeadSize) if self.qk_norm_over == "heads" else (self.HeadSize,)
 
     @property
     def Mlp(self) -> Axis:

@@ -45,12 +45,13 @@ class Mlp(eqx.Module):
 
 
 class Block(eqx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with norms after, x + norm(attention(x)) and so on."""
 
     attention_norm: RmsNorm  # [Embed]
     attention: Attention
     mlp_norm: RmsNorm  # [Embed]
     mlp: Mlp
+    config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
     def init(config: LlamaConfig, key) -> Block:
@@ -60,23 +61,37 @@ class Block(eqx.Module):
             attention=Attention.init(config, attention_key),
             mlp_norm=norm(config),
             mlp=Mlp.init(config, mlp_key),
+            config=config,
         )
 
     def __call__(self, x, positions, segments, execution: Execution) -> NamedArray:
-        x = execution.placed(x + self.attention(self.attention_norm(x, execution), positions, segments, execution))
-        return execution.placed(x + self.mlp(self.mlp_norm(x, execution), execution))
+        attended = self.attention(self.taken(self.attention_norm, x, execution), positions, segments, execution)
+        x = execution.placed(x + self.given(self.attention_norm, attended, execution))
+        return execution.placed(x + self._fed(x, execution))
 
     def prefill(self, x, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended = self.attention.prefill(self.attention_norm(x, execution), slots, execution)
+        attended = self.attention.prefill(self.taken(self.attention_norm, x, execution), slots, execution)
         return self._after(x, *attended, execution)
 
     def decode(self, x, cache: Cache, place, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended = self.attention.decode(self.attention_norm(x, execution), cache, place, execution)
+        attended = self.attention.decode(self.taken(self.attention_norm, x, execution), cache, place, execution)
         return self._after(x, *attended, execution)
 
     def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x, execution), execution), cache
+        x = x + self.given(self.attention_norm, attended, execution)
+        return x + self._fed(x, execution), cache
+
+    def _fed(self, x, execution: Execution) -> NamedArray:
+        fed = self.mlp(self.taken(self.mlp_norm, x, execution), execution)
+        return self.given(self.mlp_norm, fed, execution)
+
+    def taken(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
+        """What half a layer takes of the stream."""
+        return norm(x, execution) if self.config.norms == "before" else x
+
+    def given(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
+        """What half a layer adds to the stream."""
+        return norm(x, execution) if self.config.norms == "after" else x
 
 
 class Llama(eqx.Module):

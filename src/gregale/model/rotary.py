@@ -1,30 +1,26 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864), with Llama 3's frequency scaling."""
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864), with scaled frequencies."""
 
 from __future__ import annotations
-
-import math
 
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 
-from gregale.model.config import LlamaConfig, RotaryScaling
+from gregale.model.config import LlamaConfig
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.scaling import RotaryScaling
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
     """Angle a position for each pair of a head's channels, in radians: `base ** (-i / half_size)`, float32 [half].
 
-    With `scaling`, wavelengths longer than original_context / low_frequency_factor turn `factor` times slower, those
-    shorter than original_context / high_frequency_factor stay, and those between are interpolated.
+    With `scaling`, the part of a frequency that is not kept turns `factor` times slower.
     """
     frequency = base ** (-np.arange(half_size, dtype=np.float64) / half_size)
     if scaling is not None:
-        turns = scaling.original_context * frequency / (2 * math.pi)  # in the original context
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        kept = scaling.kept(frequency)
         frequency = kept * frequency + (1 - kept) * frequency / scaling.factor
     return frequency.astype(np.float32)
 

@@ -181,6 +181,20 @@ class TrainConfig(Settings):
             "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
         },
     )
+    start_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "a run or an import to train on from; null: random",
+            "aliases": (
+                "init_from",
+                "from_pretrained",
+                "pretrained",
+                "model_name_or_path",
+                "load_from",
+                "initialize_from",
+            ),
+        },
+    )
     runs: str = field(
         default="runs",
         metadata={

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import gregale
@@ -38,6 +39,16 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Place:
         return self.path / "checkpoints"
+
+    @property
+    def huggingface(self) -> Place:
+        """An imported model as it came, or what came with the one that the run started from."""
+        return self.path / "huggingface"
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether `gregale import` made it: it holds a model, and no checkpoints."""
+        return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
 
     @property
     def samples(self) -> Place:
@@ -117,6 +128,14 @@ class RunDirectory:
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
         return load(TrainConfig, self.config)
+
+    def check_trainable(self) -> None:
+        """Raises `UserError` if a model to start from is here."""
+        if self.is_imported:
+            raise UserError(
+                f"{self.path} is an imported model, not a run. To train it, give the run another `name`, and "
+                f"`--start_from {self.path}`."
+            )
 
     def check_compatible(self, config: TrainConfig) -> None:
         """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""

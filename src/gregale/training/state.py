@@ -37,18 +37,22 @@ class Report(NamedTuple):
     skipped_in_a_row: Leaf
 
 
-def initial_state(method: Method, make_model: Callable[[], Tree], options: CompilerOptions | None = None) -> TrainState:
+def initial_state(
+    method: Method, make_model: Callable[..., Tree], options: CompilerOptions | None = None, *given: Tree
+) -> TrainState:
     """The state before the first step, made in shards; `make_model` is traced, so no weight is made in one piece.
 
     - `options`: the compiler's, see `gregale.training.compiler_options`
+    - `given`: what `make_model` takes, in shards; it is used up
     """
 
-    def make() -> TrainState:
-        return wrapped(method, method.init(make_model()), 0)
+    def make(*given: Tree) -> TrainState:
+        return wrapped(method, method.init(make_model(*given)), 0)
 
-    shardings = state_shardings(method, jax.eval_shape(make))
+    shardings = state_shardings(method, jax.eval_shape(make, *given))
     options = {**(compiled_once(method.layout.mesh) or {}), **(options or {})}
-    return jax.jit(make, out_shardings=shardings, compiler_options=options or None)()
+    used_up = tuple(range(len(given)))
+    return jax.jit(make, out_shardings=shardings, donate_argnums=used_up, compiler_options=options or None)(*given)
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:

@@ -63,6 +63,8 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         scores=not run.kernels.opaque,
         rules=run.kernels.rules,
         window=model.sliding_window,
+        norms_after=model.norms == "after",
+        norms_over_heads=model.qk_norm and model.qk_norm_over == "heads",
         pipeline=pipeline_shape(setup),
     )
 

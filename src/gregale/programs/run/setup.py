@@ -75,6 +75,10 @@ class Setup:
         method, options = self.method_after(0), self.compiler_options
         return initial_state(method, lambda: self.init_model(jax.random.key(self.config.seed)), options)
 
+    def state_from(self, model) -> TrainState:
+        """The state before the first step of a run that starts from a model, whose arrays are used up."""
+        return initial_state(self.method_after(0), same, self.compiler_options, model)
+
     def init_model(self, key):
         """The model with its initial weights."""
         return init_model(self.config.model, self.Vocab, key)

@@ -13,6 +13,8 @@ import jax
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
+from gregale.huggingface.folder import open_folder
+from gregale.huggingface.weights import read_model
 from gregale.programs.run.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
@@ -79,6 +81,23 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     tokens = load_tokenizer(run.path).vocabulary_size
     setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
 
+    model, step, metadata = restored_model(run, setup, step)
+    return Trained(run, setup, model, step, metadata)
+
+
+def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[object, int, dict]:
+    """A run's model on the mesh of a set-up, the step that it is of, and what is noted beside it.
+
+    - `setup`: with the run's model and method
+    - `step`: None: that of the newest sound checkpoint; of an imported model, 0
+
+    Raises `UserError` if there is no such checkpoint.
+    """
+    if run.is_imported:
+        if step:
+            raise UserError(f"{run.path} is an imported model: it has no checkpoint of step {step}.")
+        return read_model(open_folder(Path(str(run.huggingface))), setup.model, setup.layout), 0, {}
+
     def template(metadata: dict) -> TrainState:
         return evaluation_template(setup, metadata)
 
@@ -88,6 +107,6 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
         else:
             restored = checkpoints.restore(step, template, partial=True)
     if restored is None:
-        raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {config.checkpoint.every}.")
-    model = evaluated_model(setup, restored.metadata, restored.tree)
-    return Trained(run, setup, model, restored.step, restored.metadata)
+        every = setup.config.checkpoint.every
+        raise UserError(f"{run.path} has no checkpoint yet; the first one comes at step {every}.")
+    return evaluated_model(setup, restored.metadata, restored.tree), restored.step, restored.metadata

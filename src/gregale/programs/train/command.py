@@ -20,10 +20,12 @@ from gregale.errors import UserError
 from gregale.model.llama import parameter_count
 from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
+from gregale.programs.run.started import keep_what_came_with, origin_of
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
 from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -80,12 +82,14 @@ class Watching:
 def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watching: Watching) -> int:
     """Checks the configuration, prepares the data, takes the run's lock and trains."""
     if not fresh:
+        run.check_trainable()
         run.check_compatible(config)
     check_installed(config.trackers)
     mesh = make_mesh(config.mesh)
     # Refuses what does not fit together before the data is touched.
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
+    check_start(fresh, config, run)
     with (
         Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console,
         closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
@@ -100,6 +104,12 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
             if remark := config.sync.remark(setup.layout, config.steps):
                 console.message(remark)
             return train(setup, corpus, run, checkpoints, console, watching)
+
+
+def check_start(fresh: bool, config: TrainConfig, run: RunDirectory) -> None:
+    """Raises `UserError` if what a new run starts from does not fit."""
+    if config.start_from is not None and (fresh or not committed_steps(run.checkpoints)):
+        origin_of(config)
 
 
 @contextmanager
@@ -156,6 +166,8 @@ def train(
         run.write_config(config)
         run.write_samples(first_step + 1, [])
         save_tokenizer(corpus.tokenizer, run.path)
+        if config.start_from is not None and not first_step:
+            keep_what_came_with(origin_of(config), run)
 
     by_first_process(begin, None)
     console.begin(config.steps, first_step)

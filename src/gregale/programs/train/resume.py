@@ -1,4 +1,4 @@
-"""Where a run starts: from nothing, from its newest checkpoint, or from what another method left."""
+"""Where a run starts: from nothing, from a model, from its newest checkpoint, or from what another method left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.run.checkpointed import checkpoint_template, holds_more, noted, saved_by
 from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.run.started import started_state
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
@@ -42,7 +43,8 @@ def starting_point(setup: Setup, before: TrainConfig | None, checkpoints: Checkp
         lambda metadata: checkpoint_template(saved, metadata), partial=lambda metadata: holds_more(saved, metadata)
     )
     if restored is None:
-        return Start(setup.initial_state(), 0, 0, 0)
+        starts = setup.config.start_from is not None
+        return Start(started_state(setup, corpus.tokenizer) if starts else setup.initial_state(), 0, 0, 0)
     if noted(restored.metadata, "data") != corpus.fingerprint:
         raise UserError(
             f"data: the text is not the one that this run was trained on until step {restored.step}: a source or the "

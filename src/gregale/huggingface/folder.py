@@ -1,0 +1,145 @@
+"""A model's folder as the hub has it: its configuration, its files of tensors, and what lies beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gregale.errors import UserError
+from gregale.huggingface.config import read_config
+from gregale.huggingface.families import Family
+from gregale.huggingface.names import Slot, check_names
+from gregale.huggingface.safetensors import Tensor, read_header
+from gregale.model.config import LlamaConfig
+from gregale.storage import Place, write_bytes
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What goes with a model, whatever is trained of it.
+BESIDE = (
+    *(CONFIG, GENERATION, INDEX, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder whose files have been looked at: their headers, not their values.
+
+    - `saved`: its config.json
+    - `tensors`: of all its files, by name
+    """
+
+    path: Path
+    saved: Mapping[str, Any]
+    family: Family
+    model: LlamaConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({tensor.path for tensor in self.tensors.values()})
+
+    def check(self, slots: list[Slot]) -> None:
+        """Raises `UserError` if the tensors are not those of the model, by name and by shape."""
+        check_names(set(self.tensors), slots, str(self.path))
+        for slot in slots:
+            for name in slot.names():
+                if (found := self.tensors[name]).shape != slot.shape:
+                    raise UserError(
+                        f"{found.path}: {name} has the shape {list(found.shape)}, and by {CONFIG} it has "
+                        f"{list(slot.shape)}."
+                    )
+
+
+def open_folder(path: Path) -> Folder:
+    """The model in a folder; raises `UserError` if there is none, or one that is damaged or of another kind."""
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is not a folder. A model of the hub has to be downloaded first: "
+            "`hf download NAME --local-dir FOLDER`."
+        )
+    saved = read_json(path / CONFIG)
+    family, model = read_config(saved, str(path / CONFIG))
+    return Folder(path, saved, family, model, _tensors(path))
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if (path / INDEX).is_file():
+        place = read_json(path / INDEX).get("weight_map")
+        names = sorted(set(place.values())) if isinstance(place, dict) else []
+        if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+            raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise UserError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: a download that was cut off?")
+        return {name: tensor for file in names for name, tensor in read_header(path / file).items()}
+    if (path / WEIGHTS).is_file():
+        return read_header(path / WEIGHTS)
+    pickled = sorted(found.name for pattern in PICKLES for found in path.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"{path} has its weights in {pickled[0]}, a pickle: to read one is to run whatever code it holds, so "
+            "Gregale reads none. Take the safetensors of this model, or make them where you trust the file: "
+            "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)` of transformers."
+        )
+    raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
+
+
+def read_json(path: Place) -> dict[str, Any]:
+    """A JSON object; raises `UserError` if the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, not JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object.")
+    return found
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """As transformers writes it, so that what came in goes out with the same bytes."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_beside(source: Place, target: Place, names: Iterable[str] = BESIDE) -> None:
+    """Copies what goes with a model and is there."""
+    for name in names:
+        if (source / name).is_file():
+            write_bytes(target / name, (source / name).read_bytes())
+
+
+@contextmanager
+def made_whole(path: Path, size: int) -> Iterator[Path]:
+    """A temporary folder that gets its name at the end, or is removed.
+
+    `size`: bytes that it will hold
+
+    Raises `UserError` if something has the name already, or the disk lacks the room.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already, and would be overwritten. Give another name, or remove it.")
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path.absolute().parent).free
+    if free < size:
+        raise UserError(
+            f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
+        )
+    partial = path.absolute().with_name(f".{path.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,102 @@
+"""Which tensor of a folder is which part of which parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import LAYERS, is_named
+from gregale.errors import UserError
+from gregale.huggingface.families import Family
+
+SHOWN = 4
+# Old folders keep what is computed; a tied model may keep its head, which is the embedding.
+SUPERFLUOUS = (".rotary_emb.inv_freq",)
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter, or with `{layer}` in its name the same of every layer, and how the hub has it.
+
+    - `hub`: the tensor's name
+    - `path`: the parameter's, in the model
+    - `axes`: the parameter's own
+    - `groups`: names of axes; those of a group are flattened into one dimension of the hub's tensor
+    """
+
+    hub: str
+    path: str
+    axes: tuple[Axis, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers have it; None: it is not a layer's."""
+        return next((axis.size for axis in self.axes if axis.name == LAYERS), None)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Axes of one layer's part, in the parameter's order."""
+        return tuple(axis.name for axis in self.axes if axis.name != LAYERS)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the hub's tensor."""
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return tuple(prod(sizes[name] for name in group) for group in self.groups)
+
+    def name(self, layer: int | None) -> str:
+        return self.hub.format(layer=layer)
+
+    def names(self) -> list[str]:
+        return [self.hub] if self.layers is None else [self.name(layer) for layer in range(self.layers)]
+
+    def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
+        """A view of the hub's tensor with the parameter's axes, without `layers`."""
+        flat = [name for group in self.groups for name in group]
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return tensor.reshape([sizes[name] for name in flat]).transpose([flat.index(name) for name in self.own])
+
+    def as_tensor(self, part: np.ndarray) -> np.ndarray:
+        """The inverse: what the hub has of one layer's part, or of a parameter that is no layer's."""
+        flat = [name for group in self.groups for name in group]
+        return part.transpose([self.own.index(name) for name in flat]).reshape(self.shape)
+
+
+def slots_of(model: Any, family: Family) -> list[Slot]:
+    """The slots of a model's parameters, in the order of the family's table; works on abstract ones."""
+    leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]
+    found: dict[str, NamedArray] = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
+    slots = []
+    for hub, (ours, axes) in family.names().items():
+        if ours in found:
+            groups = tuple(tuple(group.split()) for group in axes.split(","))
+            slots.append(Slot(hub, ours, found.pop(ours).axes, groups))
+    assert not found, f"{family.model_type} has no names for {', '.join(found)}"
+    return slots
+
+
+def check_names(found: set[str], slots: list[Slot], place: str) -> None:
+    """Raises `UserError` for tensors that are missing, and for those that have no place in the model."""
+    wanted = {name for slot in slots for name in slot.names()}
+    ignored = {name for name in found if name.endswith(SUPERFLUOUS)} | {HEAD}
+    problems = [
+        f"{what} {_listed(sorted(names))}"
+        for what, names in (("lacks", wanted - found), ("also has", found - wanted - ignored))
+        if names
+    ]
+    if problems:
+        raise UserError(f"{place} does not hold the model that its config.json describes: it {' and '.join(problems)}.")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")

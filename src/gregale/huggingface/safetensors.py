@@ -1,0 +1,107 @@
+"""Files of tensors in the safetensors format, read and written by ranges.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, place) and the
+tensors, one behind the other. Nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO
+
+import ml_dtypes
+import numpy as np
+
+from gregale.errors import UserError
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LENGTH = struct.Struct("<Q")
+LONGEST_HEADER = 100_000_000  # bytes, as the format says
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file: what it is, and where it begins, in bytes."""
+
+    path: Path
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    def mapped(self) -> np.ndarray:
+        """Its values, read from the file where they are used."""
+        return np.memmap(self.path, self.dtype, "r", self.begin, self.shape)
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, by name; their values are not read.
+
+    Raises `UserError` if the file is cut off or damaged, or has numbers that are no floats.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(LENGTH.size)
+        length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else LONGEST_HEADER + 1
+        if length > min(LONGEST_HEADER, size - LENGTH.size):
+            raise UserError(f"{path} is no safetensors file, or cut off: its {size:,} bytes do not hold its header.")
+        try:
+            header = json.loads(file.read(length))
+            header.pop(METADATA, None)
+            found = {name: _tensor(path, name, entry, LENGTH.size + length) for name, entry in header.items()}
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
+    end = max((each.begin + prod(each.shape) * each.dtype.itemsize for each in found.values()), default=size)
+    if end != size:
+        state = "cut off" if size < end else "damaged"
+        raise UserError(f"{path} is {state}: by its header it has {end:,} bytes, and there are {size:,}.")
+    return found
+
+
+def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
+    if entry["dtype"] not in DTYPES:
+        raise UserError(
+            f"{path}: {name} is of dtype {entry['dtype']}; Gregale reads {', '.join(DTYPES)}. A quantised model has to "
+            "be made whole by the tool that quantised it."
+        )
+    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    begin, end = (int(place) for place in entry["data_offsets"])
+    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+        raise UserError(
+            f"{path} is damaged: {name} of shape {list(shape)} and dtype {entry['dtype']} takes "
+            f"{prod(shape) * dtype.itemsize:,} bytes, and its header gives it {end - begin:,}."
+        )
+    return Tensor(path, name, dtype, shape, data + begin)
+
+
+def write_header(file: IO[bytes], shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
+    """The beginning of a file whose tensors follow, in this order, in this dtype."""
+    header: dict[str, dict] = {METADATA: {"format": "pt"}}
+    place = 0
+    for name, shape in shapes.items():
+        end = place + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
+    file.write(LENGTH.pack(len(text)) + text)
+
+
+def blocks(array: np.ndarray, values: int = 1 << 22) -> Iterable[np.ndarray]:
+    """A tensor's values in pieces."""
+    flat = array.reshape(-1)
+    return (flat[start : start + values] for start in range(0, flat.size, values))

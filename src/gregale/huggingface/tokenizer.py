@@ -1,0 +1,65 @@
+"""Tokenizers as a folder of the hub has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gregale.data.pieces import byte_level_reader
+from gregale.data.tokenizers import Tokenizer
+from gregale.errors import UserError
+from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
+
+END_OF_DOCUMENT = "<|end_of_document|>"  # the name that the tokenizer of bytes gives it
+
+
+def end_of_document(folder: Path, saved: Mapping[str, Any]) -> str:
+    """The name of the token that ends a text: the first `eos_token_id` of generation_config.json or config.json.
+
+    Raises `UserError` if there is no tokenizer.json, or none that has this token.
+    """
+    if not (folder / TOKENIZER).is_file():
+        raise UserError(
+            f"{folder} has no {TOKENIZER}. Its tokenizer has to be a fast one: "
+            "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` of transformers writes it."
+        )
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    ids = generation.get("eos_token_id", saved.get("eos_token_id"))
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    content = read_json(folder / TOKENIZER)
+    names = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+    if first not in names:
+        raise UserError(
+            f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
+            f"the token that ends a text, --end_of_document NAME: {', '.join(list(names.values())[:20]) or 'none'}."
+        )
+    return names[first]
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """The files that transformers makes a fast tokenizer of. `context`: tokens of the longest text."""
+    saved = tokenizer.to_json()
+    content = saved["library"] if saved["type"] == "library" else _bytes()
+    (folder / TOKENIZER).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": saved.get("end_of_document", END_OF_DOCUMENT),
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def _bytes() -> dict[str, Any]:
+    """The tokenizer of bytes as one of the library: byte pairs of which none is joined."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    read = byte_level_reader()
+    vocabulary = {character: read(character)[0] for character in pre_tokenizers.ByteLevel.alphabet()}
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return json.loads(library.to_str())

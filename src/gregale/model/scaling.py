@@ -1,0 +1,89 @@
+"""Rotary frequencies stretched to a longer context: the choices of `model.rotary_scaling`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import draccus
+import numpy as np
+
+from gregale.errors import KeyedError
+from gregale.settings import Fixed, Settings, above, whole
+
+MEANING = Fixed("the saved parameters were trained for this one, and would silently be another model")
+
+
+@dataclass(frozen=True)
+class RotaryScaling(Settings, draccus.ChoiceRegistry):
+    """A stretching of the rotary frequencies to a longer context than the model was first trained on."""
+
+    factor: float = field(
+        default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
+    )
+
+    @classmethod
+    def default_choice_name(cls) -> str:
+        return "llama3"
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        """The share, 0 to 1, of each frequency (radians a position) that stays; the rest is divided by `factor`."""
+        raise NotImplementedError
+
+
+@RotaryScaling.register_subclass("linear")
+@dataclass(frozen=True)
+class LinearScaling(RotaryScaling):
+    """Position interpolation (arXiv 2306.15595): every frequency turns `factor` times slower."""
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        return np.zeros_like(frequency)
+
+
+@RotaryScaling.register_subclass("llama3")
+@dataclass(frozen=True)
+class Llama3Scaling(RotaryScaling):
+    """Llama 3.1's: long waves are stretched, short ones kept, and those between interpolated."""
+
+    low_frequency_factor: float = field(
+        default=1.0,
+        metadata={
+            "help": "wavelengths above context / this are stretched",
+            "range": above(0),
+            "aliases": ("low_freq_factor",),
+            "fixed": MEANING,
+        },
+    )
+    high_frequency_factor: float = field(
+        default=4.0,
+        metadata={
+            "help": "wavelengths below context / this are kept",
+            "range": above(0),
+            "aliases": ("high_freq_factor",),
+            "fixed": MEANING,
+        },
+    )
+    original_context: int = field(
+        default=8192,
+        metadata={
+            "help": "context length before the stretching, in tokens",
+            "range": whole(1),
+            "aliases": ("original_max_position_embeddings",),
+            "fixed": MEANING,
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise KeyedError(
+                "low_frequency_factor",
+                f"is {self.low_frequency_factor:g}",
+                f" and high_frequency_factor is {self.high_frequency_factor:g}: the wavelengths between context / high "
+                "and context / low are interpolated, so that low has to be below high.",
+            )
+
+    def kept(self, frequency: np.ndarray) -> np.ndarray:
+        turns = self.original_context * frequency / (2 * math.pi)  # in the original context
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        return np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -1,0 +1,103 @@
+"""`gregale import`: a model of the hub, in a folder, becomes one to start from, to sample and to evaluate."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import jax
+from haliax import Axis
+
+from gregale.data.config import DataConfig
+from gregale.data.progress import progress_bars
+from gregale.data.sources.base import expand
+from gregale.data.tokenizers import FileConfig, save_tokenizer, tokenizer_from_file
+from gregale.errors import UserError
+from gregale.huggingface.folder import TOKENIZER, Folder, copy_beside, made_whole, open_folder
+from gregale.huggingface.names import slots_of
+from gregale.huggingface.tokenizer import end_of_document
+from gregale.huggingface.weights import check_finite
+from gregale.model.config import ComputeConfig
+from gregale.model.llama import parameter_count
+from gregale.model.registry import init_model
+from gregale.programs.run.setup import padded_vocabulary
+from gregale.services.command import Command
+from gregale.services.config import BatchConfig, TrainConfig
+from gregale.services.run_directory import RunDirectory
+from gregale.settings import Settings
+
+LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
+
+
+@dataclass(frozen=True)
+class ImportOptions(Settings):
+    """Options of the command."""
+
+    source: str = field(metadata={"help": "the folder: config.json, safetensors and tokenizer.json"})
+    target: str = field(metadata={"help": "the folder to make; a bare name lies here, not under runs/"})
+    end_of_document: str | None = field(
+        default=None, metadata={"help": "name of the token that ends a text; null: that of eos_token_id"}
+    )
+
+
+def main(options: ImportOptions) -> int:
+    """Checks everything, then copies; the folder is there in full or not at all."""
+    folder, target = open_folder(Path(expand(options.source))), Path(expand(options.target))
+    end = options.end_of_document or end_of_document(folder.path, folder.saved)
+    tokenizer = tokenizer_from_file(FileConfig(str(folder.path / TOKENIZER), end))
+    config = configuration(folder, target, end)
+    vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
+    model = abstract_model(config, vocabulary)
+    folder.check(slots_of(model, folder.family))
+    size = sum(file.stat().st_size for file in folder.files)
+    with made_whole(target, size) as partial_target, progress_bars() as report:
+        run = RunDirectory(partial_target)
+        run.huggingface.mkdir()
+        copy_beside(folder.path, run.huggingface)
+        done = 0
+        for file in folder.files:
+            for tensor in folder.tensors.values():
+                if tensor.path == file:
+                    check_finite(tensor)
+            shutil.copyfile(file, partial_target / run.huggingface.name / file.name)
+            report("copying", done := done + file.stat().st_size, size)
+        save_tokenizer(tokenizer, run.path)
+        run.write_config(config)
+    print(
+        f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
+        f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
+        f"`gregale train CONFIG --start_from {target}` trains on, with `model` and "
+        f"`data.tokenizer` of {target / 'config.yaml'}."
+    )
+    return 0
+
+
+def configuration(folder: Folder, target: Path, end: str) -> TrainConfig:
+    """A configuration with the model, its tokenizer and its context, to be completed."""
+    exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
+    tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
+    return TrainConfig(
+        name=folder.path.resolve().name.lstrip(".") or "imported",
+        steps=1,
+        model=folder.model,
+        compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
+        data=DataConfig(tokenizer=tokenizer, held_out=0),
+        batch=BatchConfig(sequence_length=min(context_of(folder), LONGEST)),
+    )
+
+
+def context_of(folder: Folder) -> int:
+    context = folder.saved.get("max_position_embeddings", LONGEST)
+    if not isinstance(context, int) or context < 1:
+        raise UserError(f"{folder.path}: max_position_embeddings is {context!r}, and no number of tokens.")
+    return context
+
+
+def abstract_model(config: TrainConfig, Vocab: Axis):
+    """The model, of which nothing is allocated."""
+    return jax.eval_shape(partial(init_model, config.model, Vocab), jax.random.key(0))
+
+
+COMMAND = Command(main=main, options=ImportOptions, positional=("source", "target"))

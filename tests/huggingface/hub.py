@@ -1,0 +1,61 @@
+"""Small models of every family, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gregale.data.tokenizers import BytesTokenizer
+from gregale.huggingface.tokenizer import write_tokenizer
+
+VOCABULARY, CONTEXT = 257, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# A name -> model_type and what its config.json has beside the sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+def made(name: str, folder: Path, shard: str = "5GB", dtype: str = "float32") -> Any:
+    """Writes a model with random weights, biases and norms too, into a folder; returns it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = MODELS[name]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norms away from 0 and 1, where a mistake in them would not show
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    write_tokenizer(BytesTokenizer(), folder, CONTEXT)
+    return model

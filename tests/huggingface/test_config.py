@@ -1,0 +1,62 @@
+"""What a `config.json` may say that a model of Gregale cannot be is refused, and which family a model can be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.huggingface.config import read_config
+from gregale.huggingface.families import FAMILIES, family_that_has
+from gregale.model.config import LlamaConfig
+from tests.huggingface.hub import SIZES
+
+LLAMA = {**SIZES, "model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; Gregale knows llama, mistral, qwen2, qwen3, olmo2"),
+        ({"hidden_size": None}, "hidden_size is None; it has to be there"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'"),
+        ({"num_key_value_heads": 3}, "model.kv_heads is 3"),
+        ({"rms_norm_eps": 0.0}, "norm_epsilon is 0"),
+        ({"rms_norm_eps": "x"}, "is damaged: a number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "is of type 'yarn'; Gregale has default, linear and llama3",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            "1 of 2 layers have a sliding window",
+        ),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_its_key(changes, words):
+    with pytest.raises(UserError) as error:
+        read_config({**LLAMA, **changes}, "config.json")
+    assert re.search(words, str(error.value))
+
+
+def test_old_and_new_forms_of_the_rotary_frequencies_are_the_same():
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
+    assert read_config(LLAMA | old, "") == read_config(LLAMA | new, "")
+
+
+def test_a_model_goes_out_as_a_family_that_can_be_it():
+    plain = LlamaConfig()
+    assert family_that_has(plain).model_type == "llama"
+    assert family_that_has(plain, "mistral").model_type == "mistral"
+    assert family_that_has(replace(plain, sliding_window=8), "llama").model_type == "mistral"
+    for name, family in FAMILIES.items():
+        assert family_that_has(replace(plain, **family.block), name) == family
+    with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):
+        family_that_has(replace(plain, qk_norm=True, attention_bias=True))

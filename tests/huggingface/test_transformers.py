@@ -1,0 +1,91 @@
+"""Logits and gradients of every family equal those of transformers, float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import BATCH, is_named
+from gregale.huggingface.config import read_config, written_config
+from gregale.huggingface.families import family_that_has
+from gregale.huggingface.folder import open_folder
+from gregale.huggingface.names import slots_of
+from gregale.huggingface.weights import read_model
+from gregale.model.llama import Llama
+from tests.huggingface.hub import MODELS, SIZES, VOCABULARY, made
+from tests.mesh.support import layout_of, one_device
+
+ROWS, POSITIONS = 2, 24
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, POSITIONS + 1))
+
+
+def abstract(folder) -> Llama:
+    Vocab = Axis("vocab", folder.model.vocabulary)
+    return jax.eval_shape(lambda: Llama.init(folder.model, Vocab, jax.random.key(0)))
+
+
+def batch() -> dict:
+    axes = (Axis(BATCH, ROWS), Axis("position", POSITIONS))
+    arrays = {
+        "tokens": TOKENS[:, :-1],
+        "targets": TOKENS[:, 1:],
+        "loss_mask": np.ones((ROWS, POSITIONS), np.float32),
+        "positions": np.tile(np.arange(POSITIONS), (ROWS, 1)),
+    }
+    return {name: hax.named(array, axes) for name, array in arrays.items()}
+
+
+@jax.jit
+def logits_and_gradients(model: Llama):
+    def loss(model):
+        total, weight = model.loss(batch(), one_device())
+        return total / weight
+
+    b, run = batch(), one_device()
+    hidden = model.hidden(b["tokens"], b["positions"], None, run)
+    logits = hax.dot(hidden, model.output_head(run), axis="embed").rearrange((BATCH, "position", "vocab"))
+    return logits.array, jax.grad(loss)(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_those_of_transformers(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    theirs = made(name, tmp_path)
+    folder = open_folder(tmp_path)
+    assert folder.family.model_type == MODELS[name][0]
+    model = read_model(folder, abstract(folder), layout_of())
+    logits, gradients = logits_and_gradients(model)
+    output = theirs(torch.tensor(TOKENS[:, :-1])).logits
+    np.testing.assert_allclose(logits, output.detach().numpy(), atol=1e-4, rtol=1e-4)
+    targets = torch.tensor(TOKENS[:, 1:])
+    torch.nn.functional.cross_entropy(output.reshape(-1, VOCABULARY), targets.reshape(-1)).backward()
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.array
+        for path, leaf in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_named)[0]
+    }
+    parameters = dict(theirs.named_parameters())
+    for slot in slots_of(model, folder.family):
+        for hub, layer in [(slot.hub, None)] if slot.layers is None else [(slot.name(1), 1)]:
+            part = np.asarray(leaves[slot.path] if layer is None else leaves[slot.path][layer])
+            wanted = parameters[hub].grad.numpy()
+            np.testing.assert_allclose(slot.as_tensor(part), wanted, atol=1e-4, rtol=1e-3, err_msg=hub)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_that_transformers_reads_back_is_the_same(name):
+    transformers = pytest.importorskip("transformers")
+    model_type, settings = MODELS[name]
+    first = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}).to_dict()
+    family, config = read_config(first, "config.json")
+    config = replace(config, head_size=config.HeadSize.size)
+    for before in (first, {}):  # with rope_parameters, and as older versions say it
+        written = written_config(config, family, VOCABULARY, before)
+        read = transformers.AutoConfig.for_model(**written)
+        assert read_config(read.to_dict(), "config.json") == (family, config)
+        assert read_config(written, "config.json") == (family, config)
+        assert family_that_has(config, model_type) == family

@@ -1,0 +1,262 @@
+"""`gregale import`, `train --start_from` and `export`, with transformers on both ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gregale.errors import UserError
+from gregale.huggingface.folder import INDEX, made_whole, open_folder
+from gregale.huggingface.safetensors import read_header
+from gregale.programs.run.trained import open_trained
+from tests.huggingface.hub import made
+from tests.programs.tiny import losses, write_config
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SHARDED = "20KB"
+
+
+@pytest.fixture(scope="module")
+def hub(inputs) -> Path:
+    """A folder as the hub has it, in several files."""
+    made("qwen3", inputs / "hub", SHARDED)
+    assert (inputs / "hub" / INDEX).is_file()
+    return inputs / "hub"
+
+
+@pytest.fixture(scope="module")
+def imported(inputs, hub) -> Path:
+    from gregale.cli import main
+
+    assert main(["import", str(hub), str(inputs / "mine")]) == 0
+    return inputs / "mine"
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Every tensor of a folder: its file and its bytes."""
+    found = open_folder(folder).tensors
+    return {name: (tensor.path.name, np.array(tensor.mapped()).tobytes()) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, dtype):
+    made("qwen3", tmp_path / "hub", SHARDED, dtype)
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "hub")
+    assert (tmp_path / "out" / INDEX).read_bytes() == (tmp_path / "hub" / INDEX).read_bytes()
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hub", "out"))
+    assert {key: value for key, value in after.items() if key in before} == before
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes(), name
+    assert {path.name for path in tmp_path.iterdir()} == {"hub", "mine", "out"}, "nothing temporary is left"
+
+
+def test_transformers_continues_the_exported_model_as_gregale_sample_does(gregale, inputs, imported, capsys):
+    assert gregale("export", imported, inputs / "out") == 0
+    capsys.readouterr()
+    assert gregale("sample", imported, "the wind ", "--tokens", "12", "--temperature", "0") == 0
+    drawn = capsys.readouterr().out.removesuffix("\n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "out", dtype=torch.float32)
+    prompt = tokenizer("the wind ", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [list(b"the wind ")]
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    assert bytes(token for token in ids[0].tolist() if token < 256).decode("utf-8", "replace") == drawn
+
+
+@pytest.fixture(scope="module")
+def on_from_it(inputs, imported) -> Path:
+    """A run of two steps from the imported model, on a mesh and in float32."""
+    import yaml
+
+    from gregale.cli import main
+
+    config = yaml.safe_load((imported / "config.yaml").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(inputs)
+        write_config(
+            inputs,
+            "on.yaml",
+            steps=2,
+            model=config["model"],
+            mesh={"replica": 2, "data": 4},
+            batch__microbatches=1,
+            data__tokenizer=config["data"]["tokenizer"],
+            optimizer={"type": "adamw", "learning_rate": 0.001},
+        )
+        assert main(["train", "on.yaml", "--name", "on", "--start_from", "mine"]) == 0
+    return inputs / "runs" / "on"
+
+
+def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub, on_from_it):
+    from gregale.data.config import prepare
+
+    trained = open_trained(str(on_from_it), None, None)
+    config = trained.setup.config
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
+    rows = [corpus.train[i] for i in range(config.batch.size)]
+    tokens = torch.tensor(np.stack([row["tokens"] for row in rows]), dtype=torch.long)
+    targets = torch.tensor(np.stack([row["targets"] for row in rows]), dtype=torch.long)
+    weights = torch.tensor(np.stack([row["loss_mask"] for row in rows]))
+    positions = torch.tensor(np.stack([row["positions"] for row in rows]), dtype=torch.long)
+    segments = torch.tensor(np.stack([row["segment_ids"] for row in rows]))
+    length = tokens.shape[1]
+    back = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    seen = (back >= 0) & (back < 7) & (segments[:, :, None] == segments[:, None, :])
+    mask = torch.where(seen, 0.0, -torch.inf)[:, None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(hub, attn_implementation="eager")
+    masks = {"full_attention": mask, "sliding_attention": mask}
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=masks, position_ids=positions).logits
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    expected = float((each * weights).sum() / weights.sum())
+    assert dict(losses(on_from_it))[1] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sync.type", "diloco", "--sync.period", "2"],
+        ["--mesh.replica", "1", "--mesh.stage", "2", "--pipeline.repeats", "1"],
+    ],
+    ids=["diloco", "pipeline"],
+)
+def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
+    name = "with-" + options[0].partition(".")[2]
+    assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
+    assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
+
+
+def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):
+    assert gregale("export", "on", inputs / "trained", "--dtype", "bfloat16", "--devices", "2") == 0
+    found = json.loads((inputs / "trained" / "config.json").read_text())
+    assert (found["model_type"], found["dtype"]) == ("qwen3", "bfloat16")
+    assert set(tensors(inputs / "trained")) == set(tensors(hub))
+    card = (inputs / "trained" / "README.md").read_text()
+    assert "| steps | 2 of 256 tokens, 512 tokens in all |" in card
+    assert "| started from | mine |" in card
+    model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "trained", dtype=torch.float32)
+    ours = jax.tree.leaves(open_trained("on", None, 1).model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == sum(leaf.size for leaf in ours)
+
+
+def test_a_run_of_ones_own_is_exported_without_the_padding_of_its_vocabulary(gregale, inputs, whole):
+    assert gregale("export", whole, inputs / "own", "--shard_gigabytes", "0.00001") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "own")
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == 257
+    tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "own")
+    text = "a gale, ünd\n"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    files = sorted(path.name for path in (inputs / "own").glob("*.safetensors"))
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+
+
+def wrong_shape(folder: Path) -> None:
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "intermediate_size": 40}))
+
+
+def wrong_family(folder: Path) -> None:
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "model_type": "olmo2"}))
+
+
+def first_file(folder: Path) -> Path:
+    return min(folder.glob("*.safetensors"))
+
+
+def cut_off(folder: Path) -> None:
+    path = first_file(folder)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def no_header(folder: Path) -> None:
+    first_file(folder).write_bytes(b"{}")
+
+
+def garbled(folder: Path) -> None:
+    path = first_file(folder)
+    content = bytearray(path.read_bytes())
+    content[9:20] = b"\xff" * 11
+    path.write_bytes(content)
+
+
+def not_a_number(folder: Path) -> None:
+    tensor = next(iter(read_header(first_file(folder)).values()))
+    with open(tensor.path, "r+b") as file:
+        file.seek(tensor.begin)
+        file.write(np.float32(np.nan).tobytes())
+
+
+def pickled(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+
+
+def one_missing(folder: Path) -> None:
+    first_file(folder).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wrong_shape, r"mlp.gate_proj.weight has the shape \[48, 32\], and by config.json it has \[40, 32\]"),
+        (wrong_family, r"lacks .*post_feedforward_layernorm.* and also has .*input_layernorm"),
+        (cut_off, r"is cut off: by its header it has [\d,]+ bytes, and there are"),
+        (no_header, "is no safetensors file, or cut off: its 2 bytes"),
+        (garbled, "is damaged: the header"),
+        (not_a_number, "holds NaN or infinity"),
+        (pickled, "pytorch_model.bin, a pickle"),
+        (one_missing, "lacks model-00001-of-.*a download that was cut off"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged, not JSON"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    ],
+)
+def test_a_folder_that_is_wrong_is_refused_in_one_line(gregale, hub, tmp_path, capsys, change, words):
+    shutil.copytree(hub, tmp_path / "hub")
+    change(tmp_path / "hub")
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("gregale: error:")]
+    assert re.search(words, line)
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"], "nothing is half-written"
+
+
+def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, imported, capsys):
+    assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "mine") == 2
+    assert "is of another shape: model.layers 2 -> 1" in capsys.readouterr().err
+    assert not (inputs / "runs" / "other").exists()
+    assert gregale("train", "tiny.yaml", "--name", "other", "--start_from", "hub") == 2
+    assert "`gregale import hub NAME`" in capsys.readouterr().err
+    assert gregale("train", "tiny.yaml", "--runs", ".", "--name", "mine") == 2
+    assert "is an imported model, not a run" in capsys.readouterr().err
+    assert gregale("eval", imported) == 2
+    assert "--data" in capsys.readouterr().err
+    assert gregale("import", inputs / "hub", imported) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert gregale("import", "org/name", inputs / "new") == 2
+    assert "org/name is not a folder. A model of the hub has to be downloaded first" in capsys.readouterr().err
+    with pytest.raises(UserError, match="and its disk has"), made_whole(inputs / "large", 2**60):
+        pass
+
+
+def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, tmp_path, capsys):
+    shutil.copytree(imported, tmp_path / "mine")
+    tensor = next(iter(read_header(first_file(tmp_path / "mine" / "huggingface")).values()))
+    with open(tensor.path, "r+b") as file:
+        file.seek(tensor.begin)
+        file.write(np.float32(1e6).tobytes())
+    assert gregale("export", tmp_path / "mine", tmp_path / "out", "--dtype", "float16") == 2
+    assert "too large for float16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
