@@ -6,7 +6,6 @@ import pytest
 
 from gregale.storage import files_below
 from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
-from tests.stores import Fault, proxied
 
 
 @pytest.fixture
@@ -41,27 +40,6 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     assert f"The old run is now {s3}/whole.old-1." in capsys.readouterr().out
     assert set(files_below(s3 / "whole.old-1")) == before
     assert checkpoint_steps(run) == [4]
-
-
-def test_credentials_that_expire_lose_nothing(s3, s3_endpoint, gregale, whole, capsys, monkeypatch):
-    options = ["--name", "whole", *EVALUATE, "--runs", str(s3)]
-    with proxied(s3_endpoint) as (endpoint, proxy):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        proxy.faults[:] = [Fault("expired", 1000, path=name) for name in ("step-00000008", "step-00000012")]
-        assert gregale("train", "tiny.yaml", *options) == 2
-    out, err = capsys.readouterr()
-    assert f"The checkpoint of step 8 could not be saved: {s3}/whole/checkpoints/step-00000008/" in out
-    assert err.startswith(
-        "gregale: error: The run ended after step 12 of 12, but its last checkpoint could not be saved"
-    )
-    assert "(ExpiredToken: The provided token has expired). The credentials come from" in err
-    assert "The newest checkpoint is that of step 4; the same command goes on from there." in err
-    assert err.count("\n") == 1
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    assert gregale("train", "tiny.yaml", *options) == 0
-    assert "Going on after step 4 of 12." in capsys.readouterr().out
-    assert_same_state(s3 / "whole", whole, 12)
-    assert losses(s3 / "whole") == losses(whole)
 
 
 @pytest.mark.parametrize(
