@@ -14,7 +14,7 @@ import pytest
 from gregale.services.peers import EXIT_CODE
 from tests.process.conftest import free_port
 
-TIMEOUT_SECONDS = 2
+TIMEOUT_SECONDS = 4
 HANG_SECONDS = 5
 
 PROGRAM = f"""
