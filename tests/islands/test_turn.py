@@ -40,6 +40,20 @@ def test_nothing_is_mixed_in_before_tau_steps():
     assert one.all_arrived()
 
 
+def test_no_message_departs_before_the_round_before_it_is_mixed_in():
+    """The message of round 2 is of the fragment of round 0, whose tokens count until it is mixed in."""
+    one = turn(delay=2)
+    one.departed(0, 0)
+    one.decided(Arrive(0, 1.0))
+    one.wants(1)
+    assert one.arrival(leaving=False) is None
+    assert one.message() is None
+    steps(one, 2)
+    assert one.message() is None
+    assert one.arrival(leaving=False) == Arrive(0, 1.0)
+    assert one.message() == Take(1)
+
+
 def test_who_leaves_makes_no_more_steps_so_nothing_is_early():
     one = turn(delay=2)
     one.decided(Arrive(0, 1.0))
@@ -102,6 +116,8 @@ def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wa
     one.decided(Arrive(0, 0.0))
     one.wants(1)
     one.departed(0, 1)
+    steps(one, 2)
+    assert one.arrival(leaving=False) == Arrive(0, 0.0)
     assert one.message() == Take(1)
 
 

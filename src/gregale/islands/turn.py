@@ -74,9 +74,11 @@ class Turn:
     def message(self, leaving: bool = False) -> Take | None:
         """The message that is asked for and has not been handed over; in lock step once all its steps are made.
 
+        Not before the rounds that are committed have been mixed in: it would tell their tokens and their progress again.
+
         - `leaving`: no more are
         """
-        if self._wanted is None or self._flying is not None:
+        if self._wanted is None or self._flying is not None or self._arrivals:
             return None
         early = self._pace.lockstep and self._since < self._pace.interval(self._wanted)
         return None if early and not leaving else Take(self._wanted)
