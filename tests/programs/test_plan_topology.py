@@ -83,8 +83,7 @@ def test_remedies_take_no_less_than_the_closed_form_does(refused):
 def test_what_a_user_sees_where_a_step_has_to_fit(capsys):
     assert planned("--require-fit") == 3
     text = capsys.readouterr().out
-    assert "It does not fit: 132.9" in text
-    assert "GiB of 15.75 GiB" in text
+    assert "It does not fit: 132.89 GiB of 15.75 GiB" in text
     assert "The compiler refuses 'step'. What takes most, by its report:\n  64.00 GiB: " in text
 
 
