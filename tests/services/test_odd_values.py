@@ -24,7 +24,7 @@ ODD = [
 ]
 COMMANDS = {name: import_module(program.module).COMMAND for name, program in PROGRAMS.items()}
 CLASSES = {"keys of a run": TrainConfig, **{name: command.options for name, command in COMMANDS.items()}}
-NEEDED = {"name": "odd", "steps": "1000", "run": "odd"}
+NEEDED = {"name": "odd", "steps": "1000", "run": "odd", "source": "odd", "target": "odd"}
 
 
 def given(config_class: type, entry: Entry) -> list[str]:

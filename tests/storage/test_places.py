@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,19 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"s3://b/x needs the package s3fs, .*`pip install 'gregale\[s3\]'`"):
         place("s3://b/x").read_bytes()
+
+
+def test_a_file_that_goes_while_a_folder_is_looked_at_is_left_out(tmp_path, monkeypatch):
+    """Another process's temporary name: it was there when names were read, and is not when sizes are."""
+    for name in ("kept", "gone"):
+        (tmp_path / name).write_bytes(b"x")
+    is_file = Path.is_file
+
+    def goes(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "gone":
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", goes)
+    assert list(files_below(tmp_path)) == ["kept"]

@@ -74,7 +74,7 @@ class Turn:
     def message(self, leaving: bool = False) -> Take | None:
         """The message that is asked for and has not been handed over; in lock step once all its steps are made.
 
-        Not before the rounds that are committed have been mixed in: it would tell their tokens and their progress again.
+        Not before the committed rounds have been mixed in: it would tell their tokens and their progress again.
 
         - `leaving`: no more are
         """

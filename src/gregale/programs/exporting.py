@@ -28,7 +28,7 @@ from gregale.model.llama import parameter_count
 from gregale.programs.run.trained import Trained, open_trained
 from gregale.services.command import Command
 from gregale.services.run_directory import RunDirectory
-from gregale.settings import Settings, above, whole
+from gregale.settings import Settings, above, shown, whole
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 GIGABYTE = 10**9
@@ -66,7 +66,7 @@ class ExportOptions(Settings):
     def __post_init__(self):
         super().__post_init__()
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise UserError(f"dtype is {self.dtype!r}; valid choices: {', '.join(DTYPES)}.")
+            raise UserError(f"dtype is {shown(self.dtype)}; valid choices: {', '.join(DTYPES)}.")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from gregale.errors import UserError
@@ -77,11 +78,15 @@ def status(place: Place) -> Status | None:
 
 
 def files_below(folder: Place) -> dict[str, Status]:
-    """All files or objects below a folder, sorted, by their names from there on: `a/b.json`."""
+    """All files or objects below a folder, sorted, by their names from there on: `a/b.json`. What goes is left out."""
     if isinstance(folder, Remote):
         return folder.files_below()
-    files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
-    return {name: _of_file(path) for name, path in files}
+    found: dict[str, Status] = {}
+    for path in sorted(folder.rglob("*")):
+        with suppress(FileNotFoundError):  # another process's temporary file, say
+            if path.is_file():
+                found[path.relative_to(folder).as_posix()] = _of_file(path)
+    return dict(sorted(found.items()))
 
 
 def upload(file: Path, to: Place) -> None:
