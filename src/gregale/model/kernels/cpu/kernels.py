@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import jax
+
 from gregale.model.kernels.cpu.attention import attend
 from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
 from gregale.model.kernels.cpu.rotary import rotate
-from gregale.model.kernels.cpu.swiglu import swiglu
 from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.swiglu import swiglu_with
+
+SWIGLU = swiglu_with(jax.lax.optimization_barrier)
 
 
 def cpu_kernels() -> Kernels:
@@ -16,7 +20,7 @@ def cpu_kernels() -> Kernels:
         attention="blocked",
         opaque=False,
         project=project,
-        swiglu=swiglu,
+        swiglu=SWIGLU,
         rms_norm=rms_norm,
         rotate=rotate,
         attend=attend,
