@@ -5,8 +5,9 @@
 
 Each row is a run of `gregale plan` with two sequences a chip and step, one at a time. `before`: attention by XLA, plain
 rules of differentiation and no options of the compiler, with `remat: full`. `now`: the defaults, with the first of
-`POLICIES` that fits with memory left for transfers behind the computation. A row takes ten seconds of a processor until its memory is known, and a hundred or two until its
-code is there. Rows are kept in `--rows` and not compiled again; the table is made of all that are there.
+`POLICIES` that fits with memory left for transfers behind the computation. A row takes ten to sixty seconds of a
+processor until its memory is known, and some minutes until its code is there. Rows are kept in `--rows` and not
+compiled again; the table is made of all that are there.
 """
 
 from __future__ import annotations
