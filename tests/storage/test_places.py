@@ -16,6 +16,7 @@ from gregale.storage import (
     download,
     files_below,
     is_url,
+    names,
     place,
     read_range,
     remove_tree,
@@ -44,13 +45,17 @@ def test_a_place_is_written_read_listed_and_deleted(folder, tmp_path):
     assert not file.is_dir()
     assert (folder / "a").is_dir()
     assert file.read_bytes() == b"0123456789"
-    assert [read_range(file, *ends) for ends in ((2, 5), (8, 99), (3, 3))] == [b"234", b"89", b""]
+    assert [read_range(file, *ends) for ends in ((2, 5), (8, 99), (3, 3), (10, 12), (50, 60))] == [
+        *(b"234", b"89", b"", b"", b"")
+    ], "an object that is shorter than it was is damage, and no refusal"
     (tmp_path / "here").write_bytes(b"from a file")
     upload(tmp_path / "here", folder / "c")
     download(folder / "c", tmp_path / "there")
     assert (tmp_path / "there").read_bytes() == b"from a file"
     assert {name: found.size for name, found in files_below(folder).items()} == {"a/b.bin": 10, "c": 11}
     assert files_below(folder)["c"] == status(folder / "c")
+    assert names(folder) == ["a", "c"]
+    assert names(folder / "none") == []
     (folder / "c").unlink()
     (folder / "c").unlink(missing_ok=True)
     assert list(files_below(folder)) == ["a/b.bin"]

@@ -89,6 +89,13 @@ def files_below(folder: Place) -> dict[str, Status]:
     return dict(sorted(found.items()))
 
 
+def names(folder: Place) -> list[str]:
+    """The names right below a folder, of files or objects and of folders, sorted; none if there is no such folder."""
+    if isinstance(folder, Remote):
+        return folder.names()
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
 def upload(file: Path, to: Place) -> None:
     """Copies a file of this host to a place, whole or not at all."""
     if isinstance(to, Remote):
