@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.devices import (
     PATIENCE,
     WITHOUT_PARALLEL_LOOPS,

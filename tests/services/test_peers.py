@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.peers import Peer, Watch, watched
 from gregale.services.progress import Doing, Place
 

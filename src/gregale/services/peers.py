@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.progress import Doing, Place, Progress, Standing, hanging
 from gregale.streams import LastingStream
 

@@ -7,16 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-from gregale.islands.engine.signing import read_token
+from gregale.services.signing import read_token
 from gregale.programs.islands.processes import end, make_token
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
     path = tmp_path / "token"
     make_token(path)
-    first = read_token(path)
+    first = read_token(path, "islands.token_file")
     make_token(path)
-    assert read_token(path) == first
+    assert read_token(path, "islands.token_file") == first
     assert path.stat().st_mode & 0o777 == 0o600
 
 

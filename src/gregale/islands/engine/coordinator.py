@@ -41,7 +41,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from gregale.errors import UserError
 from gregale.islands.engine.extra import load_coordination
-from gregale.islands.engine.signing import canonical, is_signed, sign
+from gregale.islands.engine.signing import canonical
+from gregale.services.signing import is_signed, sign
 
 CONNECT_SECONDS = 2.0
 BEATS_PER_TIMEOUT = 5

@@ -24,7 +24,6 @@ from gregale.islands.driver import Driver, Pace
 from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
-from gregale.islands.engine.signing import read_token
 from gregale.islands.hands import joint_digest
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
@@ -57,6 +56,7 @@ from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
+from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
 from gregale.storage import Place, place, write_bytes
 from gregale.training.state import TrainState
@@ -95,7 +95,7 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
             "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(Path(expand(islands.token_file)))
+    return read_token(Path(expand(islands.token_file)), "islands.token_file")
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:

@@ -12,7 +12,6 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
-from gregale.islands.engine.signing import read_token
 from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
 from gregale.programs.islands.rounds import draw_rounds, rounds_of
@@ -20,6 +19,7 @@ from gregale.programs.islands.view import FleetView, Status, changes
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump
+from gregale.services.signing import read_token
 from gregale.settings import Settings, whole
 from gregale.storage import Place, is_url, place, write_bytes
 from gregale.timeline.plot import check_picture_path
@@ -150,7 +150,7 @@ class Fleet:
 
     def _watch(self) -> dict[str, Status]:
         """Shows the fleet until all islands have ended."""
-        token = read_token(self._token)
+        token = read_token(self._token, "islands.token_file")
         statuses: dict[str, Status] = {member.name: {} for member in self._members}
         told: set[str] = set()
         asked = False
