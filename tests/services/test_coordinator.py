@@ -62,7 +62,13 @@ def test_it_stays_open_when_the_coordinator_is_gone_whatever_the_client_says(cli
 def test_a_connection_that_comes_when_the_coordinator_is_gone_stays_open_too(client, coordinator):
     ours, theirs = client
     coordinator.close()
-    with socket.create_connection(ours.getpeername(), 20) as another:
-        another.sendall(b"question")
-        assert says_nothing(another)
     theirs.close()
+    for _ in range(2):
+        ours.sendall(b"x" * 100_000)
+        assert says_nothing(ours)
+    others = [socket.create_connection(ours.getpeername(), 20) for _ in range(2)]
+    try:
+        assert all(says_nothing(one) for one in (*others, ours))
+    finally:
+        for one in others:
+            one.close()
