@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,11 +86,14 @@ def test_names_that_begin_alike_are_not_below(folder):
     assert not (folder / "run").is_dir()
 
 
-def test_of_two_that_create_one_does(folder, request):
-    assert create(folder / "lock", b"one")
-    if "gs" not in request.node.name:  # this stand-in has no conditional requests
-        assert not create(folder / "lock", b"two")
-        assert (folder / "lock").read_bytes() == b"one"
+def test_of_several_that_create_one_does(folder):
+    contents = [b"%d" % number for number in range(6)]
+    with ThreadPoolExecutor(len(contents)) as pool:
+        found = dict(zip(contents, pool.map(partial(create, folder / "lock"), contents), strict=True))
+    made = [content for content in contents if found[content]]
+    assert made == [(folder / "lock").read_bytes()]
+    assert not create(folder / "lock", b"late")
+    assert made == [(folder / "lock").read_bytes()]
 
 
 def test_what_a_text_names(tmp_path):

@@ -20,7 +20,7 @@ from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
+from gregale.settings import Fixed, Settings, at_least, check_path, shown, whole
 from gregale.storage import is_url, place
 
 

@@ -1,9 +1,11 @@
 """Lines of JSON, `metrics.jsonl` and `rounds.jsonl`: in a file that is appended to, or in an object written anew.
 
-    lines = lines_at(run / "metrics.jsonl", History("step", 100), print)  # lines of later steps go
+    lines = lines_at(run / "metrics.jsonl", History("step", 100), print)
     lines.add({"step": 101, "loss": 2.0})
     lines.flush()  # before a checkpoint counts
     lines.close()
+
+What was written of later steps than 100 goes when it is opened so.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from gregale.services.signing import read_token
 from gregale.programs.islands.processes import end, make_token
+from gregale.services.signing import read_token
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):

@@ -119,19 +119,19 @@ class Fleet:
         output = self._folder / "lighthouse.log"
         self._lighthouse = start_lighthouse(f"{bind}:0", timing_of(self._islands), output)
         names = [
-            f"{self._name}-{chr(ord('a') + place % 26)}{place // 26 or ''}" for place in range(self._options.count)
+            f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
-        for place, name in enumerate(names):
-            self._members.append(self._started(place, name))
+        for number, name in enumerate(names):
+            self._members.append(self._started(number, name))
         self._view.message(
             f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}"
             + (f", links of {self._options.bandwidth}" if self._options.bandwidth else "")
             + f". What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, place: int, name: str) -> Member:
+    def _started(self, number: int, name: str) -> Member:
         assert self._lighthouse is not None
-        site = self._network.sites[place] if self._network else None
+        site = self._network.sites[number] if self._network else None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
