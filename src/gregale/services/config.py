@@ -16,10 +16,11 @@ from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
+from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
+from gregale.settings import Fixed, Settings, at_least, check_path, shown, whole
 from gregale.storage import is_url, place
 
 
@@ -96,66 +97,7 @@ class SamplesConfig(Settings):
     )
 
 
-AUTO = "auto"
-MOST_TIMEOUT_SECONDS = 86_400
 MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
-
-
-@dataclass(frozen=True)
-class DistributedConfig(Settings):
-    """How the processes of a run on several hosts find one another."""
-
-    coordinator: str | None = field(
-        default=None,
-        metadata={
-            "help": "HOST:PORT of process 0; auto: the cluster knows it",
-            "aliases": ("coordinator_address", "master_addr"),
-        },
-    )
-    processes: int = field(
-        default=1,
-        metadata={"help": "number of processes", "range": whole(1), "aliases": ("num_processes", "world_size")},
-    )
-    process: int = field(
-        default=0,
-        metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
-    )
-    join_seconds: float = field(
-        default=300.0,
-        metadata={
-            "help": "within which all processes come",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-    timeout_seconds: float = field(
-        default=60.0,
-        metadata={
-            "help": "silence after which a process is lost",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-    hang_seconds: float | None = field(
-        default=600.0,
-        metadata={
-            "help": "a longer step is a hang; null: no bound",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.process >= self.processes:
-            raise KeyedError(
-                "process",
-                f"is {self.process}",
-                f"; the {self.processes} processes have the numbers 0 to {self.processes - 1}.",
-            )
-        if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
-            raise KeyedError(
-                "coordinator",
-                f"is {shown(self.coordinator)}",
-                f"; it has to be HOST:PORT, for example 10.0.0.2:8476, or {AUTO} where the cluster knows it.",
-            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.storage.filesystems import filesystem
-from gregale.storage.patience import Patience, StoreError, patiently
+from gregale.storage.patience import Beyond, Patience, StoreError, patiently
 
 Request = Callable[[Any, str], Coroutine]
 
@@ -67,7 +67,10 @@ class Remote:
         """The bytes [start, stop), fewer if the object ends before."""
         if stop <= start:
             return b""
-        return self._ask(lambda system, path: system._cat_file(path, start=start, end=stop))
+        try:
+            return self._ask(lambda system, path: system._cat_file(path, start=start, end=stop))
+        except Beyond:
+            return b""
 
     def status(self) -> Status | None:
         """None: there is no such object."""

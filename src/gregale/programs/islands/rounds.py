@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gregale.programs.island.recorder import ROUNDS
+from gregale.storage import Place
 from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
-ROUNDS = "rounds.jsonl"
 LATEST = 40
 
 SHORTEST_WAIT = 0.02  # in seconds; shorter ones are no waiting, and a bar could not show them
@@ -21,12 +22,13 @@ KINDS = {  # by name in the legend: colour and height of a bar
 Round = Mapping[str, float]
 
 
-def rounds_of(run: Path) -> list[Round]:
+def rounds_of(run: Place) -> list[Round]:
     """The rounds of an island, oldest first; a line that a killed process left torn is passed over."""
-    path = run / ROUNDS
-    if not path.is_file():
+    try:
+        text = (run / ROUNDS).read_text(encoding="utf-8")
+    except FileNotFoundError:
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:

@@ -19,8 +19,8 @@ from gregale.programs.run.checkpointed import evaluated_model, evaluation_templa
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
+from gregale.services.distributed import DistributedConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.storage import is_url, place
 from gregale.training.state import TrainState
