@@ -151,13 +151,15 @@ def write_tasks(folder: Path, count: int) -> None:
         choices.append(question)
         context, line = next(found)
         first, *rest = line.replace("\u25a1", "").split(" ")
-        names = [first, next(found)[1].split(" ")[0], "return"]
-        gaps.append({"context": f"{context}\n\u25a1 {' '.join(rest)}", "choices": names, "answer": 0})
+        names = [next(found)[1].split(" ")[0], "return"]
+        names.insert(answer := source.randrange(3), first)
+        gaps.append({"context": f"{context}\n\u25a1 {' '.join(rest)}", "choices": names, "answer": answer})
         context, line = next(found)
         words = line.split(" ")
         matches.append({"context": f"{context}\n{' '.join(words[:-1])}", "answer": words[-1]})
     write(folder / "choice.jsonl", {"kind": "multiple_choice", "prefix": "# Python\n"}, *choices)
-    write(folder / "bare.jsonl", *({**each, "context": each["context"] + "\n  "} for each in choices))
+    spaced = [{**each, "context": each["context"] and each["context"] + "\n  "} for each in choices]
+    write(folder / "bare.jsonl", *spaced)
     write(folder / "cloze.jsonl", {"kind": "cloze", "gap": "\u25a1"}, *gaps)
     write(folder / "match.jsonl", {"kind": "greedy_match"}, *matches)
     write(folder / "text.jsonl", *({"text": f"{before}\n{line}"} for before, line in (next(found) for _ in range(20))))
@@ -199,7 +201,9 @@ def theirs(python: str, exported: Path, tasks: Path, folder: Path) -> dict[str, 
     ]
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
-        **{"HF_HOME": str((folder / "hub").resolve()), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        "HF_HOME": str((folder / "hub").resolve()),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
     }
     subprocess.run(command, env=environment, check=True)
     newest = max((folder / "results").rglob("results*.json"), key=lambda path: path.stat().st_mtime)

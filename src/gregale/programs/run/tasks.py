@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from gregale.data.tasks.continuations import encoded
 from gregale.data.tasks.files import Task, read_tasks
 from gregale.data.tasks.kinds import Score
@@ -37,7 +35,7 @@ class TaskEvaluation:
         self._scorer = Scorer(setup, tokenizer)
         for place, continuation in zip(places.values(), self._continuations, strict=True):
             check_scored(place, continuation.scored, self._scorer.context)
-        tokens = hashlib.sha256(b"".join(np.array(each.tokens).tobytes() for each in self._continuations))
+        tokens = hashlib.sha256(b"".join(each.tokens.tobytes() for each in self._continuations))
         if len(set(messages_of_all(tokens.hexdigest()))) > 1:
             raise UserError("evaluation.tasks: the files are not the same on all hosts of the run. Copy them anew.")
 
