@@ -34,7 +34,7 @@ TRAIN = (
     *("--name", RUN, "--optimizer.schedule.warmup", "0.1", "--samples.prompts", "[]", "--evaluation.bigram", "false"),
     *("--data.tokenizer.type", "bpe", "--data.tokenizer.vocabulary", "1000", "--batch.sequence_length", str(CONTEXT)),
     *("--model.layers", "2", "--model.hidden", "96", "--model.mlp", "256", "--evaluation.every", "null"),
-    *("--data.sources.python.files", "[{stdlib}/[a-n]*.py, {stdlib}/asyncio/*.py]"),
+    *("--data.sources.python.files", '["{stdlib}/[a-n]*.py", "{stdlib}/asyncio/*.py"]'),
 )
 HELD_BACK = "{stdlib}/[o-z]*.py"  # what the tasks are made of
 KINDS = '''

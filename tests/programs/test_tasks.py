@@ -129,7 +129,7 @@ def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
     for key, value in figures.items():
         assert value == pytest.approx(expected[key], rel=1e-4), key
     assert 0 < figures["acc.choice"] < 1, "some are right"
-    assert "choice: 1 questions are longer than the model's context; their beginnings are cut off." in err
+    assert "choice: questions longer than the model's context, which are cut on the left: 1 of 13." in err
     assert gregale("eval", "mine", "--tasks", str(tasks / "*.jsonl")) == 0
     table = capsys.readouterr().out
     assert f"{figures['acc.choice']:.4g} ± {figures['acc_stderr.choice']:.2g}" in table
@@ -175,8 +175,8 @@ def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, mod
         return refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl")
 
     settings = {"kind": "multiple_choice", "delimiter": ""}
-    assert "wrong.jsonl, line 2: nothing is left to score" in told(settings, {**TIE, "choices": ["", "a"]})
-    assert "wrong.jsonl, line 1: a choice or answer has 65 tokens" in told({**TIE, "choices": ["a" * 64, "b"]})
+    assert "wrong.jsonl, line 2: nothing is left to score" in told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
+    assert "wrong.jsonl, line 1: a choice or answer has 65 tokens" in told({**TIE, "choices": ["a" * 64, "b"], "answer": 0})
     assert "wrong.jsonl, line 2: `answer` is 9" in told(settings, {**TIE, "answer": 9})
     assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
     assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")

@@ -151,10 +151,10 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
         found = task_figures(figures)
         names = list(dict.fromkeys(figure for its in found.values() for figure in its))
         rows = [
-            [task.name, task.kind, f"{len(task.questions):,}", *(found[task.name].get(name, "") for name in names)]
+            [task.name, f"{len(task.questions):,}", *(found[task.name].get(name, "") for name in names)]
             for task in tasks
         ]
-        headings = ["task", "kind", "questions", *names]
+        headings = ["task", "questions", *names]
         print_table(RichConsole(), f"{what}, ± the standard error", headings, rows)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gregale.data.tasks.continuations import encoded
 from gregale.data.tasks.files import Task, read_tasks
-from gregale.data.tasks.kinds import Score
+from gregale.data.tasks.kinds import Pair, Score
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.programs.run.scoring import Scorer
@@ -28,8 +28,10 @@ class TaskEvaluation:
 
     def __init__(self, setup: Setup, tasks: Sequence[Task], tokenizer: Tokenizer, start: Sequence[int]):
         self._tasks = tasks
-        questions = [question for task in tasks for question in task.questions]
-        places = {pair: each.place for each in reversed(questions) for pair in each.pairs}
+        places: dict[Pair, str] = {}
+        for question in (question for task in tasks for question in task.questions):
+            for pair in question.pairs:
+                places.setdefault(pair, question.place)
         self._numbers = {pair: number for number, pair in enumerate(places)}
         self._continuations = encoded(list(places), tokenizer, start)
         self._scorer = Scorer(setup, tokenizer)
@@ -94,9 +96,10 @@ def evaluation_on(
 ) -> TaskEvaluation:
     """The evaluation on tasks; `report` is told how many of their questions are longer than the context."""
     evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
-    for name, count in evaluation.cut.items():
-        if count:
-            report(f"{name}: {count:,} questions are longer than the model's context; their beginnings are cut off.")
+    for task in tasks:
+        if count := evaluation.cut[task.name]:
+            total = f"{count:,} of {len(task.questions):,}"
+            report(f"{task.name}: questions longer than the model's context, which are cut on the left: {total}.")
     return evaluation
 
 
