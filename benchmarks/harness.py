@@ -24,7 +24,6 @@ from pathlib import Path
 
 import yaml
 
-from gregale.cli import main as gregale
 from gregale.data.sources.base import expand
 
 ROOT = Path(__file__).parent.parent
@@ -218,19 +217,22 @@ def theirs(python: str, exported: Path, tasks: Path, folder: Path) -> dict[str, 
 
 def ours(folder: Path, *arguments: str) -> dict[str, float]:
     """The figures of `gregale eval`."""
-    command = [sys.executable, "-m", "gregale", "eval", str(folder / "runs" / RUN), "--json", *arguments]
-    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    return json.loads(gregale(folder, "eval", f"runs/{RUN}", "--json", *arguments))
+
+
+def gregale(folder: Path, *arguments: str) -> bytes:
+    """Runs a command in a folder; returns what it prints."""
+    command = [sys.executable, "-m", "gregale", *arguments]
+    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True).stdout
 
 
 def made(folder: Path, steps: int, questions: int) -> tuple[Path, Path]:
     """The exported model and the tasks; the run, its export and the tasks are made where they are not there."""
     exported, tasks = folder / "exported", folder / "tasks"
     if not exported.exists():
-        begin = ["train", str(ROOT / "config" / "quickstart.yaml"), "--runs", str(folder / "runs")]
-        places = ["--data.cache", str(folder / "cache"), "--steps", str(steps), "--checkpoint.every", str(steps)]
-        if gregale([*begin, *places, *TRAIN]) or gregale(["export", str(folder / "runs" / RUN), str(exported)]):
-            raise SystemExit("the model could not be made")
+        config = str(ROOT / "config" / "quickstart.yaml")
+        gregale(folder, "train", config, "--steps", str(steps), "--checkpoint.every", str(steps), *TRAIN)
+        gregale(folder, "export", f"runs/{RUN}", str(exported))
     if not tasks.exists():
         tasks.mkdir()
         write_tasks(tasks, questions)

@@ -176,7 +176,9 @@ def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, mod
 
     settings = {"kind": "multiple_choice", "delimiter": ""}
     assert "wrong.jsonl, line 2: nothing is left to score" in told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
-    assert "wrong.jsonl, line 1: a choice or answer has 65 tokens" in told({**TIE, "choices": ["a" * 64, "b"], "answer": 0})
+    assert "wrong.jsonl, line 1: a choice or answer has 65 tokens" in told(
+        {**TIE, "choices": ["a" * 64, "b"], "answer": 0}
+    )
     assert "wrong.jsonl, line 2: `answer` is 9" in told(settings, {**TIE, "answer": 9})
     assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
     assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")

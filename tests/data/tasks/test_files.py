@@ -82,7 +82,7 @@ WRONG_CHOICES = "`choices` has to be a list of two texts or more; found"
         ({**QUESTION, "answer": -1}, "`answer` is -1"),
         ({**QUESTION, "answer": True}, "`answer` is bool, expected the number of the right choice"),
         ({**QUESTION, "answer": "five"}, "`answer` is str"),
-        ('{"context": "a", "choices": ["a", "b"], "answer": ' + "9" * 5000 + "}", "`answer` is float"),
+        ('{"context": "a", "choices": ["a", "b"], "answer": ' + "9" * 5000 + "}", "`answer` is 9{20}, but"),
         ({**QUESTION, "context": "\ud800"}, "half a surrogate pair"),
         ("[" * 100_000, "nested too deeply"),
     ],

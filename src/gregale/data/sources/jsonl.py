@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,9 +80,9 @@ def parsed(line: bytes, place: object) -> Any:
         raise BadDocument(f"{place}: the JSON is nested too deeply.") from error
 
 
-def short_whole(digits: str) -> int | float:
-    """A whole number; one of more digits than any that is used, of which Python may refuse to read it, is infinite."""
-    return int(digits) if len(digits) < 20 else math.inf
+def short_whole(digits: str) -> int:
+    """A whole number; of one that is longer than any that is used the first digits, since Python refuses thousands."""
+    return int(digits[:20])
 
 
 def is_compressed(path: str) -> bool:
