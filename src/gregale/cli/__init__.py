@@ -38,7 +38,7 @@ PROGRAMS = {
     "islands": Program("gregale.programs.islands.command", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
     "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
-    "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
+    "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
     "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),

@@ -23,7 +23,8 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     own = {each.name for each in fields(command.options)}
     parts = [command.options] if command.config is None else [command.options, command.config]
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
-    words, pairs = split_arguments(arguments, flags)
+    lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
+    words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
     given = dict(zip(command.positional, words, strict=False))

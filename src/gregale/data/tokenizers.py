@@ -90,6 +90,11 @@ class Tokenizer(ABC):
     def token_pieces(self) -> list[bytes]:
         """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The ids that the tokenizer's own rules put before every text; `encode` leaves them out."""
+        return ()
+
     @cached_property
     def token_bytes(self) -> np.ndarray:
         """How many bytes of UTF-8 each id stands for, int32 [vocabulary]; 0 for special tokens.
@@ -192,6 +197,12 @@ class LibraryTokenizer(Tokenizer):
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        alone, whole = (self._library.encode("a", add_special_tokens=each).ids for each in (False, True))
+        place = next(place for place in range(len(whole)) if whole[place : place + len(alone)] == alone)
+        return tuple(whole[:place])
 
     def to_json(self) -> dict:
         return {"type": "library", "end_of_document": self._end_name, "library": self._json}

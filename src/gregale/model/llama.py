@@ -19,6 +19,7 @@ from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
+from gregale.model.scores import target_scores
 
 
 class Mlp(eqx.Module):
@@ -137,6 +138,17 @@ class Llama(eqx.Module):
         head = self.embedding if self.head is None else self.head
         Embed = self.config.Embed
         return execution.gathered(head).rearrange((Embed, ...))
+
+    def scores(
+        self, batch: dict[str, NamedArray], vocabulary: int, execution: Execution
+    ) -> tuple[NamedArray, NamedArray]:
+        """The log-likelihood (nats, float32) of every target, and whether it is the likeliest: [Batch, Position] each.
+
+        - `batch`: as of `loss`; its mask is left out of account
+        - `vocabulary`: rows of the tables that are tokens; those that fill them up are none
+        """
+        hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
+        return target_scores(hidden, self.output_head(execution), batch["targets"], vocabulary, execution)
 
     def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
         """Sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.

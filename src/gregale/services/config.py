@@ -17,6 +17,7 @@ from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.distributed import AUTO, DistributedConfig
+from gregale.services.evaluation import EvaluationConfig
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
@@ -57,29 +58,6 @@ class BatchConfig(Settings):
     @property
     def tokens(self) -> int:
         return self.size * self.sequence_length
-
-
-@dataclass(frozen=True)
-class EvaluationConfig(Settings):
-    """When and on how much the held-out loss is taken."""
-
-    every: int | None = field(
-        default=None,
-        metadata={
-            "help": "steps between evaluations; null: at the end only",
-            "range": whole(1),
-            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
-        },
-    )
-    batches: int | None = field(
-        default=None,
-        metadata={
-            "help": "held-out batches to evaluate on; null: all",
-            "range": whole(1),
-            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
-        },
-    )
-    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
 
 
 @dataclass(frozen=True)
@@ -184,7 +162,7 @@ class TrainConfig(Settings):
     )
     reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
-    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss"})
+    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss, and tasks"})
     samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
     trackers: list[TrackerConfig] = field(
         default_factory=list, metadata={"help": "beside console and metrics.jsonl: tensorboard, wandb, trackio"}
@@ -218,10 +196,15 @@ class TrainConfig(Settings):
             )
         self._check_evaluation()
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data.evaluates or bool(self.evaluation.tasks)
+
     def _check_evaluation(self) -> None:
         """Raises `UserError` if there is no text for what is to be evaluated."""
         evaluation, asked = self.evaluation, ""
-        if evaluation.every is not None:
+        if evaluation.every is not None and not evaluation.tasks:
             asked = f"evaluation.every is {evaluation.every}"
         elif evaluation.bigram or self.reduce.measure:
             asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"

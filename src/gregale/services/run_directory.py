@@ -75,7 +75,7 @@ class RunDirectory:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation of a step was written, in full, and was a number."""
-        return any(line["step"] == step and line.get("eval_loss") is not None for line in self._figures())
+        return any(line["step"] == step and is_evaluation(line) for line in self._figures())
 
     def note_checkpoint(self, step: int) -> None:
         """Notes that the checkpoint of a step was committed, the newest of the run."""
@@ -203,6 +203,13 @@ class RunDirectory:
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def is_evaluation(line: dict) -> bool:
+    """Whether a line of metrics.jsonl has an evaluation, of text or of tasks alone, that was a number."""
+    if "eval_loss" in line:
+        return line["eval_loss"] is not None
+    return any(value is not None for name, value in line.items() if name.startswith("acc."))
 
 
 def _free_name(path: Place) -> str:

@@ -17,6 +17,7 @@ import gregale
 from gregale.axes.mesh import make_mesh
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
+from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
@@ -103,6 +104,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
+    read_tasks(config.evaluation.tasks)
     mesh = make_mesh(config.mesh)
     set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     with ExitStack() as stack:

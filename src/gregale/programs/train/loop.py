@@ -16,6 +16,7 @@ from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
+from gregale.programs.run.tasks import tasks_of
 from gregale.programs.sample import Sampler
 from gregale.programs.train.consumed import Consumed
 from gregale.programs.train.observers import Observers
@@ -55,6 +56,7 @@ class Loop:
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
+        self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
         self._sampler = Sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
         self.evaluation: dict[str, float] = {}
 
@@ -137,6 +139,8 @@ class Loop:
         model = self._trained[method.name](state.method)
         if self._evaluate is not None:
             self.evaluation = self._evaluate(model, config.evaluation.batches, self._progress.still)
+        if self._tasks is not None:
+            self.evaluation |= self._tasks(model, lambda done, total: self._progress.still())
         if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
         if self._sampler is not None:
