@@ -198,8 +198,8 @@ def test_on_a_mesh_caches_stay_where_they_are(split):
     seeds, over = np.zeros(4, np.int32), np.zeros(4, bool)
     _, caches = generator.read(model, ids, first, seeds, slots=320, sampling=CUT)
     for leaf in jax.tree.leaves(caches):
-        assert leaf.shape == (4, 2, 320, 4)
-        assert leaf.sharding.spec[:2] == ("data", "model") or leaf.sharding.spec[:2] == (("data",), "model")
+        assert leaf.shape == (4 * 2, 320, 4)
+        assert leaf.sharding.spec[0] == ("data", "model")
     lowered = generator.draw.lower(model, ids[:, -1], over, caches, ids.shape[1], first, BLOCK, seeds, sampling=CUT)
     compiled = lowered.compile()
     part = 4 * 2 * 320 * 4 // 4  # of one cache, on a device
@@ -209,7 +209,7 @@ def test_on_a_mesh_caches_stay_where_they_are(split):
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // 4
     assert compiled.memory_analysis().alias_size_in_bytes >= held
     written = jax.tree.leaves(compiled.output_shardings[1])
-    assert all(a.is_equivalent_to(b.sharding, 4) for a, b in zip(written, jax.tree.leaves(caches), strict=True))
+    assert all(a.is_equivalent_to(b.sharding, 3) for a, b in zip(written, jax.tree.leaves(caches), strict=True))
 
 
 def instructions_of_the_loop(program: str) -> list[tuple[str, int]]:

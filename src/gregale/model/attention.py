@@ -75,8 +75,7 @@ class Attention(eqx.Module):
     def decode(self, x: NamedArray, cache: Cache, turn: Turn, execution: Execution) -> tuple[NamedArray, Cache]:
         """The same for one token of each row, which follows those in the cache: [Batch, Position 1, Embed]."""
         q, k, v = self.project(x, turn.positions, execution)
-        cache = cache.extended(k, v, turn.slot, execution)
-        attended = execution.placed(cache.attend(q, turn.seen))
+        attended, cache = cache.attend(q, k, v, turn, execution)
         return execution.kernels.project(self.out, attended), cache
 
     def attended(self, q, k, v, segments: NamedArray | None, execution: Execution) -> NamedArray:

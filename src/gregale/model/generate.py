@@ -53,7 +53,7 @@ class Generator:
         compiled = partial(jax.jit, compiler_options=options)
         self.read = compiled(self._read_prompts, static_argnames=("slots", "sampling"))
         self.draw = compiled(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
-        self._widen = compiled(_with_room, static_argnames=("slots",))
+        self._widen = compiled(self._with_room, static_argnames=("slots",))
 
     def tokens(self, model: Llama, prompt: Prompt, count: int, sampling: Sampling) -> Iterator[int]:
         """Up to `count` tokens that continue one prompt; ends early before a token that ends a text.
@@ -138,6 +138,12 @@ class Generator:
         *_, block, caches = jax.lax.while_loop(goes_on, one, (jnp.int32(0), tokens, over, block, caches))
         return self._everywhere(block), caches
 
+    def _with_room(self, caches, slots: int):
+        def widened(cache: Cache) -> Cache:
+            return cache.with_room(slots, self._execution)
+
+        return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
     def _drawn(self, logits: NamedArray, positions, seeds, sampling: Sampling) -> jax.Array:
         """The tokens [row] that follow those at positions of their texts; seed and position give the randomness."""
 
@@ -182,7 +188,3 @@ def slots_for(tokens: int, most: int, window: int | None) -> int:
 
 def multiple_of(bucket: int, size: int) -> int:
     return -(-size // bucket) * bucket
-
-
-def _with_room(caches, slots: int):
-    return jax.tree.map(lambda cache: cache.with_room(slots), caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
