@@ -78,7 +78,8 @@ def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) 
         mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
         count = mesh.device_count
         cpu_devices = count if config.cpu_devices and count is not None else config.cpu_devices
-        config = replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None)
+        batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
+        config = replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
     start_devices(config.cpu_devices, DistributedConfig())
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
