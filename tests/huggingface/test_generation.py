@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import repeat
 
 import jax
@@ -26,8 +27,8 @@ def test_greedy_tokens_of_a_batch_are_those_of_transformers(name, tmp_path):
     torch = pytest.importorskip("torch")
     theirs = made(name, tmp_path)
     folder = open_folder(tmp_path)
-    Vocab = Axis("vocab", folder.model.vocabulary)
-    abstract = jax.eval_shape(lambda: Llama.init(folder.model, Vocab, jax.random.key(0)))
+    Vocab = Axis("vocab", VOCABULARY)
+    abstract = jax.eval_shape(partial(Llama.init, folder.model, Vocab), jax.random.key(0))
     model = read_model(folder, abstract, layout_of()).unstacked()
     generator = Generator(one_device(weights_ready=True), VOCABULARY, [END])
     prompts = [Prompt(list(prompt)) for prompt in PROMPTS]

@@ -69,7 +69,7 @@ class Cache(eqx.Module):
         """Those of prompts, [Batch, Position, KvHeads, HeadSize]; of more tokens than `slots` the last ones."""
         on = Devices(execution)
         keep = on.sharded(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
-        return Cache(*(keep(new.rearrange(AS_GIVEN).array) for new in (key, value)), slots)
+        return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> Cache:
         """The same with room for `slots` tokens in all."""
