@@ -37,7 +37,9 @@ PROGRAMS = {
     "island": Program("gregale.programs.island.command", "train as one island of several that come, go and die"),
     "islands": Program("gregale.programs.islands.command", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
-    "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
+    "sample": Program(
+        "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"
+    ),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
     "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),

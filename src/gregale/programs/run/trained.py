@@ -60,12 +60,12 @@ def find_run(name: str) -> RunDirectory:
     raise UserError(f"{name} is not a run directory: {found}. {hint}")
 
 
-def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
+def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
     """The model of a run, from its newest sound checkpoint or from that of a step; only parameters are read.
 
     Arguments:
-    - `devices`: how many devices to hold it on; None: the run's own mesh, which the replicas of DiLoCo need anyway,
-      where it is theirs that are evaluated
+    - `devices`: how many devices to hold it on, or their mesh; None: the run's own mesh, which the replicas of DiLoCo
+      need anyway, where it is theirs that are evaluated
 
     Raises `UserError` if there is no such run or checkpoint.
     """
@@ -73,13 +73,17 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     config = run.read_config()
     if config.sync.evaluates_replicas:
         devices = None
+    count = None
     if devices is not None:
-        cpu_devices = devices if config.cpu_devices else None
-        config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=cpu_devices, pipeline=None)
+        mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
+        count = mesh.device_count
+        cpu_devices = count if config.cpu_devices and count is not None else config.cpu_devices
+        batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
+        config = replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
     start_devices(config.cpu_devices, DistributedConfig())
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
-    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
+    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:count]))
 
     model, step, metadata = restored_model(run, setup, step)
     return Trained(run, setup, model, step, metadata)

@@ -11,13 +11,13 @@ from gregale.data.config import Corpus
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.methods.method import Method
-from gregale.model.generate import Sampling
+from gregale.model.drawing import Sampling
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.tasks import tasks_of
-from gregale.programs.sample import Sampler
+from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.consumed import Consumed
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.quantisation import QuantisationFigures
@@ -57,7 +57,7 @@ class Loop:
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
         self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
-        self._sampler = Sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
+        self._sampler = training_sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
