@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gregale.services.history import ROUNDS, read_entries
 from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
-ROUNDS = "rounds.jsonl"
 LATEST = 40
 
 SHORTEST_WAIT = 0.02  # in seconds; shorter ones are no waiting, and a bar could not show them
@@ -23,10 +22,7 @@ Round = Mapping[str, float]
 
 def rounds_of(run: Path) -> list[Round]:
     """The rounds of an island, oldest first; a line that a killed process left torn is passed over."""
-    path = run / ROUNDS
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return [*read_entries(run / ROUNDS)[0]]
 
 
 def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:
