@@ -13,9 +13,10 @@ from typing import Any
 
 import gregale
 from gregale.errors import UserError
+from gregale.services.changes import Change, changes
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.retention import committed_steps
-from gregale.services.config import Change, TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
 from gregale.storage import Patience, Place, Remote, StoreError, write_bytes
