@@ -50,7 +50,7 @@ class Snapshot:
 
 
 def seconds_a_step(figures: Figures) -> float | None:
-    """What a step has taken of late, pauses for evaluations and checkpoints included, since the run was started last."""
+    """What a step has taken of late, pauses for evaluations and checkpoints included, since the newest start."""
     elapsed = figures.get("elapsed_seconds")
     if elapsed is not None:
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]

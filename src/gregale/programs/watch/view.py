@@ -33,7 +33,9 @@ def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
     summary = snapshot.summary
     parts: list[RenderableType] = [headline(snapshot)]
     if summary.steps:
-        parts.append(ProgressBar(total=summary.steps, completed=summary.step, width=min(console.width - 2, 78)))
+        bar = Table.grid()  # for the end of its line, which a bar by itself does not write
+        bar.add_row(ProgressBar(total=summary.steps, completed=summary.step, width=min(console.width - 2, 78)))
+        parts.append(bar)
     parts.append(curves(snapshot, console))
     parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in facts(snapshot)]
     problems = [*snapshot.figures.problems, *([summary.problem] if summary.problem else [])]
