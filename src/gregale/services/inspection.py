@@ -16,7 +16,7 @@ class InspectConfig(Settings):
     every: int | None = field(
         default=None,
         metadata={
-            "help": "steps between them, each by a program of its own that takes as long as a step; null: never",
+            "help": "steps between them, each as long as a step; null: never",
             "range": whole(1),
         },
     )
