@@ -161,7 +161,7 @@ class Llama(eqx.Module):
 
         x = execution.placed(embed(self.embedding, batch["tokens"], execution))
         _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks)
-        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))
+        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
     def unstacked(self) -> Llama:
         """The same with a tuple of blocks, one a layer: a program reads them where they lie, and cuts none out."""

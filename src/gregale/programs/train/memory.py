@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 
-
-def memory_in_use(devices: Sequence[jax.Device]) -> dict[str, int]:
+def memory_in_use(devices: Sequence[Any]) -> dict[str, int]:
     """`host_memory_bytes`, and of the device that has most `device_memory_bytes` and `device_memory_peak_bytes`.
 
     Devices that count nothing (CPU) have none. Nothing is waited for.
