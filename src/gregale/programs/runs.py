@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from gregale.data.sources.base import expand
 from gregale.services.command import Command
 from gregale.services.run_summary import State, Summary, summaries
-from gregale.services.tables import print_table
+from gregale.services.tables import fitting, print_table
 from gregale.settings import Settings
 from gregale.storage import place
 
@@ -24,6 +24,7 @@ SORTS = (
     *("tokens", "tokens_per_second", "bytes_sent", "began"),
 )
 HEADINGS = ("run", "state", "step", "loss", "eval loss", "method", "tokens/s", "sent", "begun")
+FIRST_TO_GO = ("begun", "sent", "method", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ def main(options: RunsOptions) -> int:
         is_filtered = options.state or options.method or options.name
         print(f"{options.folder}: no run {'is like this' if is_filtered else 'yet; `gregale train` makes one'}.")
         return 0
-    now = time.time()
-    print_table(Console(), options.folder, HEADINGS, [row(summary, now) for summary in found])
+    console, now = Console(), time.time()
+    table = fitting(console, HEADINGS, [row(summary, now) for summary in found], FIRST_TO_GO)
+    print_table(console, options.folder, *table)
     for summary in found:
         if summary.problem:
             print(f"{summary.name}: {summary.problem}")

@@ -33,6 +33,11 @@ def test_a_line(values, width, line):
     assert sparkline(np.array(values, float), width) == line
 
 
+def test_a_loss_has_a_shape_after_its_first_steps():
+    losses = np.array([100.0, *np.linspace(4, 2, 39)])
+    assert len(set(sparkline(losses, 40))) == len(BARS)
+
+
 @given(st.lists(st.floats(width=32)), st.integers(1, 40))
 def test_whatever_the_values_each_has_a_bar_or_a_gap(values, width):
     line = sparkline(np.array(values, float), width)
