@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig, changes
+from gregale.services.changes import changes
+from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 
 CONFIG = TrainConfig("a", 10)

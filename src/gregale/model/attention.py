@@ -12,6 +12,7 @@ from gregale.axes.layout import BATCH
 from gregale.model.cache import POSITION, Cache, Turn
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, named
+from gregale.model.logits import largest_logits
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
@@ -64,6 +65,13 @@ class Attention(eqx.Module):
         """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
         q, k, v = self.project(x, positions, execution)
         return named(self.attended(q, k, v, segments, execution), "attention_out")
+
+    def largest_logits(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
+        """The largest logits of the same: float32 [Batch, KvHeads]."""
+        q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, execution))
+        ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
+        largest = largest_logits(q.array, k.array, ids, self.config.sliding_window)
+        return NamedArray(largest, (BATCH, self.config.KvHeads.name))
 
     def prefill(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray, slots: int, execution: Execution

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import LAYERS, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import POSITION, Cache, Turn, slots_of
 from gregale.model.config import LlamaConfig
@@ -160,6 +160,20 @@ class Llama(eqx.Module):
         mask = batch["loss_mask"]
         loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
         return loss, hax.sum(mask).scalar()
+
+    def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
+        """The largest attention logit of each layer on a batch as of `loss`: float32 [Layers]."""
+        positions, segments = batch["positions"], batch.get("segment_ids")
+
+        def block(x, weights):
+            ready = execution.gathered(weights)
+            taken = ready.taken(ready.attention_norm, x, execution)
+            largest = ready.attention.largest_logits(taken, positions, segments, execution)
+            return ready(x, positions, segments, execution), largest
+
+        x = execution.placed(embed(self.embedding, batch["tokens"], execution))
+        _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
     def unstacked(self) -> Llama:
         """The same with a tuple of blocks, one a layer: a program reads them where they lie, and cuts none out."""

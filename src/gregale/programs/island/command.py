@@ -48,11 +48,12 @@ from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
+from gregale.services.changes import changes
 from gregale.services.checkpoint.processes import by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory

@@ -68,7 +68,7 @@ class IslandLoop(Loop):
         config, setup, guide = self._setup.config, self._setup, self._sides.guide
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
-        log = StepLog(setup, self._observers, traffic, consumed)
+        log = StepLog(setup, self._observers, traffic, consumed, self._spent)
         stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
@@ -82,11 +82,14 @@ class IslandLoop(Loop):
                         guide.leave()
                         state, finish = stepper.follow(state)
                         continue
-                    if (batch := next(batches, None)) is None:  # trained on all that was leased
+                    with self._spent.on("data_seconds"):
+                        batch = next(batches, None)
+                    if batch is None:  # trained on all that was leased
                         state, finish = stepper.follow(state, starved=True)
                         continue
+                    figures = self._inspected(setup.method, state, batch, stepper.step + 1, log)
                     state, report = stepper(state, batch)
-                    log.took(stepper.step, report)
+                    log.took(stepper.step, report, figures)
                     state, finish = stepper.follow(state)
                     step = stepper.step
                     self._between(stepper, state, step, log, traffic, consumed)
@@ -116,7 +119,8 @@ class IslandLoop(Loop):
             return
         log.catch_up()
         if evaluates:
-            self._evaluate_and_sample(self._setup.method, state, step)
+            with self._spent.on("evaluation_seconds"):
+                self._evaluate_and_sample(self._setup.method, state, step)
         if saves:
             self._save_all(stepper, state, step, traffic, consumed)
         log.restart()
@@ -148,7 +152,8 @@ class IslandLoop(Loop):
             sides.flush()
 
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
+        with self._spent.on("saving_seconds"):
+            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
 
     def _round_of(self, step: int) -> int:
         try:

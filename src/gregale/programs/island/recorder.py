@@ -9,7 +9,7 @@ from gregale.errors import UserError
 from gregale.services.lines import History, lines_at
 from gregale.storage import Place
 
-ROUNDS = "rounds.jsonl"
+
 
 
 class Recorder:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gregale.programs.island.recorder import ROUNDS
+from gregale.services.history import ROUNDS, read_entries
 from gregale.storage import Place
 from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
@@ -24,11 +23,7 @@ Round = Mapping[str, float]
 
 def rounds_of(run: Place) -> list[Round]:
     """The rounds of an island, oldest first; a line that a killed process left torn is passed over."""
-    try:
-        text = (run / ROUNDS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return [*read_entries(run / ROUNDS)[0]]
 
 
 def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:

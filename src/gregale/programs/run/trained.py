@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +16,12 @@ from gregale.huggingface.folder import open_folder
 from gregale.huggingface.weights import read_model
 from gregale.programs.run.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.run.setup import Setup, set_up
+from gregale.services import run_places
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.compiled import keep_compiled
 from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
 from gregale.services.run_directory import RunDirectory
-from gregale.storage import is_url, place
 from gregale.training.state import TrainState
 
 
@@ -38,26 +37,8 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """The run directory by its URL, by its path, or by its name under runs/: whichever of the two is a run.
-
-    A name with a `/` in it is a path first. Raises `UserError` if neither is a run, or both are and the name is bare.
-    """
-    if is_url(name):
-        run = RunDirectory(place(name))
-        if not run.config.is_file():
-            raise UserError(f"{name} is not a run directory: there is no object {run.config}.")
-        return run
-    places = list(dict.fromkeys([Path(name), Path("runs") / name]))
-    runs = [path for path in places if os.path.isfile(str(RunDirectory(path).config))]  # False for any impossible path
-    if len(runs) == 2 and "/" not in name:
-        raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
-    if runs:
-        return RunDirectory(runs[0])
-    states = {True: "has no config.yaml", False: "does not exist"}
-    found = " and ".join(f"{place} {states[os.path.exists(place)]}" for place in places)
-    known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
-    hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
-    raise UserError(f"{name} is not a run directory: {found}. {hint}")
+    """As `run_places.find_run`, with what is read and written there."""
+    return RunDirectory(run_places.find_run(name).path)
 
 
 def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:

@@ -26,12 +26,13 @@ from gregale.programs.run.tasks import tasks_in_words
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
+from gregale.services.changes import changes
 from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.profile import Profile, Window
