@@ -31,18 +31,20 @@
     return `${Number(value.toPrecision(digits))} ${place ? SI[place].toUpperCase() + "iB" : "B"}`;
   }
 
-  function duration(seconds) {
-    if (Math.abs(seconds) < 60) return `${short(seconds, 4)} s`;
-    const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
-    if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
-    return hours ? `${hours} h ${String(minutes).padStart(2, "0")} min` : `${minutes} min ${String(whole % 60).padStart(2, "0")} s`;
+  function duration(seconds, digits) { // the two largest parts, without one that is 0
+    if (Math.abs(seconds) < 60) return `${short(seconds, digits)} s`;
+    const whole = Math.round(seconds), units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+    const first = units.findIndex(([size]) => whole >= size);
+    const [[large, name], [small, below]] = units.slice(first, first + 2);
+    const rest = Math.floor((whole % large) / small);
+    return `${Math.floor(whole / large)} ${name}${rest ? ` ${rest} ${below}` : ""}`;
   }
 
   function told(value, unit, digits) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (unit === "bytes") { const text = scaled(value, digits ?? 4); return /[kMGTP]$/.test(text) ? text + "B" : text + " B"; }
     if (unit === "binary") return binary(value, digits ?? 4);
-    if (unit === "seconds") return duration(value);
+    if (unit === "seconds") return duration(value, digits ?? 4);
     if (unit === "share") return `${short(100 * value, digits ?? 4)} %`;
     return unit ? `${short(value, digits)} ${unit}` : short(value, digits);
   }
@@ -111,7 +113,11 @@
     return {
       stroke: ink, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
       grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, gap: 4,
-      values: (_, splits) => splits.map(each => (each === null ? null : told(each, unit, 3))),
+      values: (u, splits, place, _, step) => {
+        const largest = Math.max(...splits.map(Math.abs)), linear = u.scales[u.axes[place].scale].distr === 1;
+        const digits = linear && step > 0 && largest > 0 ? Math.ceil(Math.log10(largest / step)) + 2 : 3;
+        return splits.map(each => (each === null ? null : told(each, unit, Math.max(2, Math.min(12, digits)))));
+      },
       ...(unit === "seconds" ? { incrs: SECONDS } : unit === "binary" ? { incrs: POWERS } : {}),
       ...more,
     };
@@ -178,7 +184,7 @@
       ],
       series: [{ label: chosen.label, value: (_, x) => told(x, chosen.unit, 6) }, ...lines.map(([, look]) => look)],
       cursor: {
-        sync: { key: chart.axis ? holder.parentNode.dataset.chart : "runs", setSeries: false },
+        sync: { key: chosen.label, setSeries: false },
         drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
       },
       focus: { alpha: 0.35 },
