@@ -55,7 +55,7 @@ def drawn(tab: Tab) -> dict[str, Any]:
 def box(tab: Tab, chart: str) -> tuple[float, float, float, float]:
     """Where a chart's plotting area is, scrolled to: left, top, width, height."""
     script = (
-        f"(() => {{ const it = document.querySelector('figure[data-chart={chart!r}] .u-over');"
+        f"(() => {{ const it = {figure_of(chart)}.querySelector('.u-over');"
         "it.scrollIntoView({block: 'center'}); const b = it.getBoundingClientRect();"
         "return [b.left, b.top, b.width, b.height]; })()"
     )
@@ -65,8 +65,12 @@ def box(tab: Tab, chart: str) -> tuple[float, float, float, float]:
 
 def legend(tab: Tab, chart: str) -> list[str]:
     """The texts of a chart's legend, a row each."""
-    rows = f"[...document.querySelectorAll('figure[data-chart={chart!r}] .u-series')].map(row => row.textContent)"
-    return tab.value(rows)
+    return tab.value(f"[...{figure_of(chart)}.querySelectorAll('.u-series')].map(row => row.textContent)")
+
+
+def figure_of(chart: str) -> str:
+    """A script's expression for the element of a chart."""
+    return f"document.querySelector('figure[data-chart=\"{chart}\"]')"
 
 
 def check_looks(browser: Browser, path: Path, pictures: Path | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`gregale plan --html`: the plan of a small pipelined run of Streaming DiLoCo, as a page."""
+"""`gregale plan --html`: the plan of a small pipelined run, as a page."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from tests.programs.tiny import SMALL_QUICKSTART
 
 QUICKSTART = Path(__file__).parents[3] / "config" / "quickstart.yaml"
 PIPELINED = ["--model.layers=4", "--mesh.stage=2", "--mesh.model=1", "--batch.size=32", "--pipeline.repeats=2"]
-STREAMING = ["--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3", "--sync.delay=1"]
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +22,38 @@ def planned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         said = []
         patch.setattr("builtins.print", lambda text, **_: said.append(text))
-        more = [*SMALL_QUICKSTART, *PIPELINED, *STREAMING, "--until", "memory", "--json"]
+        more = [*SMALL_QUICKSTART, *PIPELINED, "--until", "memory", "--json"]
         assert main(["plan", str(QUICKSTART), *more, "--html", str(path)]) == 0
     report, line = said
     assert path.as_uri() in line
     return path, json.loads(report)
 
 
-def test_a_plan_is_seen_on_a_desk_and_on_a_phone(browser, planned):
-    charts = check_looks(browser, planned[0])
+@pytest.fixture(scope="module")
+def streaming(planned):
+    """The page of the same plan, were Streaming DiLoCo its method: it has a schedule too."""
+    report = copy.deepcopy(planned[1])
+    for name, each in report["methods"].items():
+        each["configured"] = name == "streaming_diloco"
+    path = planned[0].with_name("streaming.html")
+    path.write_text(plan_page(report), encoding="utf-8")
+    return path
+
+
+def test_a_plan_is_seen_on_a_desk_and_on_a_phone(browser, streaming, tmp_path):
+    charts = check_looks(browser, streaming, tmp_path)
     assert charts.keys() == {"memory", "bytes", "time", "pipeline", "outer", "methods"}
     assert all(type(pixels) is int and pixels > 100 for pixels in charts.values()), charts
 
 
 def test_bars_and_stages_tell_what_they_are(browser, planned):
-    path, report = planned
-    with browser.open(path) as tab:
-        left, top, width, height = box(tab, "memory")
+    with browser.open(planned[0]) as tab:
+        left, top, _, height = box(tab, "memory")
         tab.hover(left + 4, top + 8)
         rows = legend(tab, "memory")
         assert rows[0] == "ofmemory of the chip"
         assert "memory of the chip (H100)80 GiB" in rows
-        left, top, width, height = box(tab, "pipeline")
+        left, top, _, height = box(tab, "pipeline")
         tab.hover(left + 3, top + height * 0.25)
         told = tab.value("document.querySelector('figure[data-chart=pipeline] output').textContent")
         assert told == "stage 0: even repeats. Iteration 0: microbatch 0, repeat 0"

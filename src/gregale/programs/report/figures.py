@@ -37,7 +37,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats a token; `eval_loss` is of text that is held out.", alone=True),
+    Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats a token; eval_loss is of text that is held out.", alone=True),
     Kind("Loss", "Bits per byte, held out", r"bits_per_byte", ""),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gregale.services.page.charts import Chart, Spans, _points
+from gregale.services.page.library import uplot
 from gregale.services.page.markup import Html, element, joined
 
 
@@ -73,14 +74,14 @@ class Page:
 
     def html(self) -> str:
         """The whole file."""
-        scripts = [_library()[0], _own("page.js")]
+        scripts = [uplot()[0], _own("page.js")]
         head = joined(
             [
                 Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
                 Html(f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">'),
                 Html('<meta name="generator" content="gregale"><meta name="color-scheme" content="light dark">'),
                 element("title", self._title),
-                element("style", Html(_library()[1]), Html(_own("page.css"))),
+                element("style", Html(uplot()[1]), Html(_own("page.css"))),
             ]
         )
         heading = element("header", element("h1", self._title), element("p", self._about), self._controls())
@@ -158,11 +159,3 @@ def _policy(scripts: Sequence[str]) -> str:
 @cache
 def _own(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _library() -> tuple[str, str]:
-    """uPlot's script and style, as its package has them."""
-    from youplot import vendor
-
-    return vendor.uplot_js(), vendor.uplot_css()

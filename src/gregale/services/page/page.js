@@ -126,6 +126,9 @@
   const widthOf = ticks => 14 + 6.6 * Math.max(2, ...(ticks || []).map(text => String(text ?? "").length));
   const width = holder => Math.max(200, Math.floor(printing ? Math.min(holder.clientWidth, 340) : holder.clientWidth));
 
+  // A gap lasts until the line's own next point, and not until that of any other line.
+  const joined = tables => uPlot.join(tables, tables.map(table => table.map(() => 2)));
+
   function nearest(u, place, closest, x) { // of a line that has no point just there the point beside it, if it goes on
     const ys = u.data[place], xs = u.data[0];
     if (ys[closest] !== undefined && ys[closest] !== null) return closest;
@@ -173,7 +176,7 @@
     if (!any) {
       return nothing(holder, settings.logy ? "No values above 0, which a logarithmic axis could show." : "No values.");
     }
-    const data = uPlot.join(lines.map(([points]) => points));
+    const data = joined(lines.map(([points]) => points));
     let left = 44;
     return new uPlot({
       width: width(holder), height: printing ? 180 : 260, padding: [10, 12, 0, 0],
@@ -236,7 +239,7 @@
       series: [{}, ...looks],
       cursor: { y: false, drag: { x: true, y: false, dist: 6 }, points: { show: false } },
       hooks: { setCursor: [tell] },
-    }, uPlot.join(tables), holder);
+    }, joined(tables), holder);
   }
 
   const clipped = text => (text.length > 18 ? `${text.slice(0, 17)}…` : text);
