@@ -34,7 +34,7 @@ def streaming(planned):
     """The page of the same plan, were Streaming DiLoCo its method: it has a schedule too."""
     report = copy.deepcopy(planned[1])
     for name, each in report["methods"].items():
-        each["configured"] = name == "streaming_diloco"
+        each["configured"] = name == "streaming_overlap"
     path = planned[0].with_name("streaming.html")
     path.write_text(plan_page(report), encoding="utf-8")
     return path

@@ -11,7 +11,7 @@ from gregale.programs.report.figures import groups_of, silent, without_number
 from gregale.programs.report.runs import Shown, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
 from gregale.services.history import History
-from gregale.services.page import Html, Page, element, notice, section
+from gregale.services.page import Html, Page, Spans, element, notice, section
 
 
 def report_page(
@@ -54,9 +54,9 @@ def problems_of(runs: Sequence[Shown]) -> list[str]:
 
 
 def _add_synchronisation(page: Page, runs: Sequence[Shown]) -> None:
-    schedules = (schedule_chart(run) for run in runs)
-    # Runs of one schedule need it once; islands tell of their rounds.
-    single = {repr(chart.rows): chart for chart in schedules if chart is not None}
+    single: dict[str, Spans] = {}  # runs of one schedule need it once
+    for chart in filter(None, map(schedule_chart, runs)):
+        single.setdefault(repr(chart.rows), chart)
     charts = [*rounds_charts(runs), *filter(None, [traffic_chart(runs)]), *single.values()]
     if charts:
         page.add(section("Synchronisation", page.charts(*charts)))

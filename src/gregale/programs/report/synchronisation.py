@@ -38,7 +38,7 @@ def rounds_charts(runs: Sequence[Shown]) -> list[Spans | Lines]:
     help = f"The newest {each:,} rounds; {left:,} before them are not drawn." if left else ""
     rows = [Row(run.label, _round_spans(run, rounds, first)) for run, rounds in kept.items()]
     return [
-        Spans("rounds", "Rounds of the islands", rows, ROUND_KINDS, SINCE, help),
+        Spans("rounds", "Rounds of the islands", rows, ROUND_KINDS, SINCE, help, thin=(2,)),
         _over_rounds("round-members", "Members of a round", kept, first, lambda one: len(one.get("members", ())), ""),
         _over_rounds("round-waited", "Waited for a round", kept, first, lambda one: one["waiting_seconds"], "seconds"),
         _over_rounds("round-sent", "Sent in a round", kept, first, lambda one: one.get("bytes_sent", 0), "bytes"),

@@ -20,7 +20,7 @@ def in_words(value: float | None, unit: str = "") -> str:
         return duration(value)
     if unit == "share":
         return f"{value:.1%}"
-    whole = float(value).is_integer() or abs(value) >= 1e5
+    whole = float(value).is_integer() or abs(value) >= 1000
     return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.4g}"
 
 

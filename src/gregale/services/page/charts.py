@@ -88,7 +88,8 @@ class Row:
 class Spans:
     """Rows of spans over an axis.
 
-    - `kinds`: their names; later ones are drawn over earlier ones, and thinner
+    - `kinds`: their names; later ones are drawn over earlier ones
+    - `thin`: the numbers of those that are thinner than a row
     """
 
     key: str
@@ -97,6 +98,7 @@ class Spans:
     kinds: Sequence[str]
     axis: tuple[str, str] = ("Seconds", "seconds")
     help: str = ""
+    thin: Sequence[int] = ()
 
     def to_json(self) -> dict[str, Any]:
         rows = [
@@ -107,6 +109,7 @@ class Spans:
             "kind": "spans",
             "axis": {"label": self.axis[0], "unit": self.axis[1]},
             "kinds": list(self.kinds),
+            "thin": list(self.thin),
             "rows": rows,
         }
 

@@ -105,21 +105,15 @@ class Page:
 
     def _controls(self) -> Html:
         """What the reader can choose: of lines axis, scales and smoothing, of all pages the colours."""
-        theme = [("auto", "as the system"), ("light", "light"), ("dark", "dark")]
-        chosen = [_select("theme", "Colours", theme)]
+        chosen = []
+        if self._axes:
+            chosen.append(_select("x", "Over", [(each.key, each.label) for each in self._axes]))
         if any(each["kind"] == "lines" for each in self._charts.values()):
-            chosen = [
-                *([_select("x", "Over", [(each.key, each.label) for each in self._axes])] if self._axes else []),
-                _checkbox("logx", "log x"),
-                _checkbox("logy", "log y"),
-                element(
-                    "label",
-                    "Smoothing",
-                    Html('<input type="range" id="smooth" min="0" max="100" value="0">'),
-                    element("output", "none", for_="smooth"),
-                ),
-                *chosen,
-            ]
+            chosen += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
+        if self._runs:
+            slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
+            chosen.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))
+        chosen.append(_select("theme", "Colours", [("auto", "as the system"), ("light", "light"), ("dark", "dark")]))
         return element("form", *chosen, element("button", "Whole range", type="button", id="reset"), id="controls")
 
 

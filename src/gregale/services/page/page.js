@@ -179,7 +179,7 @@
     const data = joined(lines.map(([points]) => points));
     let left = 44;
     return new uPlot({
-      width: width(holder), height: printing ? 180 : 260, padding: [10, 12, 0, 0],
+      width: width(holder), height: printing ? 180 : 260, padding: [10, 22, 0, 0],
       scales: { x: { time: false, distr: logx ? 3 : 1 }, y: { distr: settings.logy ? 3 : 1 } },
       axes: [
         axis(chosen.unit, { label: chosen.label, labelSize: 18, size: 30, space: chosen.unit === "seconds" ? 90 : 70 }),
@@ -213,7 +213,7 @@
       }
       if (!xs.length) return;
       tables.push([xs, ys]);
-      looks.push({ label: kind, stroke: colour(`c${number}`), width: Math.max(4, 18 - 7 * number), points: { show: false } });
+      looks.push({ label: kind, stroke: colour(`c${number}`), width: chart.thin.includes(number) ? 7 : 18, points: { show: false } });
     }));
     if (!tables.length) return nothing(holder, "Nothing was recorded.");
     const output = holder.parentNode.querySelector("output");
@@ -227,7 +227,7 @@
       output.textContent = best ? `${row.label}: ${chart.kinds[best[2]]}. ${best[3]}` : "";
     };
     return new uPlot({
-      width: width(holder), height: 60 + 30 * rows.length, padding: [8, 12, 0, 0], legend: { show: false },
+      width: width(holder), height: 60 + 30 * rows.length, padding: [8, 22, 0, 0], legend: { show: false },
       scales: { x: { time: false }, y: { range: [-0.6, rows.length - 0.4], dir: -1 } },
       axes: [
         axis(chart.axis.unit, { label: chart.axis.label, labelSize: 18, size: 30, space: 90 }),
