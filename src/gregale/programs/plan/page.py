@@ -119,7 +119,8 @@ def methods_chart(report: Report) -> Lines:
 def island_chart(island: Report) -> Lines:
     """The same of one island, over its host's link."""
     links = sorted((float(link), each["utilisation"]) for link, each in island["links"].items())
-    found = Series("utilisation", *(np.array(values) for values in zip(*links, strict=True)), dots=True)
+    x, y = np.array(links).T
+    found = Series("utilisation", x, y, dots=True)
     help = f"With {island['members']} islands; {size(island['bytes_per_period'])} are sent in {island['period']} steps."
     return Lines("island", "Utilisation of an island", [found], "share", axis=LINK, log_x=True, help=help)
 

@@ -152,4 +152,4 @@ def _policy(scripts: Sequence[str]) -> str:
 
 @cache
 def _own(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("gregale.services.page").joinpath(name).read_text(encoding="utf-8")

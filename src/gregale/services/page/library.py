@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from gregale.errors import UserError
 
@@ -30,7 +31,7 @@ def uplot() -> tuple[str, str]:
 
 def _checked(name: str, digest: str) -> str:
     try:
-        content = distribution(PACKAGE).locate_file(name).read_bytes()
+        content = Path(str(distribution(PACKAGE).locate_file(name))).read_bytes()
     except (PackageNotFoundError, FileNotFoundError):
         raise UserError(
             f"a page needs the package {PACKAGE}, which brings uPlot {RELEASE} for its charts; it is not installed. "
