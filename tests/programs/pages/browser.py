@@ -141,6 +141,18 @@ class Tab:
         self.mouse("mouseReleased", end, y)
         self.settle()
 
+    def swipe(self, begin: float, end: float, y: float) -> None:
+        """A finger from one place to another."""
+        self.ask("Emulation.setTouchEmulationEnabled", enabled=True)
+        for kind, places in (
+            ("touchStart", [begin]),
+            ("touchMove", [(begin + end) / 2]),
+            ("touchMove", [end]),
+            ("touchEnd", []),
+        ):
+            self.ask("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x in places])
+        self.settle()
+
     def choose(self, control: str, value: str | bool) -> None:
         """Sets a control as a reader would."""
         attribute = "checked" if isinstance(value, bool) else "value"

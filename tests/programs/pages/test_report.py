@@ -14,6 +14,7 @@ from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
 from gregale.services.run_directory import RunDirectory
+from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
 
@@ -71,6 +72,15 @@ def test_a_reader_hovers_zooms_and_chooses(browser, one):
         assert tab.value(range_)[3] == 4  # step, the loss as it is and smoothed, the evaluations
         assert "x=tokens" in tab.value("location.hash")
         assert all(drawn(tab).values())
+        assert tab.errors == []
+
+
+def test_a_finger_zooms(browser, one):
+    with browser.open(one, PHONE) as tab:
+        left, top, width, height = box(tab, "figures-loss")
+        tab.swipe(left + width * 0.25, left + width * 0.5, top + height / 2)
+        low, high = tab.value(f"(({{x}}) => [x.min, x.max])(gregale.drawn({figure_of('figures-loss')}).scales)")
+        assert 80 < low < 120 < 180 < high < 230
         assert tab.errors == []
 
 

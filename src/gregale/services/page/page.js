@@ -124,7 +124,7 @@
   }
 
   const widthOf = ticks => 14 + 6.6 * Math.max(2, ...(ticks || []).map(text => String(text ?? "").length));
-  const width = holder => Math.max(200, Math.floor(printing ? Math.min(holder.clientWidth, 340) : holder.clientWidth));
+  const width = holder => Math.max(200, Math.floor(printing ? 480 : holder.clientWidth));
 
   // A gap lasts until the line's own next point, and not until that of any other line.
   const joined = tables => uPlot.join(tables, tables.map(table => table.map(() => 2)));
@@ -191,8 +191,21 @@
         drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
       },
       focus: { alpha: 0.35 },
-      hooks: { setSeries: [together] },
+      hooks: { setSeries: [together], ready: [touched] },
     }, data, holder);
+  }
+
+  function touched(u) { // a finger that moves to the side does what a pressed mouse does
+    let start = null;
+    const as = (kind, { clientX, clientY }) => {
+      // uPlot passes over a move that says it has not moved.
+      u.over.dispatchEvent(new MouseEvent(kind, { bubbles: true, clientX, clientY, button: 0, movementX: 1 }));
+    };
+    const on = (kind, then) => u.over.addEventListener(kind, event => event.pointerType === "touch" && then(event));
+    on("pointerdown", event => { start = event; as("mousemove", event); as("mousedown", event); });
+    on("pointermove", event => start && as("mousemove", event));
+    on("pointerup", event => { start = null; as("mouseup", event); });
+    on("pointercancel", () => { if (start) { as("mousemove", start); as("mouseup", start); } start = null; }); // it scrolls
   }
 
   function together(u, place, options) { // what is behind a smoothed line goes with it
@@ -238,7 +251,7 @@
       ],
       series: [{}, ...looks],
       cursor: { y: false, drag: { x: true, y: false, dist: 6 }, points: { show: false } },
-      hooks: { setCursor: [tell] },
+      hooks: { setCursor: [tell], ready: [touched] },
     }, joined(tables), holder);
   }
 
