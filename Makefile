@@ -18,6 +18,7 @@ demo:
 	@$(call prepare,core,3)
 	@echo "3/3 training a small model on your Python's own standard library"
 	@$(BIN)/gregale train config/quickstart.yaml
+	@$(BIN)/gregale report quickstart --output runs/quickstart/report.html
 
 # Compiled programs are kept in .pytest_cache, so that a second call takes much less; --cache-clear forgets them.
 SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -44,6 +44,13 @@ class SampleOptions:
 
 
 @dataclass(frozen=True)
+class ManyOptions:
+    where: str = field(metadata={"help": "a folder"})
+    runs: tuple[str, ...] = field(default=(), metadata={"help": "several runs"})
+    short: bool = field(default=False, metadata={"help": "a flag"})
+
+
+@dataclass(frozen=True)
 class NoOptions:
     pass
 
@@ -108,6 +115,18 @@ def test_words_fill_the_options_in_order(calls):
     calls.main("sample", "runs/a", "once: upon, [a]", "--temperature", "0.5")
     calls.main("sample", "--run=runs/a")
     assert calls == [(SampleOptions("runs/a", "once: upon, [a]", 0.5),), (SampleOptions("runs/a"),)]
+
+
+def test_the_last_words_fill_a_list(monkeypatch, capsys):
+    seen = []
+    command = Command(seen.append, ManyOptions, positional=("where", "runs"))
+    monkeypatch.setitem(sys.modules, "toy_many", types.SimpleNamespace(COMMAND=command))
+    programs = {"many": Program("toy_many", "runs many")}
+    main(["many", "here", "a", "--short", "b, [c]", "3"], programs)
+    main(["many", "here"], programs)
+    assert seen == [ManyOptions("here", ("a", "b, [c]", "3"), True), ManyOptions("here")]
+    assert main(["many"], programs) == 2
+    assert "WHERE is missing. Usage: gregale many WHERE [RUNS] ... [--key value ...]" in capsys.readouterr().err
 
 
 def test_a_command_without_words_and_options(calls):

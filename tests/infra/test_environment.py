@@ -102,7 +102,7 @@ def made(environment, tmp_path, monkeypatch):
 
 def test_what_is_complete_is_left_alone_until_the_pins_change(environment, made, capfd):
     assert environment.prepare(made, "dev", "2") == 0
-    assert "2/2 installing 178 packages" in capfd.readouterr().out
+    assert "2/2 installing 179 packages" in capfd.readouterr().out
     for name in ("dev", "core"):
         assert environment.prepare(made, name, "2") == 0
     assert capfd.readouterr().out == ""
@@ -186,7 +186,7 @@ def test_progress_counts_packages_once_and_files_by_size(environment, tmp_path):
     line.show = lambda text, always=False: shown.write(f"{text}\n")
     environment.follow(PIP.splitlines(), environment.SETS["core"], line, tmp_path / "marker")
     lines = shown.getvalue().splitlines()
-    assert "4 of 58 packages, 82 of 182 MB: jaxlib, 81.5 MB" in lines
+    assert "4 of 59 packages, 82 of 182 MB: jaxlib, 81.5 MB" in lines
     assert lines[-2:] == ["all 4 are here; putting 2 in place", "installed"]
     assert (tmp_path / "marker").exists()
 

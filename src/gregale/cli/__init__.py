@@ -52,6 +52,7 @@ PROGRAMS = {
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),
+    "report": Program("gregale.programs.report.command", "write a page of runs: curves, rounds, samples, differences"),
     "simulate": Program(
         "gregale.programs.simulate", "tell which bandwidth each method needs, from a model of the timeline"
     ),

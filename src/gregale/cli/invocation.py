@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import get_origin
 
 from gregale.errors import UserError
 from gregale.services.command import Command
-from gregale.services.fields import REQUIRED, default_of, entries
+from gregale.services.fields import REQUIRED, default_of, entries, types_of
 from gregale.services.help import render, topics
 from gregale.services.parsing import load, split_arguments
 
@@ -25,6 +27,9 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
+    if _takes_many(command):
+        at = len(command.positional) - 1
+        words = [*words[:at], json.dumps(words[at:])] if words[at:] else words
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
     given = dict(zip(command.positional, words, strict=False))
@@ -55,6 +60,8 @@ def command_help(name: str, summary: str, command: Command, topic: str | None = 
 
 def usage(name: str, command: Command) -> str:
     words = [word.upper() if word in _required(command) else f"[{word.upper()}]" for word in command.positional]
+    if _takes_many(command):
+        words.append("...")
     return " ".join(["gregale", name, *words, "[--key value ...]"])
 
 
@@ -71,6 +78,12 @@ def _required(command: Command) -> list[str]:
     """The positional arguments that cannot be left out."""
     optional = {each.name for each in fields(command.options) if default_of(each) is not REQUIRED}
     return [word for word in command.positional if word not in optional]
+
+
+def _takes_many(command: Command) -> bool:
+    """Whether the last positional argument is a list, of all words that are left."""
+    last = command.positional[-1:]
+    return bool(last) and get_origin(types_of(command.options).get(last[0])) is tuple
 
 
 def _key(pair: str) -> str:

@@ -16,7 +16,7 @@ class Command:
     - `reads`: the keys of the configuration that the program reads, or what they lie below; empty: all of them. Help
       shows only these; the YAML file may have the others too, which are another program's
     - `positional`: names of the arguments without a `--`: `("config",)` is the YAML file, all others are fields of
-      `options`, which may be left out if they have a default
+      `options`, which may be left out if they have a default. The last one may be a tuple, of all words that are left
     """
 
     main: Callable[..., int]

@@ -85,11 +85,11 @@ class Sample:
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class History:
     """What there is of a run.
 
-    - `name`: of its folder
+    - `name`, `path`: of its folder
     - `config`: its configuration by dotted keys (`model.layers`); empty if it cannot be read
     - `starts`, `changes`: the entries of starts.jsonl and changes.jsonl
     - `rounds`: of an island, the entries of rounds.jsonl
@@ -97,6 +97,7 @@ class History:
     """
 
     name: str
+    path: str
     config: Mapping[str, Any]
     figures: Figures
     samples: tuple[Sample, ...]
@@ -121,7 +122,7 @@ def read_history(run: RunPlaces) -> History:
     problems += [*figures.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
-    return History(run.path.name, config, figures, samples, starts, changes, rounds, tuple(problems))
+    return History(run.path.name, str(run.path), config, figures, samples, starts, changes, rounds, tuple(problems))
 
 
 class FiguresReader:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from gregale.programs.island.recorder import ROUNDS, Recorder
+from gregale.programs.island.recorder import Recorder
 from gregale.programs.islands.rounds import rounds_of
+from gregale.services.history import ROUNDS
 from gregale.storage import write_bytes
 from tests.stores import Fault, proxied
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.services.history import ROUNDS
 from gregale.services.lines import History, lines_at
 from gregale.storage import Place
-
-
 
 
 class Recorder:

@@ -30,6 +30,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     - `gbit_per_second`: the same of a whole replica, were it sent within as many steps
     - `needed_gbit_per_second`: for 90 percent utilisation, by the timeline's model, in which a replica is a site
     - `utilisation`: what it reaches at `bytes_per_second`, a replica's link to the others
+    - `curve`: the same, `utilisation` at each `gbit_per_second`
     """
     sizes = setup.layout.mesh.shape
     sites = sizes["replica"] * sizes.get("island", 1)
@@ -62,15 +63,18 @@ def _settings(schedule: Schedule) -> dict[str, int]:
     return {"period": schedule.period, "fragments": schedule.fragments, "delay": schedule.delay}
 
 
-def _on_the_timeline(
-    utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None
-) -> dict[str, float | None]:
-    """The link that a method needs, and what it reaches at the given one."""
-    needed = needed_bandwidths(utilisation(GRID_GBIT_PER_SECOND), goals=(GOAL,))[0]
-    found: dict[str, float | None] = {"needed_gbit_per_second": needed}
+def _on_the_timeline(utilisation: Callable[[np.ndarray], np.ndarray], bytes_per_second: float | None) -> dict[str, Any]:
+    """The link that a method needs, and what it reaches at the given one and at each of a grid."""
+    reached = utilisation(GRID_GBIT_PER_SECOND)
+    curve = {"gbit_per_second": _short(GRID_GBIT_PER_SECOND), "utilisation": _short(reached)}
+    found: dict[str, Any] = {"needed_gbit_per_second": needed_bandwidths(reached, goals=(GOAL,))[0], "curve": curve}
     if bytes_per_second is not None:
         found["utilisation"] = float(utilisation(np.array([bytes_per_second / GBIT]))[0])
     return found
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.4g}") for value in values]
 
 
 def cadence_of(period: int, groups: int, delay: int, layers: int) -> Cadence:

@@ -195,7 +195,7 @@ def _methods(report: dict[str, Any], console: Console) -> None:
         return
     rows = [
         (
-            _with_settings(name, each),
+            with_settings(name, each),
             size(each["bytes_per_step"]["average"]),
             size(each["bytes_per_step"]["peak"]),
             f"{each['gbit_per_second']['average']:.3g}",
@@ -209,7 +209,7 @@ def _methods(report: dict[str, Any], console: Console) -> None:
     for name, each in methods.items():
         needed, here = each["needed_gbit_per_second"], each.get("utilisation")
         needed = "> 1000" if needed is None else f"{needed:.1f}"
-        rows.append((_with_settings(name, each), needed, "-" if here is None else f"{here:.1%}"))
+        rows.append((with_settings(name, each), needed, "-" if here is None else f"{here:.1%}"))
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
     print_table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
     console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
@@ -243,7 +243,7 @@ def _outer(island: dict[str, Any]) -> tuple[str, str]:
     return "outer parameters and optimizer, in host memory", size(island["host_bytes"])
 
 
-def _with_settings(name: str, method: dict[str, Any]) -> str:
+def with_settings(name: str, method: dict[str, Any]) -> str:
     """A method with its H, P and tau, and whether the configuration has it."""
     settings = [f"H {method['period']}"] if method["period"] > 1 else []
     settings += [f"P {method['fragments']}", f"tau {method['delay']}"] if method["fragments"] > 1 else []

@@ -1,0 +1,1 @@
+"""`gregale report`: what runs have written, as a page for a browser."""

@@ -1,0 +1,82 @@
+"""`gregale report`: a page of one run or several, in one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from gregale.errors import UserError
+from gregale.programs.report.page import report_page
+from gregale.programs.run.trained import find_run
+from gregale.services.command import Command
+from gregale.services.history import read_history
+from gregale.services.page.files import check_page_path, write_page
+from gregale.services.run_directory import RunDirectory
+from gregale.settings import Settings
+
+
+@dataclass(frozen=True)
+class ReportOptions(Settings):
+    """Options of the command."""
+
+    runs: tuple[str, ...] = field(metadata={"help": "the runs: their directories or URLs, or their names under runs/"})
+    output: Path = field(default=Path("report.html"), metadata={"help": "where the page is written"})
+    plan: tuple[Path, ...] = field(
+        default=(), metadata={"help": "what `gregale plan --json` printed, to be shown beside what was measured"}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_page_path(self.output, "output")
+        if not self.runs:
+            raise UserError("runs is empty. Usage: gregale report RUN [RUN ...] [--output report.html]")
+
+
+def main(options: ReportOptions) -> int:
+    """Writes the page and says where it is."""
+    found, notes = told_apart([find_run(name) for name in options.runs])
+    plans = [read_plan(path) for path in options.plan]
+    text = report_page([read_history(run) for run in found], plans, notes)
+    address = write_page(options.output, text)
+    of = "run" if len(found) == 1 else f"{len(found)} runs"
+    size = decimal(len(text.encode()))
+    print(f"The report of the {of} is in {options.output} ({size}). Open it in any browser: {address}")
+    return 0
+
+
+def told_apart(found: Sequence[RunDirectory]) -> tuple[list[RunDirectory], list[str]]:
+    """Each run once, and what there is to say of those that were given twice or have the same name."""
+    single: dict[str, RunDirectory] = {}
+    notes = []
+    for run in found:
+        key = os.path.realpath(run.path) if isinstance(run.path, Path) else str(run.path)
+        if key in single:
+            notes.append(f"{run.path} was given twice; it is shown once.")
+        single.setdefault(key, run)
+    names = [run.path.name for run in single.values()]
+    for name in dict.fromkeys(names):
+        if (count := names.count(name)) > 1:
+            notes.append(f"{count} of the runs have the name {name}; they are told apart by their paths.")
+    return list(single.values()), notes
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """What `gregale plan --json` printed into a file; raises `UserError` if it is something else."""
+    try:
+        plan = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"plan: there is no file {path}. `gregale plan CONFIG --json > {path}` makes one.") from None
+    except ValueError:
+        plan = None
+    if not isinstance(plan, dict) or "roofline" not in plan:
+        raise UserError(f"plan: {path} is not what `gregale plan CONFIG --json` prints; it has no roofline.")
+    return plan
+
+
+COMMAND = Command(main=main, options=ReportOptions, positional=("runs",))

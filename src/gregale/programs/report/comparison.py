@@ -1,0 +1,184 @@
+"""Several runs beside one another: a table of their best, the same at a common point, and how they are configured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gregale.programs.report.runs import Shown, axes_of
+from gregale.programs.report.words import NONE, in_words, setting
+from gregale.services.history import Column
+from gregale.services.page import Html, colour_of, element, swatch, table
+
+END = 0.02  # the share of a run over whose end a loss is averaged
+NOT_COMPARED = {"name", "islands.name"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of the table.
+
+    - `better`: which of the runs' values is the best one; None: none is better
+    - `loss`: shown with four digits behind the point
+    """
+
+    heading: str
+    of: Callable[[Shown], float | None]
+    unit: str = ""
+    better: Callable[[list[float]], float] | None = None
+    loss: bool = False
+
+    def cells(self, runs: Sequence[Shown]) -> list[object]:
+        """A cell for each run, the best marked; alone or all equal none is."""
+        values = [self.of(run) for run in runs]
+        known = [value for value in values if value is not None]
+        best = self.better(known) if self.better and len(set(known)) > 1 else None
+        return [self._cell(value, value == best) for value in values]
+
+    def _cell(self, value: float | None, is_best: bool) -> object:
+        text = in_words(value, self.unit) if value is None or not self.loss else f"{value:.4f}"
+        return element("span", text, class_="best", title="the best") if is_best else text
+
+
+def last(name: str) -> Callable[[Shown], float | None]:
+    """The newest value of a figure that is a number."""
+    return lambda run: _last(run.column(name))
+
+
+def median(name: str) -> Callable[[Shown], float | None]:
+    return lambda run: None if (found := _numbers(run.column(name))) is None else float(np.median(found))
+
+
+def least(name: str) -> Callable[[Shown], float | None]:
+    return lambda run: None if (found := _numbers(run.column(name))) is None else float(found.min())
+
+
+def steps(run: Shown) -> float:
+    return run.history.figures.last_step
+
+
+def along(axis: str) -> Callable[[Shown], float | None]:
+    """How far a run has come over an axis."""
+    return lambda run: float(steps(run)) if axis == "steps" else _last(run.axes.get(axis))
+
+
+def end_loss(run: Shown) -> float | None:
+    """The training loss, averaged over the run's last steps."""
+    return loss_before(run, "steps", steps(run))
+
+
+def loss_before(run: Shown, axis: str, point: float) -> float | None:
+    """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it."""
+    column = run.column("loss")
+    if column is None or not len(column.steps):
+        return None
+    where = _over(run, axis, column)
+    if where is None:
+        return None
+    near = column.values[(where > point * (1 - END)) & (where <= point)]
+    near = near[np.isfinite(near)]
+    return float(near.mean()) if len(near) else None
+
+
+def held_out_before(run: Shown, axis: str, point: float) -> float | None:
+    """The newest held-out loss before a point of an axis."""
+    column = run.column("eval_loss")
+    where = None if column is None else _over(run, axis, column)
+    if column is None or where is None:
+        return None
+    before = column.values[(where <= point * (1 + 1e-9)) & np.isfinite(column.values)]
+    return float(before[-1]) if len(before) else None
+
+
+def method(run: Shown) -> str:
+    """The method with its period, as far as the configuration tells."""
+    kind, period = run.config("sync.type"), run.config("sync.period")
+    name = NONE if kind is None else str(kind)
+    islands = "islands, " if run.history.rounds else ""
+    return f"{islands}{name}{f', H {period}' if period and kind != 'psdp' else ''}"
+
+
+MEASURES = (
+    Measure("steps", steps),
+    Measure("tokens", along("tokens")),
+    Measure("loss at the end", end_loss, better=min, loss=True),
+    Measure("held-out loss", last("eval_loss"), better=min, loss=True),
+    Measure("least held-out", least("eval_loss"), better=min, loss=True),
+    Measure("bits per byte", last("bits_per_byte"), better=min, loss=True),
+    Measure("tokens/s, median", median("tokens_per_second"), better=max),
+    Measure("MFU, median", median("mfu"), "share", better=max),
+    Measure("time", along("seconds"), "seconds"),
+    Measure("over the slow link", along("bytes"), "bytes"),
+)
+
+
+def overview(runs: Sequence[Shown]) -> Html:
+    """A row for each run."""
+    return _table(runs, [measure for measure in MEASURES if any(measure.of(run) is not None for run in runs)], True)
+
+
+def at_the_same_point(runs: Sequence[Shown]) -> Html | None:
+    """The losses where the run that came least far ends, over each axis that all have."""
+    measures = []
+    for axis in axes_of(runs):
+        ends = [along(axis.key)(run) for run in runs]
+        if any(end is None or end <= 0 for end in ends):
+            continue
+        point = min(end for end in ends if end is not None)
+        where = f"{in_words(point, axis.unit)}{'' if axis.unit else f' {axis.label.lower()}'}"
+        for what, of in (("loss", loss_before), ("held out", held_out_before)):
+            measures.append(Measure(f"{what} at {where}", _at(of, axis.key, point), better=min, loss=True))
+    measures = [each for each in measures if sum(each.of(run) is not None for run in runs) > 1]
+    return _table(runs, measures, False) if measures else None
+
+
+def differences(runs: Sequence[Shown]) -> Html | None:
+    """The settings in which the runs differ; None: there are none."""
+    known = [run for run in runs if run.history.config]
+    keys = dict.fromkeys(key for run in known for key in run.history.config)
+    rows = []
+    for key in keys:
+        values = [setting(run.config(key)) if key in run.history.config else NONE for run in known]
+        if key not in NOT_COMPARED and len(set(values)) > 1:
+            rows.append([element("code", key), *values])
+    return table(["setting", *(labelled(run) for run in known)], rows, label="differences") if rows else None
+
+
+def labelled(run: Shown) -> Html:
+    """A run's name, with the colour of its lines."""
+    return element("span", swatch(colour_of(run.place)), run.label)
+
+
+def _table(runs: Sequence[Shown], measures: Sequence[Measure], methods: bool) -> Html:
+    columns = [measure.cells(runs) for measure in measures]
+    rows = [
+        [labelled(run), *([method(run)] if methods else []), *(cells[place] for cells in columns)]
+        for place, run in enumerate(runs)
+    ]
+    headings = ["run", *(["method"] if methods else []), *(measure.heading for measure in measures)]
+    return table(headings, rows, numbers=True, label="runs")
+
+
+def _at(of: Callable[[Shown, str, float], float | None], axis: str, point: float) -> Callable[[Shown], float | None]:
+    return lambda run: of(run, axis, point)
+
+
+def _over(run: Shown, axis: str, column: Column) -> np.ndarray | None:
+    """Where the points of a column are on an axis."""
+    if axis == "steps":
+        return column.steps.astype(np.float64)
+    over = run.axes.get(axis)
+    return None if over is None else np.interp(column.steps, over.steps, over.values)
+
+
+def _numbers(column: Column | None) -> np.ndarray | None:
+    if column is None:
+        return None
+    found = column.values[np.isfinite(column.values)]
+    return found if len(found) else None
+
+
+def _last(column: Column | None) -> float | None:
+    return None if (found := _numbers(column)) is None else float(found[-1])

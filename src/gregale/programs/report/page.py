@@ -1,0 +1,88 @@
+"""The page of one run or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from gregale.programs.report import comparison, facts
+from gregale.programs.report.figures import groups_of, silent, without_number
+from gregale.programs.report.runs import Shown, axes_of, shown
+from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
+from gregale.services.history import History
+from gregale.services.page import Html, Page, Spans, element, notice, section
+
+
+def report_page(
+    histories: Sequence[History], plans: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = ()
+) -> str:
+    """The report as one HTML file.
+
+    - `plans`: what `gregale plan --json` said of some of the runs, which it names
+    - `notes`: what the reader should know beside what is wrong with the runs' files
+    """
+    runs = shown(histories)
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.label for run in runs)}"
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    page = Page(title, f"Written by gregale report, {now}.", [run.on_page for run in runs], axes_of(runs))
+    page.add(notice(*notes, *problems_of(runs)))
+    if len(runs) == 1:
+        page.add(facts.glance(runs[0]))
+    else:
+        page.add(section("Side by side", comparison.overview(runs)))
+        page.add(_section("At the same point", comparison.at_the_same_point(runs)))
+        page.add(_section("Different settings", comparison.differences(runs)))
+    for group, charts in groups_of(runs):
+        page.add(section(group, page.charts(*charts)))
+    if zeros := silent(runs):
+        page.add(element("p", f"0 from begin to end: {', '.join(zeros)}.", class_="help"))
+    _add_synchronisation(page, runs)
+    _add_texts(page, runs, plans)
+    return page.html()
+
+
+def problems_of(runs: Sequence[Shown]) -> list[str]:
+    """What is wrong with the runs' files and figures."""
+    found = []
+    for run in runs:
+        found += run.history.problems
+        if not len(run.history.figures):
+            found.append(f"{run.label} has no figures yet: its first step is not done, or nothing was written.")
+        found += without_number(run)
+    return found
+
+
+def _add_synchronisation(page: Page, runs: Sequence[Shown]) -> None:
+    single: dict[str, Spans] = {}  # runs of one schedule need it once
+    for chart in filter(None, map(schedule_chart, runs)):
+        single.setdefault(repr(chart.rows), chart)
+    charts = [*rounds_charts(runs), *filter(None, [traffic_chart(runs)]), *single.values()]
+    if charts:
+        page.add(section("Synchronisation", page.charts(*charts)))
+
+
+def _add_texts(page: Page, runs: Sequence[Shown], plans: Sequence[Mapping[str, Any]]) -> None:
+    beside = [facts.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
+    page.add(_section("Plan and run", *beside))
+    for what, of in (
+        ("Samples", facts.samples_of),
+        ("Machine", lambda run: [facts.machine(run)]),
+        ("Changed settings", lambda run: [facts.changes(run)]),
+        ("Configuration", lambda run: [facts.configuration(run, opened=False)]),
+    ):
+        parts: list[Html | None] = []
+        for run in runs:
+            own = [part for part in of(run) if part is not None]
+            parts += [*([element("h3", comparison.labelled(run))] if own and len(runs) > 1 else []), *own]
+        page.add(_section(what, *parts))
+
+
+def is_of(plan: Mapping[str, Any], run: Shown, runs: int) -> bool:
+    """Whether a plan is of a run: it has its configuration's name, or there is only one run."""
+    return runs == 1 or plan.get("name") == run.config("name", run.history.name)
+
+
+def _section(title: str, *parts: Html | None) -> Html | None:
+    known = [part for part in parts if part is not None]
+    return section(title, *known) if known else None

@@ -1,0 +1,106 @@
+"""Several runs as a page has them: told apart, with the axes over which their lines are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gregale.services.history import Column, History
+from gregale.services.page import Axis, Run
+
+MOST_KNOTS = 1000
+AXES = (
+    Axis("steps", "Steps"),
+    Axis("tokens", "Tokens"),
+    Axis("seconds", "Time", "seconds"),
+    Axis("bytes", "Bytes over the slow link", "bytes"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A run on the page.
+
+    - `label`: its name or, where others have it too, its path
+    - `place`: its number on the page, from 0
+    """
+
+    label: str
+    place: int
+    history: History
+
+    def column(self, name: str) -> Column | None:
+        return self.history.figures.get(name)
+
+    def config(self, key: str, default: Any = None) -> Any:
+        return self.history.config.get(key, default)
+
+    @cached_property
+    def axes(self) -> dict[str, Column]:
+        """By key of an axis, what it has at the steps of the run."""
+        found = {"tokens": self.column("tokens"), "seconds": elapsed(self), "bytes": sent(self)}
+        return {key: column for key, column in found.items() if column is not None and len(column.steps)}
+
+    @property
+    def on_page(self) -> Run:
+        return Run(self.label, {key: _knots(column) for key, column in self.axes.items()})
+
+
+def shown(histories: Sequence[History]) -> list[Shown]:
+    """The runs with labels that tell them apart."""
+    names = Counter(history.name for history in histories)
+    return [
+        Shown(history.name if names[history.name] == 1 else history.path, place, history)
+        for place, history in enumerate(histories)
+    ]
+
+
+def axes_of(runs: Sequence[Shown]) -> list[Axis]:
+    """Steps, and the other axes that some run has."""
+    return [axis for axis in AXES if axis.key == "steps" or any(axis.key in run.axes for run in runs)]
+
+
+def elapsed(run: Shown) -> Column | None:
+    """Seconds that the run has taken, by step, of all its starts; of one that did not write them, those in steps."""
+    if (column := run.column("elapsed_seconds")) is not None:
+        return accumulated(column)
+    if (column := run.column("step_seconds")) is None:
+        return None
+    seconds = np.where(np.isfinite(column.values), column.values, 0.0)
+    return Column(column.steps, np.cumsum(seconds * np.diff(column.steps, prepend=0)))
+
+
+def accumulated(column: Column) -> Column:
+    """A count that begins at 0 with each start of the run, as one that goes on."""
+    finite = np.isfinite(column.values)
+    steps, values = column.steps[finite], column.values[finite]
+    before = np.append(0.0, values[:-1])
+    return Column(steps, values + np.cumsum(np.where(values < before, before, 0.0)))
+
+
+def sent(run: Shown) -> Column | None:
+    """Bytes sent over the slow link, by step: over the network by an island, else over `replica` by a device."""
+    for name in ("network_bytes_sent", "replica_bytes"):
+        column = run.column(name)
+        if column is not None and np.nanmax(column.values, initial=0.0) > 0:
+            return column
+    return None
+
+
+def _knots(column: Column) -> tuple[np.ndarray, np.ndarray]:
+    """The steps between which a column goes straight, and its values there; of very many an even choice."""
+    finite = np.isfinite(column.values)
+    steps, values = column.steps[finite], column.values[finite]
+    if len(steps) < 3:
+        return steps, values
+    slopes = np.diff(values) / np.diff(steps)
+    bends = np.flatnonzero(np.abs(np.diff(slopes)) > 1e-9 * np.abs(slopes).max()) + 1
+    kept = np.concatenate([[0], bends, [len(steps) - 1]])
+    if len(kept) > MOST_KNOTS:
+        kept = np.unique(np.linspace(0, len(steps) - 1, MOST_KNOTS).round().astype(int))
+    return steps[kept], values[kept]

@@ -1,0 +1,160 @@
+"""Who sent what when: the rounds of islands as they wrote them down, and the schedule of replicas in one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gregale.errors import UserError
+from gregale.methods.schedule import Schedule
+from gregale.programs.report.figures import buckets_for, line
+from gregale.programs.report.runs import Shown
+from gregale.programs.report.words import duration, in_words
+from gregale.services.history import Column
+from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
+
+MOST_SPANS = 1500
+SHORTEST_WAIT_SECONDS = 0.02
+PERIODS = 3  # of a schedule that are drawn
+ROUND_KINDS = ("under way", "healing", "waited for")
+MOST_NAMES = 4
+SINCE = ("Seconds since the first round", "seconds")
+
+
+def rounds_charts(runs: Sequence[Shown]) -> list[Spans | Lines]:
+    """The rounds of those runs that are islands; none if none is."""
+    found = {run: [each for each in run.history.rounds if _is_round(each)] for run in runs}
+    found = {run: rounds for run, rounds in found.items() if rounds}
+    if not found:
+        return []
+    each = max(1, MOST_SPANS // 2 // len(found))
+    newest = max(rounds[-1]["round"] for rounds in found.values())
+    kept = {run: [one for one in rounds if one["round"] > newest - each] for run, rounds in found.items()}
+    kept = {run: rounds for run, rounds in kept.items() if rounds}
+    first = min(one["began"] for rounds in kept.values() for one in rounds)
+    left = sum(map(len, found.values())) - sum(map(len, kept.values()))
+    help = f"The newest {each:,} rounds; {left:,} before them are not drawn." if left else ""
+    rows = [Row(run.label, _round_spans(run, rounds, first)) for run, rounds in kept.items()]
+    return [
+        Spans("rounds", "Rounds of the islands", rows, ROUND_KINDS, SINCE, help, thin=(2,)),
+        _over_rounds("round-members", "Members of a round", kept, first, lambda one: len(one.get("members", ())), ""),
+        _over_rounds("round-waited", "Waited for a round", kept, first, lambda one: one["waiting_seconds"], "seconds"),
+        _over_rounds("round-sent", "Sent in a round", kept, first, lambda one: one.get("bytes_sent", 0), "bytes"),
+    ]
+
+
+def schedule_of(run: Shown) -> Schedule | None:
+    """The outer schedule that the configuration asks for; None: it has none, or is not understood."""
+    if run.config("sync.type") not in ("diloco", "streaming_diloco"):
+        return None
+    try:
+        return Schedule(
+            int(run.config("sync.period")),
+            int(run.config("sync.fragments", 1)),
+            int(run.config("sync.delay", 0)),
+            int(run.config("model.layers", 1)),
+            str(run.config("sync.pattern", "strided")),
+        )
+    except (UserError, TypeError, ValueError):
+        return None
+
+
+def schedule_chart(run: Shown) -> Spans | None:
+    """What replicas send when, over some periods: a row for each fragment."""
+    schedule = schedule_of(run)
+    if schedule is None:
+        return None
+    names = [_fragment(schedule, number) for number in range(schedule.fragments)]
+    return spans_of(schedule, f"schedule-{run.place}", run.label, names)
+
+
+def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> Spans:
+    """The spans of a schedule's first periods, from each sending to where it is mixed in; `names`: of the fragments."""
+    rows: list[list[Span]] = [[] for _ in range(schedule.fragments)]
+    for step in range(1, PERIODS * schedule.period + 1):
+        fragment = schedule.sent(step)
+        if fragment is None or sum(map(len, rows)) >= MOST_SPANS:
+            continue
+        end = step + schedule.delay
+        text = f"Sent after step {step:,}, mixed in after step {end:,}."
+        rows[fragment].append(Span(step, max(end, step + schedule.period / 200), 0, text))
+    tau = f", mixed in {schedule.delay} steps later" if schedule.delay else ""
+    return Spans(
+        key,
+        f"Schedule of {label}",
+        [Row(name, spans) for name, spans in zip(names, rows, strict=True)],
+        ("under way",),
+        ("Steps", ""),
+        f"The first {PERIODS} of its periods: a fragment is sent every {schedule.period:,} steps{tau}.",
+    )
+
+
+def traffic_chart(runs: Sequence[Shown]) -> Lines | None:
+    """What a device sent over the slow link in a step, by its own count."""
+    series = []
+    for run in runs:
+        column = run.column("replica_bytes")
+        if column is None or len(column.steps) < 2 or not np.nanmax(column.values, initial=0.0) > 0:
+            continue
+        rates = Column(column.steps[1:], np.diff(column.values) / np.diff(column.steps))
+        label = "bytes a step" if len(runs) == 1 else run.label
+        look = {"colour": colour_of(run.place), "stairs": len(column.steps) < 2000}
+        series.append(line(run, rates, label, buckets_for(len(runs)), **look))
+    if not series:
+        return None
+    return Lines("traffic", "Sent over the slow link in a step, of a device", series, "bytes")
+
+
+def _round_spans(run: Shown, rounds: Sequence[Mapping[str, Any]], first: float) -> list[Span]:
+    schedule, spans = schedule_of(run), []
+    for one in rounds:
+        begin, end, waited = one["began"] - first, one["ended"] - first, one["waiting_seconds"]
+        text = _of_round(one, schedule)
+        spans.append(Span(begin, end, 1 if one.get("healed") else 0, text))
+        if waited >= SHORTEST_WAIT_SECONDS:
+            spans.append(Span(end - waited, end, 2, f"{duration(waited)}; {text}"))
+    return spans
+
+
+def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
+    members = one.get("members", [])
+    who = f"{len(members)} members" + (f" ({', '.join(map(str, members))})" if 0 < len(members) <= MOST_NAMES else "")
+    what = ""
+    if schedule is not None and schedule.fragments > 1:
+        what = f"fragment {schedule.round_fragment(one['round'])}, "
+    return (
+        f"Round {one['round']:,}: {what}{who}, {duration(one['ended'] - one['began'])}, "
+        f"sent {in_words(one.get('bytes_sent', 0), 'bytes')}"
+    )
+
+
+def _over_rounds(key: str, title: str, rounds: Mapping[Shown, Sequence[Any]], first: float, of, unit: str) -> Lines:
+    series = [
+        Series(
+            run.label,
+            np.array([one["ended"] - first for one in own], float),
+            np.array([of(one) for one in own], float),
+            colour=colour_of(run.place),
+            stairs=True,
+        )
+        for run, own in rounds.items()
+    ]
+    return Lines(key, title, series, unit, axis=SINCE)
+
+
+def _is_round(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry of rounds.jsonl has what is drawn of it."""
+    numbers = [entry.get(name) for name in ("round", "began", "ended", "waiting_seconds")]
+    return all(type(number) in (int, float) for number in numbers) and isinstance(entry.get("members", []), list)
+
+
+def _fragment(schedule: Schedule, number: int) -> str:
+    if schedule.fragments == 1:
+        return "everything"
+    if number == 0:
+        return "0: not in layers"
+    layers = schedule.layers_of(number).tolist()
+    some = ", ".join(map(str, layers[:3])) + ("…" if len(layers) > 3 else "")
+    return f"{number}: layers {some}"

@@ -1,0 +1,156 @@
+"""What a page's charts show, as data: lines over an axis, spans of time in rows, bars in rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+COLOURS = 10
+DIGITS = 6
+
+
+def colour_of(place: int) -> int:
+    """The number of a colour; after the last one they begin again."""
+    return place % COLOURS
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A line.
+
+    - `x`, `y`: [point]; x ascends; NaN where there is no number
+    - `means`: x and y of the same line in few points, each a mean; what smoothing starts from. None: the points are all
+    - `run`: which of the page's runs the steps in `x` are of; None: x is what the axis shows
+    """
+
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    means: tuple[np.ndarray, np.ndarray] | None = None
+    run: int | None = None
+    colour: int = 0
+    dashed: bool = False
+    dots: bool = False
+    stairs: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        flags = {name: 1 for name in ("dashed", "dots", "stairs") if getattr(self, name)}
+        means = {} if self.means is None else {"means": _points(*self.means)}
+        run = {} if self.run is None else {"run": self.run}
+        return {"label": self.label, "colour": self.colour, **run, **flags, **_points(self.x, self.y), **means}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines over an axis.
+
+    - `unit`: of y: "", "bytes", "seconds", "share" (shown as percent)
+    - `axis`: name and unit of x; None: the page's, which the reader chooses
+    - `log_x`: whether x is logarithmic from the start
+    """
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    axis: tuple[str, str] | None = None
+    log_x: bool = False
+    help: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        axis = {} if self.axis is None else {"axis": {"label": self.axis[0], "unit": self.axis[1]}, "logx": self.log_x}
+        return {"kind": "lines", "unit": self.unit, **axis, "series": [each.to_json() for each in self.series]}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a row: from where to where, of which kind, and what is said of it."""
+
+    begin: float
+    end: float
+    kind: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of spans."""
+
+    label: str
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rows of spans over an axis.
+
+    - `kinds`: their names; later ones are drawn over earlier ones
+    - `thin`: the numbers of those that are thinner than a row
+    """
+
+    key: str
+    title: str
+    rows: Sequence[Row]
+    kinds: Sequence[str]
+    axis: tuple[str, str] = ("Seconds", "seconds")
+    help: str = ""
+    thin: Sequence[int] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {"label": row.label, "spans": [[_x(each.begin), _x(each.end), each.kind, each.text] for each in row.spans]}
+            for row in self.rows
+        ]
+        return {
+            "kind": "spans",
+            "axis": {"label": self.axis[0], "unit": self.axis[1]},
+            "kinds": list(self.kinds),
+            "thin": list(self.thin),
+            "rows": rows,
+        }
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rows with a bar each, of one part or of several behind one another.
+
+    - `parts`: name of each part, and its length in every row
+    """
+
+    key: str
+    title: str
+    rows: Sequence[str]
+    parts: Sequence[tuple[str, Sequence[float]]]
+    unit: str = ""
+    help: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [{"label": name, "values": [_number(value) for value in values]} for name, values in self.parts]
+        return {"kind": "bars", "unit": self.unit, "rows": list(self.rows), "parts": parts}
+
+
+Chart = Lines | Spans | Bars
+
+
+def _points(x: np.ndarray, y: np.ndarray) -> dict[str, list]:
+    """Whole x as differences, which are shorter; y with six digits."""
+    y_json = [_number(value) for value in y.tolist()]
+    if x.dtype.kind in "iu":
+        return {"dx": np.diff(x, prepend=0).tolist(), "y": y_json}
+    return {"x": [_x(value) for value in x.tolist()], "y": y_json}
+
+
+def _number(value: float) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short == int(short) else short
+
+
+def _x(value: float) -> float | int:
+    short = round(float(value), 6)
+    return int(short) if short == int(short) else short

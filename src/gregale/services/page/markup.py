@@ -1,0 +1,85 @@
+"""HTML in which a text cannot become markup: whatever is not `Html` is escaped when it is put into an element."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+Child = "str | Html | int | float | None"
+
+
+class Html(str):
+    """Markup; anything else that is put into an element is text."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: object, **attributes: object) -> Html:
+    """`<tag attributes>children</tag>`; `class_` is `class`, `_` in other names is `-`, None is left out."""
+    named = (
+        (name.removesuffix("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None
+    )
+    inside = "".join(f' {name}="{html.escape(str(value))}"' for name, value in named)
+    return Html(f"<{tag}{inside}>{joined(children)}</{tag}>")
+
+
+def joined(children: Iterable[object]) -> Html:
+    """All of them, one after another; None is nothing."""
+    return Html(
+        "".join(
+            child if isinstance(child, Html) else html.escape(_printable(child))
+            for child in children
+            if child is not None
+        )
+    )
+
+
+def section(title: str, *children: object) -> Html:
+    """A part of the page with a heading."""
+    return element("section", element("h2", title), *children)
+
+
+def folded(title: object, *children: object, opened: bool = False) -> Html:
+    """What is shown when its title is clicked, and printed in any case."""
+    opening = Html(" open") if opened else ""
+    return Html(f"<details{opening}>{element('summary', title)}{joined(children)}</details>")
+
+
+def table(
+    headings: Sequence[object], rows: Sequence[Sequence[object]], numbers: bool = False, label: str | None = None
+) -> Html:
+    """A table that scrolls by itself where it is too wide for the page.
+
+    - `numbers`: all columns but the first are numbers
+    """
+    head = element("tr", *(element("th", heading, scope="col") for heading in headings))
+    body = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    )
+    inside = element("table", element("thead", head), element("tbody", *body), class_="numbers" if numbers else None)
+    return element("div", inside, class_="wide", tabindex=0, role="region", aria_label=label or "table")
+
+
+def cards(entries: Iterable[tuple[str, object]]) -> Html:
+    """Figures to be seen first, each with its name."""
+    return element(
+        "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in entries), class_="cards"
+    )
+
+
+def notice(*texts: str) -> Html | None:
+    """What the reader should know; None where there is nothing."""
+    return element("ul", *(element("li", text) for text in texts), class_="notice", role="status") if texts else None
+
+
+def swatch(colour: int) -> Html:
+    """A dot in the colour of a chart's line."""
+    return Html(f'<span class="swatch c{colour}" aria-hidden="true"></span>')
+
+
+def _printable(value: object) -> str:
+    """The text without control characters and halves of characters, which no file in UTF-8 and no browser takes."""
+    return "".join(
+        each if each in "\n\t" or (each.isprintable() or each == "\u00a0") else "\N{REPLACEMENT CHARACTER}"
+        for each in str(value)
+    )

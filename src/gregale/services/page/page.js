@@ -1,0 +1,379 @@
+// Draws a page's charts with uPlot and follows its controls. All texts come as data and become text, never markup.
+"use strict";
+(() => {
+  const page = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  const controls = document.getElementById("controls");
+  const settings = { x: page.axes.length ? page.axes[0].key : "", logx: false, logy: false, smooth: 0, theme: "auto" };
+  const drawn = new Map(); // uPlot by figure
+  let printing = false;
+
+  // ---- numbers for a reader
+
+  const SI = ["", "k", "M", "G", "T", "P"];
+
+  function short(value, digits = 4) {
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e-3 && size < 1e5) return value.toLocaleString("en", { maximumSignificantDigits: digits });
+    return size >= 1e5 ? scaled(value, digits) : value.toExponential(Math.max(0, digits - 2));
+  }
+
+  function scaled(value, digits) {
+    let place = 0;
+    while (Math.abs(value) >= 999.5 && place < SI.length - 1) { value /= 1000; place += 1; }
+    return `${Number(value.toPrecision(Math.max(digits, 3)))}${SI[place] ? " " + SI[place] : ""}`;
+  }
+
+  function binary(value, digits) {
+    let place = 0;
+    while (Math.abs(value) >= 1024 && place < SI.length - 1) { value /= 1024; place += 1; }
+    return `${Number(value.toPrecision(digits))} ${place ? SI[place].toUpperCase() + "iB" : "B"}`;
+  }
+
+  function duration(seconds, digits) { // the two largest parts, without one that is 0
+    if (Math.abs(seconds) < 60) return `${short(seconds, digits)} s`;
+    const whole = Math.round(seconds), units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+    const first = units.findIndex(([size]) => whole >= size);
+    const [[large, name], [small, below]] = units.slice(first, first + 2);
+    const rest = Math.floor((whole % large) / small);
+    return `${Math.floor(whole / large)} ${name}${rest ? ` ${rest} ${below}` : ""}`;
+  }
+
+  function told(value, unit, digits) {
+    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (unit === "bytes") { const text = scaled(value, digits ?? 4); return /[kMGTP]$/.test(text) ? text + "B" : text + " B"; }
+    if (unit === "binary") return binary(value, digits ?? 4);
+    if (unit === "seconds") return duration(value, digits ?? 4);
+    if (unit === "share") return `${short(100 * value, digits ?? 4)} %`;
+    return unit ? `${short(value, digits)} ${unit}` : short(value, digits);
+  }
+
+  // ---- data
+
+  const summed = differences => { let sum = 0; return differences.map(each => (sum += each)); };
+  const xOf = points => points.x || summed(points.dx);
+
+  function between(xs, ys, x) { // linear; flat beyond both ends
+    if (x <= xs[0]) return ys[0];
+    let low = 0, high = xs.length - 1;
+    if (x >= xs[high]) return ys[high];
+    while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] <= x) low = middle; else high = middle; }
+    return ys[low] + (ys[high] - ys[low]) * (x - xs[low]) / (xs[high] - xs[low]);
+  }
+
+  for (const run of page.runs) for (const axis of Object.values(run.axes)) axis.at = xOf(axis);
+
+  function placed(series, points) { // the points of a line over the axis that is chosen, null where it has none
+    const steps = xOf(points);
+    if (series.run === undefined || settings.x === "steps") return [steps, points.y];
+    const axis = page.runs[series.run].axes[settings.x];
+    if (!axis || !axis.at.length) return null;
+    const xs = [], ys = [];
+    steps.forEach((step, place) => { // of points at one place the last
+      const x = between(axis.at, axis.y, step);
+      if (xs.length && x <= xs[xs.length - 1]) { ys[xs.length - 1] = points.y[place]; } else { xs.push(x); ys.push(points.y[place]); }
+    });
+    return [xs, ys];
+  }
+
+  function smoothed([xs, ys], share) { // a mean with weights that fall by e over `share` of all x
+    const reach = share * (xs[xs.length - 1] - xs[0]);
+    if (!(reach > 0)) return [xs, ys];
+    let sum = 0, weight = 0, last = xs[0];
+    return [xs, ys.map((y, place) => {
+      if (y === null) return null;
+      const kept = Math.exp(-(xs[place] - last) / reach);
+      sum = sum * kept + y; weight = weight * kept + 1; last = xs[place];
+      return sum / weight;
+    })];
+  }
+
+  function positive([xs, ys], logx, logy) { // what a logarithm can show
+    if (logy) ys = ys.map(y => (y !== null && y <= 0 ? null : y));
+    if (!logx) return [xs, ys];
+    const first = xs.findIndex(x => x > 0);
+    return first < 0 ? [[], []] : [xs.slice(first), ys.slice(first)];
+  }
+
+  // ---- uPlot
+
+  const colour = name => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  document.body.append(probe);
+
+  const SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900,
+    1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
+
+  const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
+
+  function axis(unit, more) {
+    const ink = colour("faint"), line = colour("grid");
+    return {
+      stroke: ink, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
+      grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, gap: 4,
+      values: (u, splits, place, _, step) => {
+        const largest = Math.max(...splits.map(Math.abs)), linear = u.scales[u.axes[place].scale].distr === 1;
+        const digits = linear && step > 0 && largest > 0 ? Math.ceil(Math.log10(largest / step)) + 2 : 3;
+        return splits.map(each => (each === null ? null : told(each, unit, Math.max(2, Math.min(12, digits)))));
+      },
+      ...(unit === "seconds" ? { incrs: SECONDS } : unit === "binary" ? { incrs: POWERS } : {}),
+      ...more,
+    };
+  }
+
+  const widthOf = ticks => 14 + 6.6 * Math.max(2, ...(ticks || []).map(text => String(text ?? "").length));
+  const width = holder => Math.max(200, Math.floor(printing ? 480 : holder.clientWidth));
+
+  // A gap lasts until the line's own next point, and not until that of any other line.
+  const joined = tables => uPlot.join(tables, tables.map(table => table.map(() => 2)));
+
+  function nearest(u, place, closest, x) { // of a line that has no point just there the point beside it, if it goes on
+    const ys = u.data[place], xs = u.data[0];
+    if (ys[closest] !== undefined && ys[closest] !== null) return closest;
+    let before = closest, after = closest;
+    while (before >= 0 && (ys[before] === undefined || ys[before] === null)) before -= 1;
+    while (after < ys.length && (ys[after] === undefined || ys[after] === null)) after += 1;
+    if (before < 0 || after >= ys.length) {
+      const found = before < 0 ? after : before;
+      const near = found >= 0 && found < xs.length && Math.abs(u.valToPos(xs[found], "x") - u.valToPos(x, "x")) < 12;
+      return near ? found : closest;
+    }
+    return x - xs[before] <= xs[after] - x ? before : after;
+  }
+
+  function linesOf(chart) { // [[xs, ys], options] for each line that is drawn
+    const logx = chart.axis ? chart.logx !== settings.logx : settings.logx;
+    const share = settings.smooth ? 0.0005 * Math.pow(400, settings.smooth / 100) : 0;
+    const lines = [];
+    for (const series of chart.series) {
+      const stroke = colour(`c${series.colour}`);
+      const look = {
+        label: series.label, stroke, width: 1.5, scale: "y",
+        ...(series.dashed ? { dash: [6, 4] } : {}),
+        ...(series.stairs ? { paths: uPlot.paths.stepped({ align: 1 }) } : {}),
+        points: { show: Boolean(series.dots), size: 6, stroke, fill: stroke },
+        value: (_, y) => told(y, chart.unit, 5),
+      };
+      const all = placed(series, series);
+      if (!all || !all[0].length) continue;
+      if (share && !series.dots && !series.stairs) {
+        lines.push([positive(all, logx, settings.logy), { ...look, alpha: 0.3, width: 1, class: "raw", label: `${series.label}, as it is` }]);
+        const few = series.means ? placed(series, series.means) : all;
+        lines.push([positive(smoothed(few, share), logx, settings.logy), { ...look, width: 2 }]);
+      } else {
+        lines.push([positive(all, logx, settings.logy), look]);
+      }
+    }
+    return { lines: lines.filter(([[xs]]) => xs.length), logx };
+  }
+
+  function drawLines(chart, holder) {
+    const { lines, logx } = linesOf(chart);
+    const chosen = chart.axis || page.axes.find(each => each.key === settings.x);
+    const any = lines.some(([[, ys]]) => ys.some(y => y !== null));
+    if (!any) {
+      return nothing(holder, settings.logy ? "No values above 0, which a logarithmic axis could show." : "No values.");
+    }
+    const data = joined(lines.map(([points]) => points));
+    let left = 44;
+    return new uPlot({
+      width: width(holder), height: printing ? 180 : 260, padding: [10, 22, 0, 0],
+      scales: { x: { time: false, distr: logx ? 3 : 1 }, y: { distr: settings.logy ? 3 : 1 } },
+      axes: [
+        axis(chosen.unit, { label: chosen.label, labelSize: 18, size: 30, space: chosen.unit === "seconds" ? 90 : 70 }),
+        axis(chart.unit, { size: (_, ticks) => (left = ticks ? widthOf(ticks) : left) }),
+      ],
+      series: [{ label: chosen.label, value: (_, x) => told(x, chosen.unit, 6) }, ...lines.map(([, look]) => look)],
+      cursor: {
+        sync: { key: chosen.label, setSeries: false },
+        drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
+      },
+      focus: { alpha: 0.35 },
+      hooks: { setSeries: [together], ready: [touched] },
+    }, data, holder);
+  }
+
+  function touched(u) { // a finger that moves to the side does what a pressed mouse does
+    let start = null;
+    const as = (kind, { clientX, clientY }) => {
+      // uPlot passes over a move that says it has not moved.
+      u.over.dispatchEvent(new MouseEvent(kind, { bubbles: true, clientX, clientY, button: 0, movementX: 1 }));
+    };
+    const on = (kind, then) => u.over.addEventListener(kind, event => event.pointerType === "touch" && then(event));
+    on("pointerdown", event => { start = event; as("mousemove", event); as("mousedown", event); });
+    on("pointermove", event => start && as("mousemove", event));
+    on("pointerup", event => { start = null; as("mouseup", event); });
+    on("pointercancel", () => { if (start) { as("mousemove", start); as("mouseup", start); } start = null; }); // it scrolls
+  }
+
+  function together(u, place, options) { // what is behind a smoothed line goes with it
+    if (place === null || options.show === undefined) return;
+    const behind = u.series[place - 1];
+    if (behind && behind.class === "raw" && behind.show !== options.show) u.setSeries(place - 1, { show: options.show });
+  }
+
+  function drawSpans(chart, holder) {
+    const tables = [], looks = [];
+    chart.kinds.forEach((kind, number) => chart.rows.forEach((row, place) => {
+      const xs = [], ys = [];
+      for (const [begin, end, of] of row.spans) {
+        if (of !== number) continue;
+        const from = xs.length && begin <= xs[xs.length - 1] ? xs[xs.length - 1] + 1e-6 : begin;
+        const to = Math.max(end, from + 1e-6);
+        xs.push(from, to, to + 1e-6); ys.push(place, place, null);
+      }
+      if (!xs.length) return;
+      tables.push([xs, ys]);
+      looks.push({ label: kind, stroke: colour(`c${number}`), width: chart.thin.includes(number) ? 7 : 18, points: { show: false } });
+    }));
+    if (!tables.length) return nothing(holder, "Nothing was recorded.");
+    const output = holder.parentNode.querySelector("output");
+    const rows = chart.rows.map(row => row.label);
+    const tell = u => {
+      const { left, top } = u.cursor;
+      const x = u.posToVal(left, "x"), row = chart.rows[Math.round(u.posToVal(top, "y"))];
+      const reach = Math.abs(u.posToVal(left + 3, "x") - x);
+      const here = left < 0 || !row ? [] : row.spans.filter(([begin, end]) => begin - reach <= x && x <= end + reach);
+      const best = here.length ? here[here.length - 1] : null; // later kinds lie above
+      output.textContent = best ? `${row.label}: ${chart.kinds[best[2]]}. ${best[3]}` : "";
+    };
+    return new uPlot({
+      width: width(holder), height: 60 + 30 * rows.length, padding: [8, 22, 0, 0], legend: { show: false },
+      scales: { x: { time: false }, y: { range: [-0.6, rows.length - 0.4], dir: -1 } },
+      axes: [
+        axis(chart.axis.unit, { label: chart.axis.label, labelSize: 18, size: 30, space: 90 }),
+        axis("", {
+          splits: () => rows.map((_, place) => place), values: () => rows.map(clipped), grid: { show: false },
+          ticks: { show: false }, size: widthOf(rows.map(clipped)),
+        }),
+      ],
+      series: [{}, ...looks],
+      cursor: { y: false, drag: { x: true, y: false, dist: 6 }, points: { show: false } },
+      hooks: { setCursor: [tell], ready: [touched] },
+    }, joined(tables), holder);
+  }
+
+  const clipped = text => (text.length > 18 ? `${text.slice(0, 17)}…` : text);
+
+  function drawBars(chart, holder) { // parts lie behind one another: the sums of all, the longest first
+    const ends = chart.rows.map(() => 0);
+    const sums = chart.parts.map(part => part.values.map((value, row) => (ends[row] += value || 0)));
+    const parts = chart.parts.map((part, place) => ({ part, place, sum: sums[place] })).reverse();
+    const bars = uPlot.paths.bars({ size: [0.7, 34] });
+    const names = chart.rows;
+    return new uPlot({
+      width: width(holder), height: 56 + 34 * names.length, padding: [4, 24, 0, 0],
+      scales: {
+        x: { time: false, ori: 1, dir: -1, range: [-0.6, names.length - 0.4] },
+        y: { ori: 0, range: (_, low, high) => [0, (high || 1) * 1.03] },
+      },
+      axes: [
+        axis("", {
+          side: 3, splits: () => names.map((_, place) => place), values: () => names.map(clipped), grid: { show: false },
+          ticks: { show: false }, size: widthOf(names.map(clipped)),
+        }),
+        axis(chart.unit, { side: 2, size: 30, space: 80 }),
+      ],
+      series: [
+        { label: "of", value: (_, place) => (place === null || place === undefined ? "–" : names[place]) },
+        ...parts.map(({ part, place }) => ({
+          label: part.label, paths: bars, points: { show: false }, width: 0,
+          stroke: colour(`c${place % 10}`), fill: colour(`c${place % 10}`),
+          value: (_u, _y, _s, row) => told(row === null || row === undefined ? null : part.values[row], chart.unit, 4),
+        })),
+      ],
+      cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
+    }, [names.map((_, place) => place), ...parts.map(({ sum }) => sum)], holder);
+  }
+
+  function nothing(holder, text) {
+    const told = document.createElement("p");
+    told.className = "nothing";
+    told.textContent = text;
+    holder.append(told);
+    return null;
+  }
+
+  const DRAW = { lines: drawLines, spans: drawSpans, bars: drawBars };
+
+  function draw(figure) {
+    const holder = figure.querySelector(".plot");
+    drawn.get(figure)?.destroy();
+    holder.replaceChildren();
+    const chart = page.charts[figure.dataset.chart];
+    drawn.set(figure, DRAW[chart.kind](chart, holder));
+  }
+
+  const figures = [...document.querySelectorAll("figure[data-chart]")];
+  const drawAll = () => figures.forEach(draw);
+
+  // ---- controls; what is chosen stands behind the # of the address, so that it lasts and can be passed on
+
+  function remembered() {
+    for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
+      if (name === "x" && page.axes.some(each => each.key === text)) settings.x = text;
+      if (name === "theme" && ["light", "dark"].includes(text)) settings.theme = text;
+      if (name === "logx" || name === "logy") settings[name] = text === "1";
+      if (name === "smooth") settings.smooth = Math.min(100, Math.max(0, Number(text) || 0));
+    }
+  }
+
+  function remember() {
+    const kept = new URLSearchParams();
+    if (page.axes.length && settings.x !== page.axes[0].key) kept.set("x", settings.x);
+    if (settings.theme !== "auto") kept.set("theme", settings.theme);
+    for (const name of ["logx", "logy"]) if (settings[name]) kept.set(name, "1");
+    if (settings.smooth) kept.set("smooth", settings.smooth);
+    history.replaceState(null, "", `#${kept}`);
+  }
+
+  function show() {
+    if (settings.theme === "auto") delete root.dataset.theme; else root.dataset.theme = settings.theme;
+    for (const input of controls.elements) {
+      if (input.type === "checkbox") input.checked = settings[input.id];
+      else if (input.id in settings) input.value = settings[input.id];
+    }
+    const output = controls.querySelector("output");
+    if (output) output.textContent = settings.smooth ? `${settings.smooth} %` : "none";
+    drawAll();
+  }
+
+  controls.addEventListener("submit", event => event.preventDefault());
+  controls.addEventListener("input", event => {
+    const { id, type, checked, value } = event.target;
+    settings[id] = type === "checkbox" ? checked : type === "range" ? Number(value) : value;
+    remember();
+    show();
+  });
+  document.getElementById("reset").addEventListener("click", drawAll);
+
+  window.gregale = { drawn: figure => drawn.get(figure) }; // for the console of who looks closer
+
+  remembered();
+  show();
+
+  let waits = 0;
+  new ResizeObserver(() => {
+    cancelAnimationFrame(waits);
+    waits = requestAnimationFrame(() => drawn.forEach((u, figure) => {
+      const now = width(figure.querySelector(".plot"));
+      if (u && u.width !== now) u.setSize({ width: now, height: u.height });
+    }));
+  }).observe(document.querySelector("main"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  const folds = [];
+  addEventListener("beforeprint", () => {
+    printing = true;
+    folds.push(...document.querySelectorAll("details:not([open])"));
+    folds.forEach(each => (each.open = true));
+    root.dataset.theme = "light";
+    drawAll();
+  });
+  addEventListener("afterprint", () => {
+    printing = false;
+    folds.splice(0).forEach(each => (each.open = false));
+    show();
+  });
+})();

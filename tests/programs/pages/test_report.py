@@ -1,0 +1,278 @@
+"""`gregale report`: what stands on the page, and what a reader sees of it in a browser."""
+
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+from gregale.cli import main
+from gregale.errors import UserError
+from gregale.programs.report.command import read_plan, told_apart
+from gregale.programs.report.page import report_page
+from gregale.programs.report.runs import Shown, accumulated, shown
+from gregale.services.history import Column, read_history
+from gregale.services.run_directory import RunDirectory
+from tests.programs.pages.browser import PHONE
+from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
+from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
+
+EVIL = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
+
+
+def page_of(*folders, **more) -> str:
+    return report_page([read_history(RunDirectory(folder)) for folder in folders], **more)
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"<[^>]+>", " ", page.partition("</style>")[2])
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The page of one run, with a schedule."""
+    folder = tmp_path_factory.mktemp("one")
+    write_run(folder / "small", sync=STREAMING)
+    (folder / "small.html").write_text(page_of(folder / "small"), encoding="utf-8")
+    return folder / "small.html"
+
+
+def test_a_page_of_one_run_is_seen_on_a_desk_and_on_a_phone(browser, one, tmp_path):
+    charts = check_looks(browser, one, tmp_path)
+    assert len(charts) >= 8
+    assert all(type(pixels) is int and pixels > 30 for pixels in charts.values()), charts
+
+
+def test_a_reader_hovers_zooms_and_chooses(browser, one):
+    chart = "figures-loss"
+    with browser.open(one) as tab:
+        left, top, width, height = box(tab, chart)
+        assert legend(tab, chart) == ["Steps–", "loss–", "eval_loss–"]
+        tab.hover(left + width / 2, top + height / 2)
+        steps, loss, _ = (re.search(r"[\d.]+", row) for row in legend(tab, chart))
+        assert abs(float(steps[0]) - 200) < 8
+        assert 2 < float(loss[0]) < 3
+        range_ = f"(() => {{ const u = gregale.drawn({figure_of(chart)});"
+        range_ += "return [u.scales.x.min, u.scales.x.max, u.scales.y.distr, u.series.length]; })()"
+        tab.drag(left + width * 0.25, left + width * 0.5, top + height / 2)
+        low, high, _, _ = tab.value(range_)
+        assert 80 < low < 120 < 190 < high < 220
+        tab.value("document.getElementById('reset').click()")
+        assert tab.value(range_)[1] >= 399
+        tab.choose("x", "tokens")
+        assert tab.value(range_)[1] == pytest.approx(400 * 2048, rel=0.01)
+        tab.choose("logy", True)
+        assert tab.value(range_)[2] == 3
+        tab.choose("smooth", "60")
+        assert tab.value(range_)[3] == 4  # step, the loss as it is and smoothed, the evaluations
+        assert "x=tokens" in tab.value("location.hash")
+        assert all(drawn(tab).values())
+        assert tab.errors == []
+
+
+def test_a_finger_zooms(browser, one):
+    with browser.open(one, PHONE) as tab:
+        left, top, width, height = box(tab, "figures-loss")
+        tab.swipe(left + width * 0.25, left + width * 0.5, top + height / 2)
+        low, high = tab.value(f"(({{x}}) => [x.min, x.max])(gregale.drawn({figure_of('figures-loss')}).scales)")
+        assert 80 < low < 120 < 180 < high < 230
+        assert tab.errors == []
+
+
+def test_what_was_chosen_comes_back_with_the_address(browser, one):
+    with browser.open(one, fragment="#x=seconds&smooth=40&theme=dark") as tab:
+        assert tab.value("[document.documentElement.dataset.theme, document.getElementById('x').value]") == [
+            "dark",
+            "seconds",
+        ]
+
+
+def test_several_runs_are_compared(browser, tmp_path):
+    write_run(tmp_path / "plain", steps=400)
+    write_run(tmp_path / "wide", steps=300, seed=1, model={"type": "llama", "layers": 4, "hidden": 128})
+    page = page_of(tmp_path / "plain", tmp_path / "wide")
+    (tmp_path / "both.html").write_text(page, encoding="utf-8")
+    charts = check_looks(browser, tmp_path / "both.html")
+    assert "figures-eval_loss" in charts
+    text = text_of(page)
+    assert "model.hidden" in text
+    assert "model.layers" not in text.partition("Different settings")[2].partition("Loss")[0]
+    assert len(re.findall('class="best"', page)) >= 4
+    assert "loss at 300 steps" in text
+    assert "healing_seconds" in text.partition("0 from begin to end")[2]
+
+
+def test_islands_show_their_rounds(browser, tmp_path):
+    names = ["a", "b"]
+    for place, name in enumerate(names):
+        write_run(tmp_path / name, sync=STREAMING)
+        write_rounds(tmp_path / name, names, late=0.3 * place)
+    (tmp_path / "fleet.html").write_text(page_of(tmp_path / "a", tmp_path / "b"), encoding="utf-8")
+    charts = check_looks(browser, tmp_path / "fleet.html")
+    assert charts["rounds"] > 300
+    with browser.open(tmp_path / "fleet.html") as tab:
+        left, top, width, height = box(tab, "rounds")
+        told = "document.querySelector('figure[data-chart=rounds] output').textContent"
+        tab.hover(left + 2, top + height * 0.25)
+        assert tab.value(told).startswith("a: healing. Round 1:")
+        tab.hover(left + width * 0.5, top + 1)
+        assert tab.value(told) == ""
+
+
+def test_texts_of_users_stay_texts(browser, tmp_path):
+    folder = write_run(tmp_path / "run", steps=20, name=EVIL, note=EVIL)
+    lines = [*figures(20, 0), {"step": 20, EVIL: 1.0}, {"step": 20, "loss": 1.0, f"eval_loss.{EVIL}": 2.0}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "samples.txt").write_text(f"--- step 5\n{EVIL}\x00\x1b[31m\n", encoding="utf-8")
+    path = tmp_path / "evil.html"
+    path.write_text(page_of(folder, notes=[EVIL]), encoding="utf-8")
+    assert path.read_text(encoding="utf-8").count("<script") == 3
+    with browser.open(path) as tab:
+        assert tab.value("document.title") == "run"
+        assert tab.value("document.querySelectorAll('img').length") == 0
+        assert EVIL in tab.value("document.body.textContent")
+        assert (tab.errors, tab.requests) == ([], [])
+
+
+def test_an_injected_script_would_not_run(browser, one, tmp_path):
+    """The policy of the page holds even where the escaping would have failed."""
+    path = tmp_path / "injected.html"
+    path.write_text(one.read_text(encoding="utf-8").replace("</main>", "<script>document.title='bad'</script></main>"))
+    with browser.open(path) as tab:
+        assert tab.value("document.title") == "small"
+        assert "Content Security Policy" in tab.errors[0]
+
+
+def test_a_run_without_a_step_is_told_and_has_a_page(browser, tmp_path):
+    write_run(tmp_path / "young", steps=0)
+    page = page_of(tmp_path / "young")
+    assert "young has no figures yet" in text_of(page)
+    (tmp_path / "young.html").write_text(page, encoding="utf-8")
+    check_looks(browser, tmp_path / "young.html")
+
+
+def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
+    folder = write_run(tmp_path / "odd", steps=100)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('nonsense\n{"step": 101, "loss": null}\n{"step": 102, "loss": NaN}\n{"step": 103, "lo')
+    (folder / "changes.jsonl").write_text('{"step": 50, "changes": {"steps": [100, 200]}}\n[]\n')
+    (folder / "config.yaml").write_text("steps: [")
+    page = page_of(folder)
+    text = text_of(page)
+    assert "lines are damaged, the first is line 109" in text
+    assert "changes.jsonl: 1 of 2 lines are damaged" in text
+    assert "not readable as YAML" in text
+    assert "odd: `loss` is no number at 2 of its 102 steps, first at step 101." in text
+    (tmp_path / "odd.html").write_text(page, encoding="utf-8")
+    check_looks(browser, tmp_path / "odd.html")
+
+
+def test_logarithms_of_what_is_not_positive_are_told(browser, tmp_path):
+    folder = write_run(tmp_path / "flat", steps=30)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": {-s}}}\n' for s in range(1, 30)))
+    (tmp_path / "flat.html").write_text(page_of(folder), encoding="utf-8")
+    with browser.open(tmp_path / "flat.html", fragment="#logy=1&logx=1") as tab:
+        assert "No values above 0" in drawn(tab)["figures-loss"]
+        assert tab.errors == []
+
+
+def test_a_printed_page_is_light_and_unfolded(browser, one):
+    with browser.open(one, dark=True) as tab:
+        tab.value("dispatchEvent(new Event('beforeprint'))")
+        assert tab.value(
+            "[document.documentElement.dataset.theme, document.querySelectorAll('details:not([open])').length]"
+        ) == ["light", 0]
+        tab.value("dispatchEvent(new Event('afterprint'))")
+        assert tab.value("document.documentElement.dataset.theme === undefined")
+        assert tab.errors == []
+
+
+def test_a_long_run_and_ten_runs_stay_small(tmp_path):
+    columns = {name: value for name, value in figures(1, 0)[0].items() if name != "step"}
+    drawn_at_random = np.random.default_rng(7).random((997, len(columns))).tolist()
+    texts = [json.dumps(dict(zip(columns, row, strict=True)))[1:] for row in drawn_at_random]
+    lines = [f'{{"step": {step}, {texts[step % len(texts)]}\n' for step in range(1, 100_001)]
+    lines[54_320] = json.dumps({"step": 54_321, **columns, "loss": 40.0}) + "\n"
+    folders = [tmp_path / f"run-{number}" for number in range(11)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "config.yaml").write_text("steps: 100000")
+        (folder / "metrics.jsonl").write_text("".join(lines[:10_000] if number else lines))
+    begin = time.process_time()
+    long = page_of(folders[0])
+    assert len(long) < 3_000_000
+    assert time.process_time() - begin < 10
+    loss = data_of(long)["charts"]["figures-loss"]["series"][0]
+    assert np.cumsum(loss["dx"])[loss["y"].index(40)] == 54_321
+    assert len(page_of(*folders[1:])) < 2_000_000
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "small", steps=5)
+    write_run(tmp_path / "old" / "small", steps=5)
+    assert main(["report", "small", "old/small", "runs/small", "--output", "page.html"]) == 0
+    said = capsys.readouterr().out
+    assert "The report of the 2 runs is in page.html" in said
+    assert (tmp_path / "page.html").as_uri() in said
+    text = text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "2 of the runs have the name small; they are told apart by their paths." in text
+    assert "runs/small was given twice" in text
+    assert "old/small" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "RUNS is missing"),
+        (["report", "nowhere"], "nowhere is not a run directory"),
+        (["report", "small", "--output", "page.pdf"], "its name has to end with .html"),
+        (["report", "small", "--output", "no/page.html"], "there is no folder no"),
+        (["report", "small", "--plan", "none.json"], "there is no file none.json"),
+        (["report", "small", "--plan", "small/config.yaml"], "is not what `gregale plan CONFIG --json` prints"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "small", steps=2)
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_stands_beside_what_was_measured(tmp_path):
+    folder = write_run(tmp_path / "small")
+    plan = {"name": "small", "roofline": {"step_seconds_one_after_another": 0.455, "mfu_bound": 0.5}}
+    plan |= {"tokens_per_step": 2048, "memory": {"peak": 1_800_000_000}, "devices": 8, "chip": "H100"}
+    plan |= {"methods": {"psdp": {"configured": True, "bytes_per_step": {"average": 50_000}}}}
+    text = " ".join(text_of(page_of(folder, plans=[plan])).split())
+    assert "time of a step 0.455 s 0.228 s 0.50" in text
+    assert "sent over the slow link in a step 50.0 kB 50.0 kB 1.00" in text
+    assert "Plan and run" not in text_of(page_of(folder))
+
+
+def test_counts_of_several_starts_go_on():
+    column = Column(np.arange(1, 6), np.array([1.0, 3.0, 0.5, 2.0, 1.0]))
+    assert accumulated(column).values.tolist() == [1.0, 3.0, 3.5, 5.0, 6.0]
+
+
+def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
+    folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
+    runs: list[Shown] = shown([read_history(RunDirectory(folder)) for folder in folders])
+    assert [run.label for run in runs] == [str(folder) for folder in folders]
+    single, notes = told_apart([RunDirectory(folder) for folder in [*folders, folders[0]]])
+    assert len(single) == 2
+    assert len(notes) == 2
+
+
+def test_a_plan_is_read_or_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"roofline": {}}')
+    assert read_plan(path) == {"roofline": {}}
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="has no roofline"):
+        read_plan(path)
