@@ -109,3 +109,26 @@ def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     assert within(lambda: three[0].why != []), "it is lost, and all end"
     assert three[0].why == ["process 2 was lost: its connection closed."]
     assert asking.is_alive(), "it never was told that all live"
+
+
+def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(three):
+    for watch in three:
+        watch.start()
+    three[2]._has_failed = True
+    assert three[2]._said_so.wait(20)
+    asking = Thread(target=three[1].await_verdict, daemon=True)
+    asking.start()
+    asking.join(1)
+    assert asking.is_alive(), "it waits for process 0, which ends it after `distributed.timeout_seconds`"
+
+
+def test_an_error_that_reaches_all_is_everybody_s_own(three):
+    for watch in three:
+        watch.start()
+    asking = [Thread(target=watch.await_verdict, daemon=True) for watch in three]
+    for thread in asking:
+        thread.start()
+        time.sleep(0.02)
+    for thread in asking:
+        thread.join(20)
+        assert not thread.is_alive()
