@@ -132,3 +132,35 @@ def test_an_error_that_reaches_all_is_everybody_s_own(three):
     for thread in asking:
         thread.join(20)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_did_not_run_for_a_while_hears_before_it_judges(ends):
+    """As on a starved machine: it must not take its own absence for the silence of another."""
+    ours, theirs = socket.socketpair()
+    watch = Telling([Peer(ours, "process 0", 0.0)], DistributedConfig("here:1", 2, 1, timeout_seconds=1))
+
+    class Stalls:
+        times = 0
+
+        @property
+        def place(self):
+            self.times += 1
+            if self.times > 2 and ends:
+                return Place()
+            theirs.sendall(b"alive 3 training 0 1\n")
+            if self.times == 2:
+                watch._peers[0].heard = time.monotonic()
+                if ends:
+                    theirs.close()
+                time.sleep(1.5)
+            return Place()
+
+    watch.progress = Stalls()
+    with ours, theirs:
+        watch.start()
+        assert within(lambda: watch.why != [] or watch.progress.times > 3)
+        found = watch.why[:1]
+        watch._may_leave = watch._peers[0].is_done = True
+        watch.join(20)
+    assert found == (["process 0 was lost: its connection closed."] if ends else [])

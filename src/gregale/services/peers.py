@@ -140,7 +140,8 @@ class Watch(Thread):
                     for peer in self._peers:
                         peer.tell(f"alive {self.progress.place}")
                 self._ask()
-                self._check()
+                if not selector.select(0):  # a process that did not run for a while has first to hear what was said
+                    self._check()
 
     def _ask(self) -> None:
         """Asks the peers whether they live, for who wants to know it, and tells it when all have answered.
