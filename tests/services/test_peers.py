@@ -109,3 +109,58 @@ def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     assert within(lambda: three[0].why != []), "it is lost, and all end"
     assert three[0].why == ["process 2 was lost: its connection closed."]
     assert asking.is_alive(), "it never was told that all live"
+
+
+def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(three):
+    for watch in three:
+        watch.start()
+    three[2]._has_failed = True
+    assert three[2]._said_so.wait(20)
+    asking = Thread(target=three[1].await_verdict, daemon=True)
+    asking.start()
+    asking.join(1)
+    assert asking.is_alive(), "it waits for process 0, which ends it after `distributed.timeout_seconds`"
+
+
+def test_an_error_that_reaches_all_is_everybody_s_own(three):
+    for watch in three:
+        watch.start()
+    asking = [Thread(target=watch.await_verdict, daemon=True) for watch in three]
+    for thread in asking:
+        thread.start()
+        time.sleep(0.02)
+    for thread in asking:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_did_not_run_for_a_while_hears_before_it_judges(ends):
+    """As on a starved machine: it must not take its own absence for the silence of another."""
+    ours, theirs = socket.socketpair()
+    watch = Telling([Peer(ours, "process 0", 0.0)], DistributedConfig("here:1", 2, 1, timeout_seconds=1))
+
+    class Stalls:
+        times = 0
+
+        @property
+        def place(self):
+            self.times += 1
+            if self.times > 2 and ends:
+                return Place()
+            theirs.sendall(b"alive 3 training 0 1\n")
+            if self.times == 2:
+                watch._peers[0].heard = time.monotonic()
+                if ends:
+                    theirs.close()
+                time.sleep(1.5)
+            return Place()
+
+    watch.progress = Stalls()
+    with ours, theirs:
+        watch.start()
+        assert within(lambda: watch.why != [] or watch.progress.times > 3)
+        found = watch.why[:1]
+        watch._may_leave = watch._peers[0].is_done = True
+        watch.join(20)
+    assert found == (["process 0 was lost: its connection closed."] if ends else [])

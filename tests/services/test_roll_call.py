@@ -150,7 +150,7 @@ def test_two_that_live_and_have_one_number_are_both_named_and_all_are_told(joini
 
 def test_one_that_is_gone_without_a_word_is_replaced(joining, port, monkeypatch):
     """As one whose host has lost its power; it was started anew elsewhere."""
-    monkeypatch.setattr(module, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_GREETING_SECONDS", 2.0)
     first = joining(0, 3)
     with joined(port, 1, 3, "dead") as older:
         heard(older, "missing process 2 of 3")

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +34,26 @@ def test_a_second_interrupt_is_raised(first):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.agreed(1)
+
+
+def test_who_interrupts_twice_does_not_wait_for_what_does_not_answer():
+    """A store that is away, say, to which a checkpoint is on its way in a thread that Python would wait for."""
+    program = """
+import os, signal, time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from gregale.services.signals import StopRequest, end_soon
+
+with StopRequest(insist=partial(end_soon, 0.1)), ThreadPoolExecutor() as saving:
+    saving.submit(time.sleep, 600)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert done.stderr == (
+        "gregale: interrupted; what was being saved does not count, and what was saved before is as it was\n"
+    )
 
 
 def test_a_second_sigterm_is_patient():

@@ -104,6 +104,10 @@ def test_what_a_text_names(tmp_path):
     assert is_url("az://x")
     with pytest.raises(UserError, match=r"az://x: az:// is not a store that is known; these are: s3://bucket/"):
         place("az://x")
+    for text, meant in (("s3:/bucket/x", "s3://bucket/x"), ("gs:bucket", "gs://bucket"), ("gcs:/b", "gs://b")):
+        with pytest.raises(UserError, match=f"^{text} is neither a URL nor likely a path: {meant} names a store"):
+            place(text)
+    assert place("./s3:/bucket") == Path("s3:/bucket")
     with pytest.raises(UserError, match="s3:// names no bucket; it has to be like s3://bucket/folder"):
         place("s3://")
 

@@ -102,6 +102,7 @@ class Watch(Thread):
         self._askers: list[Peer | None] = []  # who want to know whether all live; None: this process
         self._told: list[Peer | None] = []  # those of them that are told as soon as all others have answered
         self._unanswered: set[Peer] = set()
+        self._question, self._questions = 0, dict[Peer, str]()  # numbers of questions: of this process, of others
 
     def leave(self) -> None:
         """Waits until all processes have come to the end of the run."""
@@ -139,27 +140,29 @@ class Watch(Thread):
                     for peer in self._peers:
                         peer.tell(f"alive {self.progress.place}")
                 self._ask()
-                self._check()
+                if not selector.select(0):  # a process that did not run for a while has first to hear what was said
+                    self._check()
 
     def _ask(self) -> None:
         """Asks the peers whether they live, for who wants to know it, and tells it when all have answered.
 
-        Signs of life do not tell: those of a dead process may still lie here unread.
+        Signs of life do not tell: those of a dead process may still lie here unread. One that has ended with an error
+        of its own before it could answer is likely the reason, and `_check` ends this process in time.
         """
         if self._wants_verdict:
             self._wants_verdict = False
             self._askers.append(None)
-        if self._askers and not self._told:
-            self._told, self._askers = self._askers, []
+        if self._askers:  # an error that reaches all of them makes all of them ask
+            self._told, self._askers, self._question = self._told + self._askers, [], self._question + 1
             self._unanswered = {peer for peer in self._peers if peer not in self._told}
             for peer in self._unanswered:
-                peer.tell("there?")
-        if self._told and not any(peer.ended is None and not peer.is_done for peer in self._unanswered):
+                peer.tell(f"there? {self._question}")
+        if self._told and not self._has_failed and all(peer.is_done for peer in self._unanswered):
             for asker in self._told:
                 if asker is None:
                     self._verdict.set()
                 else:
-                    asker.tell("there")
+                    asker.tell(f"there {self._questions[asker]}")
             self._told = []
 
     def _is_over(self) -> bool:
@@ -192,9 +195,10 @@ class Watch(Thread):
                 peer.is_at(Place.parse(rest))
             if word == "there?" and self._is_first:
                 self._askers.append(peer)
-            elif word == "there?":
-                peer.tell("there")
-            if word == "there":
+                self._questions[peer] = rest
+            elif word == "there?" and not self._has_failed:
+                peer.tell(f"there {rest}")
+            if word == "there" and rest == str(self._question):
                 self._unanswered.discard(peer)
             peer.is_done |= word == "done"
             if word == "failed":

@@ -1,6 +1,9 @@
 """Stopping on request: SIGTERM, SIGINT and SIGHUP end a run after a checkpoint, in all processes at the same step."""
 
+import os
 import signal
+from collections.abc import Callable
+from threading import Timer
 from types import FrameType
 from typing import Any
 
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+PATIENCE_SECONDS = 3.0  # of who has interrupted twice
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -23,12 +27,14 @@ class StopRequest:
     of them may act on.
     """
 
-    def __init__(self, check_every: int = 10):
+    def __init__(self, check_every: int = 10, insist: Callable[[], None] = lambda: None):
         """
         Args:
             check_every: steps between two exchanges among processes. It should be more than the steps that the loop
                 lets run ahead on the device, and a stop is agreed at most twice as many steps after the signal.
+            insist: called before KeyboardInterrupt is raised.
         """
+        self._insist = insist
         self.signal_name: str | None = None
         self._check_every = check_every
         self._processes = _ProcessFlags() if jax.process_count() > 1 else None
@@ -60,8 +66,21 @@ class StopRequest:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
+            self._insist()
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
+
+
+def end_soon(seconds: float = PATIENCE_SECONDS) -> None:
+    """Ends this process in a while, whatever it still waits for: a store or a disk that does not answer, say."""
+    timer = Timer(seconds, _end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end() -> None:
+    os.write(2, b"gregale: interrupted; what was being saved does not count, and what was saved before is as it was\n")
+    os._exit(128 + signal.SIGINT)
 
 
 def _is_ignored(number: signal.Signals) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from gregale.storage.remote import Remote, Status
 
 Place = Path | Remote
 
+_NEARLY = re.compile(r"(s3|gs|gcs):(?!//)/?")
+
 
 def is_url(text: str) -> bool:
     """Whether a text names an object store, one that is known or not, rather than a path."""
@@ -25,8 +28,11 @@ def is_url(text: str) -> bool:
 def place(text: str, patience: Patience | None = None) -> Place:
     """The place that a text names: `gs://bucket/folder`, `s3://bucket/folder`, or a path.
 
-    Raises `UserError` for the URL of anything else, and for one without a bucket.
+    Raises `UserError` for the URL of anything else, for one without a bucket, and for what is nearly one.
     """
+    if nearly := _NEARLY.match(text):
+        meant = f"{nearly[1].replace('gcs', 'gs')}://{text[nearly.end() :]}"
+        raise UserError(f"{text} is neither a URL nor likely a path: {meant} names a store, ./{text} a folder.")
     if not is_url(text):
         return Path(text)
     scheme, _, path = text.partition("://")

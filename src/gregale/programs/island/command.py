@@ -57,7 +57,7 @@ from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
-from gregale.services.signals import StopRequest
+from gregale.services.signals import StopRequest, end_soon
 from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
 from gregale.storage import Place, place, write_bytes
@@ -145,20 +145,20 @@ def train(
         save_tokenizer(corpus.tokenizer, run.path)
 
     by_first_process(begin, None)
-    with ExitStack() as stack:
-        status = StatusTracker(config.islands.own_name, config.steps, start.step)
-        stop = stack.enter_context(StopRequest())
-        sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-        stack.callback(sides.close)
-        console.begin(config.steps, start.step)
-        info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
-        status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
-        status.state = "joining"
-        trackers = Trackers([status], flush=status.trackers.flush)
-        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(trackers, console.message))
-        step = loop.run(start, stop)
-        status.state = "complete" if loop.complete else "left"
-    checkpoints.wait()
+    with StopRequest(insist=end_soon) as stop:
+        with ExitStack() as stack:
+            status = StatusTracker(config.islands.own_name, config.steps, start.step)
+            sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
+            stack.callback(sides.close)
+            console.begin(config.steps, start.step)
+            info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
+            status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
+            status.state = "joining"
+            trackers = Trackers([status], flush=status.trackers.flush)
+            loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(trackers, console.message))
+            step = loop.run(start, stop)
+            status.state = "complete" if loop.complete else "left"
+        checkpoints.wait()
     if checkpoints.failure:
         raise UserError(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
     if not loop.complete:

@@ -39,7 +39,7 @@ from gregale.services.profile import Profile, Window
 from gregale.services.progress import Doing, Progress
 from gregale.services.run_directory import RunDirectory
 from gregale.services.run_lock import training
-from gregale.services.signals import StopRequest
+from gregale.services.signals import StopRequest, end_soon
 from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
 from gregale.storage import place
 
@@ -178,15 +178,15 @@ def train(
     info = RunInfo(run.path, config.name, asdict(config), resumed_from=first_step)
     if (window := watching.window) is not None and window.last <= first_step:
         console.message(f"Nothing is traced: the steps {window} of --profile were done before.")
-    with (
-        StopRequest() as stop,
-        open_trackers(config.trackers, info, console, is_writer()) as trackers,
-        Profile(window, run.path / "profiles", console.message) as profile,
-    ):
-        observers = Observers(trackers, console.message, watching.progress, profile)
-        loop = Loop(setup, corpus, run, checkpoints, observers)
-        step = loop.run(start, stop)
-    checkpoints.wait()
+    with StopRequest(insist=end_soon) as stop:
+        with (
+            open_trackers(config.trackers, info, console, is_writer()) as trackers,
+            Profile(window, run.path / "profiles", console.message) as profile,
+        ):
+            observers = Observers(trackers, console.message, watching.progress, profile)
+            loop = Loop(setup, corpus, run, checkpoints, observers)
+            step = loop.run(start, stop)
+        checkpoints.wait()
     watching.progress.at(step, Doing.ENDING)
     if checkpoints.failure:
         raise UserError(
