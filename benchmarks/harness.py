@@ -8,7 +8,8 @@ that it was not trained on; then both programs score them, and a table of their 
 already is not made again.
 
 lm_eval reads the same JSON lines: the YAML files that are written for it say, with functions of `kinds.py` beside them,
-what Gregale's format means in its terms.
+what Gregale's format means in its terms. It goes without `logits_cache`: with it, lm_eval 0.4.13 takes equal texts of
+which other parts are scored for one request, and gives one of them the log-likelihood of other tokens.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def write_for_peer(tasks: Path, folder: Path) -> list[str]:
 def theirs(python: str, exported: Path, tasks: Path, folder: Path) -> dict[str, float]:
     """The figures of lm_eval, `acc.NAME` and so on."""
     names = write_for_peer(tasks, folder / "lm_eval")
-    settings = f"pretrained={exported.resolve()},dtype=float32,max_length={CONTEXT}"
+    settings = f"pretrained={exported.resolve()},dtype=float32,max_length={CONTEXT},logits_cache=False"
     command = [
         *(python, "-m", "lm_eval", "run", "--model", "hf", "--model_args", settings, "--device", "cpu"),
         *("--include_path", str(folder / "lm_eval"), "--tasks", ",".join(names), "--batch_size", "8"),

@@ -45,8 +45,9 @@ def plain():
 def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     layout = layout_of(1, data, model)
     run = Execution(layout=layout.inside_replica(), loss_block=block)
-    arguments = placed(inputs(), layout, layout.compute)
-    scores, likeliest = jax.jit(lambda *arrays: target_scores(*arrays, TOKENS, run))(*arguments)
+    hidden, head, targets = placed(inputs(), layout, layout.compute)
+    score = jax.jit(lambda hidden, head, targets: target_scores(hidden, head, targets, TOKENS, run))
+    scores, likeliest = score(hidden, head, targets)
     expected, greedy = plain()
     np.testing.assert_allclose(scores.array, expected, rtol=1e-5, atol=2e-5)
     assert scores.array.dtype == jnp.float32

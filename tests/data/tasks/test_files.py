@@ -62,6 +62,12 @@ def test_patterns_find_files_once_and_in_order(tmp_path):
     assert read_tasks([]) == []
 
 
+def test_files_may_lie_in_a_store(s3):
+    (s3 / "sums.jsonl").write_bytes(json.dumps(QUESTION).encode())
+    (task,) = read_tasks([f"{s3}/*.jsonl"])
+    assert (task.name, task.questions[0].place) == ("sums", f"{s3}/sums.jsonl, line 1")
+
+
 WRONG_CHOICES = "`choices` has to be a list of two texts or more; found"
 
 

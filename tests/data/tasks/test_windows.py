@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,13 +13,18 @@ from gregale.data.tasks.windows import SlidingWindows
 END, START = 256, 300
 
 
+@dataclass
+class Store:
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+
 def stream_of(*sizes: int, cut: int = 0) -> DocumentStream:
     """Documents whose tokens are their places; `cut`: tokens that are missing at the end."""
     offsets = np.concatenate([[0], np.array(sizes) + 1]).cumsum()
     tokens = np.arange(offsets[-1])
     tokens[offsets[1:] - 1] = END
-    store = SimpleNamespace(tokens=tokens, offsets=offsets)
-    return DocumentStream(store, np.ones(len(sizes), bool), stop=int(offsets[-1]) - cut)
+    return DocumentStream(Store(tokens, offsets), np.ones(len(sizes), bool), stop=int(offsets[-1]) - cut)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (64, 16)])
