@@ -206,6 +206,8 @@ def test_on_a_mesh_caches_stay_where_they_are(split):
     for_a_token = instructions_of_the_loop(compiled.as_text())
     moved = [opcode for opcode, size in for_a_token if size >= part and opcode not in PASSED_ON]
     assert set(moved) == {"dynamic-update-slice"}
+    sent = [size for opcode, size in for_a_token if opcode.startswith(("all-", "collective", "reduce-scatter"))]
+    assert max(sent) <= 2 * VOCABULARY, "logits of a device's two rows, and no weight"
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) // 4
     assert compiled.memory_analysis().alias_size_in_bytes >= held
     written = jax.tree.leaves(compiled.output_shardings[1])

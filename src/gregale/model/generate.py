@@ -145,15 +145,21 @@ class Generator:
         return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
     def _drawn(self, logits: NamedArray, positions, seeds, sampling: Sampling) -> jax.Array:
-        """The tokens [row] that follow those at positions of their texts; seed and position give the randomness."""
+        """The tokens [row] that follow those at positions of their texts; seed and position give the randomness.
+
+        A device draws for its own rows: the partitioner would bring all rows together to sort one.
+        """
 
         def one(logits, seed, position):
-            return draw(logits, sampling, jax.random.fold_in(jax.random.key(seed), position))
+            key = jax.random.fold_in(jax.random.key(seed), position)
+            return draw(logits[: self._vocabulary], sampling, key).astype(jnp.int32)
 
         layout = self._execution.layout
-        rows = logits.rearrange((BATCH, "vocab")).array[:, : self._vocabulary]
-        rows = jax.lax.with_sharding_constraint(rows, layout.sharding((BATCH, "token"), layout.compute))
-        return jax.vmap(one)(rows, seeds, positions).astype(jnp.int32)
+        each, all_of_a_row = (layout.spec(axes, layout.compute) for axes in ((BATCH,), (BATCH, "token")))
+        drawn = jax.shard_map(
+            jax.vmap(one), mesh=layout.mesh, in_specs=(all_of_a_row, each, each), out_specs=each, check_vma=False
+        )
+        return drawn(logits.rearrange((BATCH, "vocab")).array, seeds, positions)
 
     def _everywhere(self, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, self._execution.layout.sharding((), {}))

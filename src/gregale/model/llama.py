@@ -225,7 +225,8 @@ class Llama(eqx.Module):
 
     def _logits(self, x: NamedArray, execution: Execution) -> NamedArray:
         x = execution.gathered(self.norm)(x, execution)
-        return hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
+        logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
+        return execution.placed(logits)
 
 
 def norm(config: LlamaConfig) -> RmsNorm:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import re
+from pathlib import Path
 
 import pytest
 
 from gregale.errors import UserError
 from gregale.programs.sample import showing
-from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to
+from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to, say
 
 
 class Terminal(io.StringIO):
@@ -59,9 +59,18 @@ def test_a_file_gets_its_name_when_it_is_complete_or_interrupted(tmp_path):
             interrupted(str(tmp_path / name), given)
     assert (tmp_path / "cut.jsonl").read_text() == '{"n": 1}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.jsonl", "out.jsonl"], "no empty file is left"
+    with pytest.raises(UserError, match=r"the results are in .*two\.jsonl\.partial"):
+        made_twice(tmp_path / "two.jsonl")
+    assert (tmp_path / "two.jsonl").read_text() == "theirs"
     for wrong in (str(tmp_path / "nowhere" / "out.jsonl"), "s3://bucket/out.jsonl"):
         with pytest.raises(UserError, match=r"^out"), results_to(wrong):
             pass
+
+
+def made_twice(out: Path) -> None:
+    with results_to(str(out)) as results:
+        out.write_text("theirs")
+        results.add(0, {"n": 0})
 
 
 def interrupted(out: str, numbers: list[int]) -> None:
@@ -86,7 +95,12 @@ def test_the_pace_leaves_out_what_was_compiled(monkeypatch):
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
 def test_a_status_stays_away_from_files(monkeypatch, stream):
     monkeypatch.setattr("sys.stderr", stream)
-    status = Status()
+    with pytest.raises(KeyboardInterrupt), Status() as status:
+        shown_until_interrupted(status)
+    say("all")
+    assert stream.getvalue() == ("\r\x1b[K1 of 2\r\x1b[K" if stream.isatty() else "") + "all\n"
+
+
+def shown_until_interrupted(status: Status) -> None:
     status.show("1 of 2")
-    status.end("all")
-    assert re.sub(r"\r\x1b\[K", "", stream.getvalue()) == ("1 of 2" if stream.isatty() else "") + "all\n"
+    raise KeyboardInterrupt

@@ -18,7 +18,7 @@ from gregale.programs.run.trained import find_run, open_trained
 from gregale.programs.sample.endings import INTERRUPTED, Continuation, Form, form_of
 from gregale.programs.sample.prompts import Asked, batches_of, read_prompts
 from gregale.programs.sample.sampler import PATIENCE_S, Sampler, Where, beside_training, steady, unbatched
-from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to
+from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to, say
 from gregale.services.command import Command
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import whole
@@ -140,7 +140,7 @@ def show(options: SampleOptions, form: Form, prompt: Prompt) -> None:
         screen.write(text.finish(INTERRUPTED) + "\n")
         raise
     screen.write("\n")
-    Status().end(str(pace))
+    say(str(pace))
 
 
 def continue_all(
@@ -149,18 +149,18 @@ def continue_all(
     """Continues the prompts of a file, batch by batch."""
     sampler, model, rows = opened(options, form)
     filling = Prompt(form.ids(""))
-    pace, status, done, tokens = Pace(), Status(), 0, 0
-    for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
-        batch = [prompts[number] for number in numbers] + [filling] * (rows - len(numbers))
-        texts = [Continuation(form, options.tokens, options.stop) for _ in numbers]
-        for _ in sampler.pieces(model, batch, texts, options.sampling, chain([1], repeat(BLOCK))):
-            drawn = tokens + sum(text.tokens for text in texts)
-            pace.at(drawn)
-            status.show(f"{done:,} of {len(prompts):,} prompts, {drawn:,} tokens")
-        tokens, done = drawn, done + len(numbers)
-        for number, text in zip(numbers, texts, strict=True):
-            results.add(number, result_of(asked[number], text))
-    status.end(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {pace}")
+    pace, done, before = Pace(), 0, 0
+    with Status() as status:
+        for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
+            batch = [prompts[number] for number in numbers] + [filling] * (rows - len(numbers))
+            texts = [Continuation(form, options.tokens, options.stop) for _ in numbers]
+            for _ in sampler.pieces(model, batch, texts, options.sampling, chain([1], repeat(BLOCK))):
+                pace.at(before + sum(text.tokens for text in texts))
+                status.show(f"{done:,} of {len(prompts):,} prompts, {pace.tokens:,} tokens")
+            done, before = done + len(numbers), pace.tokens
+            for number, text in zip(numbers, texts, strict=True):
+                results.add(number, result_of(asked[number], text))
+    say(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {pace}")
 
 
 def result_of(asked: Asked, text: Continuation) -> dict[str, Any]:

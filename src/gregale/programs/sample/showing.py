@@ -99,28 +99,34 @@ def results_to(out: str | None) -> Iterator[Results]:
     finally:
         if not partial.stat().st_size:
             partial.unlink()
+        elif is_right and path.exists():
+            raise UserError(f"out: {path} was made by another meanwhile; the results are in {partial}.")
         elif is_right:
             os.replace(partial, path)
 
 
 class Pace:
-    """How many tokens came, and how fast: until the first ones, which programs are compiled for, and after them."""
+    """How many tokens came, and how fast: until the first ones, which programs are compiled for, and after them.
+
+    Attributes:
+        tokens: that have come.
+    """
 
     def __init__(self, compiled_blocks: int = 2):
         self._began, self._first_s, self._first_tokens = perf_counter(), 0.0, 0
-        self._blocks, self._compiled_blocks, self._tokens, self._s = 0, compiled_blocks, 0, 0.0
+        self._blocks, self._compiled_blocks, self.tokens, self._s = 0, compiled_blocks, 0, 0.0
 
     def at(self, tokens: int) -> None:
         """A block has come, and there are so many tokens in all."""
-        self._tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
+        self.tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
         if self._blocks <= self._compiled_blocks:
             self._first_s, self._first_tokens = self._s, tokens
 
     def __str__(self) -> str:
         """`120 tokens: the first after 2.13 s, then 312 tokens/s`."""
-        later, later_s = self._tokens - self._first_tokens, self._s - self._first_s
+        later, later_s = self.tokens - self._first_tokens, self._s - self._first_s
         rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
-        return f"{self._tokens:,} token{'s' * (self._tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
+        return f"{self.tokens:,} token{'s' * (self.tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
 
 
 class Status:
@@ -134,7 +140,15 @@ class Status:
             self._stream.write(f"\r\x1b[K{words}")
             self._stream.flush()
 
-    def end(self, words: str) -> None:
-        """The last words, which stay; elsewhere they are a line too."""
-        self._stream.write(f"\r\x1b[K{words}\n" if self._is_shown else f"{words}\n")
-        self._stream.flush()
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.show("")
+
+
+def say(words: str) -> None:
+    """A line on standard error, if anybody is there to read it."""
+    stream = LastingStream(sys.stderr)
+    stream.write(f"{words}\n")
+    stream.flush()
