@@ -16,7 +16,7 @@ from statistics import mean
 from fleet import Fleet, Island, Seconds, metrics
 
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
-from gregale.islands.engine.signing import read_token
+from gregale.services.signing import read_token
 
 NAMES = ("a", "b", "c", "d")
 EVERY_SECONDS = 20.0
@@ -111,7 +111,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     source, paces = random.Random(options.seed), dict.fromkeys(NAMES, options.pace)
     life, begun, faults = Life(), time.monotonic(), 0
     with started(folder / "soak", options, paces) as fleet:
-        token = read_token(fleet.token)
+        token = read_token(fleet.token, "islands.token_file")
         while time.monotonic() - begun < 60 * options.soak:
             faults += 1
             what = disturb(fleet, source, options.pace)

@@ -27,9 +27,11 @@ from typing import Any, NamedTuple
 
 from gregale.islands.engine.namespaces import Network, Site
 from gregale.programs.islands.processes import end, make_token
-from gregale.programs.islands.rounds import rounds_of
+from gregale.programs.islands.rounds import Round, rounds_of
+from gregale.storage import Place, Remote, place
 
 POLL_SECONDS = 0.05
+STORE_SECONDS = 1.0
 GREGALE = (sys.executable, "-m", "gregale")
 DOOMED = (sys.executable, str(Path(__file__).with_name("doomed.py")))
 
@@ -64,7 +66,7 @@ class Island:
     """An island, whichever process it is in at the moment."""
 
     name: str
-    run: Path
+    run: Place
     output: Path
     process: subprocess.Popen
 
@@ -111,6 +113,7 @@ class Fleet:
     - `options`: of all islands
     - `doomed`: islands can be told when to die (`Island.doom`) and how long a step takes
     - `network`: islands are put into its sites, in the order of their first start; None: all share the loopback
+    - `stores`: by the names of islands, the URLs below which they have their runs; others: `runs` in the folder
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Fleet:
         network: Network | None = None,
         pace: float = 0.0,
         environment: Mapping[str, str] | None = None,
+        stores: Mapping[str, str] | None = None,
     ):
         self.folder, self.seconds = folder, seconds
         self.islands: dict[str, Island] = {}
@@ -132,6 +136,7 @@ class Fleet:
         make_token(self.token)
         self.network, self._pace, self._environment = network, pace, dict(environment or {})
         self.sites: dict[str, Site] = {}
+        self._stores, self._read = dict(stores or {}), defaultdict[str, float](float)
         bind = network.coordinator if network else "127.0.0.1"
         self.address = f"{bind}:{free_port(bind)}"
         self.lighthouse = self.start_lighthouse()
@@ -160,12 +165,15 @@ class Fleet:
         }
         for key, value in given.items():
             command += [f"--islands.{key}", value]
+        if url := self._stores.get(name):
+            command += ["--runs", url]
         output = self.folder / f"{name}.log"
         doom = output.with_suffix(".doom")
         doom.unlink(missing_ok=True)
         more = {"DOOM": str(doom), "PACE": str(pace or self._pace)} | ({"VERSION": version} if version else {})
         process = self._process([*command, *self._options, *options], output, more)
-        self.islands[name] = Island(name, self.folder / "runs" / name, output, process)
+        runs = place(url) if url else self.folder / "runs"
+        self.islands[name] = Island(name, runs / name, output, process)
         return self.islands[name]
 
     def _process(self, command: Sequence[str], output: Path, more: dict[str, str]) -> subprocess.Popen:
@@ -187,7 +195,7 @@ class Fleet:
     def observe(self) -> list[Seen]:
         """All rounds that were ever committed, in the order of their numbers."""
         for island in self.islands.values():
-            for each in rounds_of(island.run):
+            for each in self._rounds_of(island):
                 seen = Seen(
                     island.name,
                     int(each["round"]),
@@ -200,6 +208,14 @@ class Fleet:
                 )
                 self._history.setdefault((seen.island, seen.round, seen.digest), seen)
         return sorted(self._history.values(), key=lambda seen: seen.round)
+
+    def _rounds_of(self, island: Island) -> list[Round]:
+        """Its rounds; none if they are in a store that was asked less than a second ago."""
+        if isinstance(island.run, Remote):
+            if time.monotonic() - self._read[island.name] < STORE_SECONDS:
+                return []
+            self._read[island.name] = time.monotonic()
+        return rounds_of(island.run)
 
     def newest(self, *names: str) -> int:
         """The newest round that one of these islands has committed, or any; -1: none."""
@@ -256,7 +272,7 @@ class Fleet:
         self.close()
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
+def metrics(run: Place) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -35,12 +35,13 @@ from step import cpu_seconds, plain
 
 from gregale.axes.mesh import make_mesh
 from gregale.data.examples import Examples, make_example
+from gregale.model.drawing import Sampling
 from gregale.model.execution import execution
-from gregale.model.generate import Generator, Sampling
+from gregale.model.generate import Generator, Prompt
 from gregale.model.llama import Llama, parameter_count
 from gregale.programs.run.evaluation import EvaluationText, Evaluator
 from gregale.programs.run.setup import Setup, set_up
-from gregale.programs.sample import unbatched
+from gregale.programs.sample.sampler import unbatched
 from gregale.services.config import TrainConfig
 from gregale.services.memory import keep_memory
 from gregale.services.parsing import load
@@ -90,13 +91,13 @@ class Ours:
     def __init__(self, case: Case):
         run = execution(case.setup.config.compute, unbatched(case.setup.layout), case.setup.config.model)
         vocabulary = case.setup.Vocab.size
-        self._generator = Generator(replace(run, weights_ready=True), vocabulary, vocabulary)  # no token ends a text
+        self._generator = Generator(replace(run, weights_ready=True), vocabulary, [vocabulary])  # no token ends a text
         self._apart = jax.jit(lambda model: run.gathered(model).unstacked())(case.model)
         self._model, self._prompt = case.model, case.prompt
         self._evaluate = Evaluator(case.setup, EvaluationText(case.examples), np.ones(vocabulary))
 
     def tokens(self, count: int) -> list[int]:
-        return list(self._generator.tokens(self._apart, self._prompt, count, Sampling(temperature=0)))
+        return list(self._generator.tokens(self._apart, Prompt(self._prompt), count, Sampling(temperature=0)))
 
     def loss(self) -> float:
         return self._evaluate(self._model, None)["eval_loss"]

@@ -1,4 +1,4 @@
-"""JAX without a folder for compiled programs."""
+"""JAX without a folder for compiled programs, and what it tells of one."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def as_a_process_begins() -> Iterator[None]:
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@contextmanager
+def cache_events() -> Iterator[list[str]]:
+    """What JAX tells of its folder for compiled programs: `cache_hits`, `cache_misses`, as they come."""
+    seen: list[str] = []
+
+    def listen(event: str, **_: object) -> None:
+        if event.startswith("/jax/compilation_cache/cache_"):
+            seen.append(event.rpartition("/")[2])
+
+    jax.monitoring.register_event_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_listener(listen)

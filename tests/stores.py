@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 BUCKET = "bucket"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "a-secret-key", "AWS_REGION": "us-east-1"}
@@ -37,11 +38,14 @@ def s3_server() -> Iterator[str]:
 
 @contextmanager
 def gcs_server() -> Iterator[str]:
-    """The endpoint of a GCS stand-in that has a bucket."""
+    """The endpoint of a GCS stand-in that has a bucket, and knows the one condition that is ever made."""
     port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", BUCKET]
-    with _served([sys.executable, "-m", "gcp_storage_emulator", "start", *where], port):
-        yield f"http://127.0.0.1:{port}"
+    with (
+        _served([sys.executable, "-m", "gcp_storage_emulator", "start", *where], port),
+        proxied(f"http://127.0.0.1:{port}", keeps_conditions=True) as (endpoint, _),
+    ):
+        yield endpoint
 
 
 def make_bucket(endpoint: str, name: str) -> None:
@@ -95,12 +99,18 @@ _ANSWERS = {
 
 @dataclass
 class Proxy:
-    """Passes requests on to a server, except for those that meet a fault; `seen` has all of them: (method, path)."""
+    """Passes requests on to a server, except for those that meet a fault; `seen` has all of them: (method, path).
+
+    - `keeps_conditions`: for a server that does not: an upload to GCS with `ifGenerationMatch=0` is refused, as GCS
+      does it, if there is such an object; of several at once one is not
+    """
 
     endpoint: str
+    keeps_conditions: bool = False
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    creating: threading.Lock = field(default_factory=threading.Lock)
 
     def met(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -113,9 +123,9 @@ class Proxy:
 
 
 @contextmanager
-def proxied(endpoint: str) -> Iterator[tuple[str, Proxy]]:
+def proxied(endpoint: str, keeps_conditions: bool = False) -> Iterator[tuple[str, Proxy]]:
     """The endpoint of a proxy before a server, and the proxy."""
-    proxy = Proxy(endpoint)
+    proxy = Proxy(endpoint, keeps_conditions)
 
     class Handler(_Handler):
         pass
@@ -130,6 +140,12 @@ def proxied(endpoint: str) -> Iterator[tuple[str, Proxy]]:
             yield f"http://127.0.0.1:{server.server_address[1]}", proxy
         finally:
             server.shutdown()
+
+
+def uploaded(body: bytes) -> str:
+    """The name of the object that an upload in parts, or the beginning of one, is of."""
+    description, _ = json.JSONDecoder().raw_decode(body[body.index(b"{") :].decode(errors="replace"))
+    return description["name"]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -151,11 +167,10 @@ class _Handler(BaseHTTPRequestHandler):
             status, code, message = _ANSWERS[how]
             text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
             return self._answer(status, text.encode())
-        connection = http.client.HTTPConnection(urlsplit(self.proxy.endpoint).netloc, timeout=60)
-        connection.request(self.command, self.path, body=body, headers=dict(self.headers))
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
+        with self.proxy.creating if self._is_conditional() else nullcontext():
+            if self._is_conditional() and self._is_there(uploaded(body)):
+                return self._answer(412, b'{"error": {"code": 412, "message": "conditionNotMet"}}')
+            answer, content = self._passed_on(self.command, self.path, body, dict(self.headers))
         if how == "lost":
             self.close_connection = True
             return None
@@ -164,6 +179,21 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(answer.status, content, headers, cut=how == "cut", length=length)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = _any
+
+    def _passed_on(self, method: str, path: str, body: bytes, headers: dict[str, str]):
+        connection = http.client.HTTPConnection(urlsplit(self.proxy.endpoint).netloc, timeout=60)
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        return answer, content
+
+    def _is_conditional(self) -> bool:
+        return self.proxy.keeps_conditions and self.command == "POST" and "ifGenerationMatch=0" in self.path
+
+    def _is_there(self, name: str) -> bool:
+        bucket = self.path.partition("/b/")[2].partition("/")[0]
+        return self._passed_on("GET", f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}", b"", {})[0].status == 200
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":

@@ -23,6 +23,9 @@ OF_THE_DISK = {
 }
 
 
+_LOOK_SECONDS = 0.05
+
+
 def reason(error: BaseException) -> str:
     """Why something could not be read or written, in the system's few words and with the file if it is known."""
     if isinstance(error, OSError) and error.strerror:
@@ -82,8 +85,10 @@ def acquire(path: Path, wait: bool = False) -> IO[str]:
 
     - `wait`: until it is free, instead of raising `Taken`
 
-    A lock whose file was removed or renamed meanwhile is not the one that others see, so it is taken anew.
+    A lock whose file was removed or renamed meanwhile is not the one that others see, so it is taken anew. Who looks
+    whether it is held (`is_held`) has it for a moment, so that it is tried twice.
     """
+    looked = False
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
@@ -92,11 +97,27 @@ def acquire(path: Path, wait: bool = False) -> IO[str]:
                 return file
         except BlockingIOError:
             with file:
-                raise Taken(holder_of(file)) from None
+                if looked:
+                    raise Taken(holder_of(file)) from None
+            looked = True
+            time.sleep(_LOOK_SECONDS)
+            continue
         except BaseException:
             file.close()
             raise
         file.close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether some process holds the lock of a file; False if there is none, or if it cannot be told."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_at(file: IO[str], path: Path) -> bool:

@@ -9,10 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memory
-from gregale.audit.step import ACCELERATOR, CPU
+from gregale.audit.step import ACCELERATOR, CPU, TPU
 from gregale.model.execution import execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import abstract_batch, estimate, step_shape, tree_bytes
@@ -135,6 +136,17 @@ def test_a_kernel_of_attention_holds_no_scores():
     scores = 4 * 16 * 16 * 4  # of two rows a microbatch and device, half of the heads
     assert with_scores.saved - without.saved == 3 * scores * (4 + 4), "in float32, and once more for the products"
     assert with_scores.working > without.working
+
+
+def test_a_kernel_of_attention_fills_heads_up_to_lanes():
+    """Eight heads of 4 are held as eight of 128, in what is saved and in the layer that is differentiated."""
+    step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "context"})
+    assert estimate_memory(step, 0, TPU) == estimate_memory(step, 0, ACCELERATOR), "scores are no kernel"
+    longer = replace(step, scores=False, rows=64 * step.rows)  # so that the loss is not what takes most
+    filled, whole = (estimate_memory(longer, 0, backend) for backend in (TPU, ACCELERATOR))
+    more = longer.tokens * 4 * (128 - 4) * 4  # float32, half of the heads
+    assert (filled.saved - whole.saved, filled.working - whole.working) == (3 * more, 8 * more)
+    assert TPU.lanes == LANES
 
 
 def test_more_microbatches_take_less():

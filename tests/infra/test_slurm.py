@@ -215,6 +215,23 @@ def test_a_stop_saves_and_ends_it(slurm):
 
 
 @pytest.mark.parametrize(
+    ("command", "programs"), [("status", ["squeue"]), ("log", ["tail"]), ("stop", ["squeue", "scancel"])]
+)
+def test_a_dry_run_prints_what_is_run(slurm, command, programs):
+    slurm.play("tail")
+    slurm.write("queue", "")
+    notes(slurm).mkdir(parents=True)
+    (notes(slurm) / "101.log").write_text("")
+    printed = slurm.run(script(slurm), command, "--name", "llama", "--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    assert not slurm.calls(*programs)
+    assert slurm.run(script(slurm), command, "--name", "llama").returncode == 0
+    shown = [shlex.split(line) for line in printed.stdout.splitlines()]
+    assert [each[3:] if each[0] == "timeout" else each for each in shown] == slurm.calls(*programs)
+    assert shown
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("fly",), "there is no command 'fly'; commands: submit"),

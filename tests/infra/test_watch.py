@@ -152,6 +152,7 @@ def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
         ("train", "--config", CONFIG, "--", "--data.sources.web.files", "['a b.jsonl', \"it's\"]"),
         ("status",),
         ("ssh", "--node", "1", "--worker", "all", "--", "grep", "-c", "it's there", "gregale/train.log"),
+        ("log",),
         ("stop",),
         ("delete",),
     ],
@@ -173,3 +174,21 @@ def test_a_dry_run_prints_what_is_run(cloud, words):
     assert [each[3:] if each[0] == "timeout" else each for each in shown if "gcloud" in each] == cloud.calls("gcloud")
     assert [each for each in shown if each[0] == "timeout"] == cloud.calls("timeout")
     assert "secret" not in cloud.read("calls")
+
+
+@pytest.mark.parametrize("command", ["up", "watch"])
+def test_what_does_all_of_it_prints_the_commands_of_its_parts(cloud, command):
+    """Each of which is what is run, word by word, as the test above finds."""
+
+    def printed(*words: str) -> list[list[str]]:
+        shown = cloud.run(SCRIPT, words[0], *PLACE, "--dry-run", *words[1:])
+        assert shown.returncode == 0, shown.stderr
+        return [shlex.split(line) for line in shown.stdout.splitlines()]
+
+    training = ("--config", CONFIG, "--", "--name", "it's")
+    parts = [printed("create", "--accelerator", "v5litepod-16"), printed("install"), printed("train", *training)]
+    parts += [printed(each) for each in ("status", "log", "delete")]
+    whole = printed(command, "--accelerator", "v5litepod-16", *training)
+    known = [each for part in parts for each in part]
+    assert len(whole) > 6
+    assert [each for each in whole if each not in known] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from queue import Queue
@@ -54,3 +55,17 @@ def test_a_new_header_replaces_the_one_that_waits_for_its_answer(member, header)
     view = its_views.get(timeout=PATIENCE)
     assert [(each.name, each.round) for each in view.headers] == [("a", 5), ("b", 5)]
     assert its_views.empty(), "the answer to the old header is not handed on"
+
+
+def test_no_thread_is_left_in_a_request_when_it_is_closed(header):
+    """One that comes back from the library's own code while Python ends would abort the process."""
+    failed: Queue[str] = Queue()
+    nobody = Coordinator("127.0.0.1:9", "a", TOKEN, 0.5)
+    asking = Asking(nobody, PATIENCE, print, failed.put, print, print)
+    asking.start()
+    for number in range(3):
+        asking.ask(header("a", round=4, asked=number))
+    failed.get(timeout=PATIENCE)
+    asking.ask(header("a", round=4, asked=3))
+    asking.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name in ("asking", "gregale-heartbeat")] == []

@@ -1,4 +1,4 @@
-"""The outer side of an island on disk: what is read is what was written, and damage is found."""
+"""The outer side of an island as it is saved: what is read is what was written, and damage is found."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from gregale.islands import files
 from gregale.islands.protocol.headers import Generation, Outer
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 from gregale.methods.island_outer import Held
+from gregale.storage import Place, StoreError, names, place
+from tests.disk import largest_file
+from tests.stores import Fault, proxied
 
 LEDGER = advance(Ledger(), [Report("a", "s", 3)], Lot(8, 4))
 OUTER = Outer(Generation(2, "name"), 7, "digest", "key", 3, LEDGER)
@@ -19,58 +22,104 @@ LEAVES = {
     "0/theta/w|0,1": Held(np.arange(12, dtype=np.float32).reshape(3, 4), 7),
     "0/optimizer/count": Held(np.array(5, np.int32), 7),
     "1/theta/nothing|": Held(np.zeros((0, 2), np.float32), 4),
+    "1/theta/turned|": Held(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
 }
+PART_BYTES = 20  # arrays begin and end anywhere in a part
 
 
-def test_it_comes_back(tmp_path):
-    files.write(tmp_path, OUTER, LEAVES)
-    saved = files.read(tmp_path, 7)
+@pytest.fixture(params=["disk", "s3"])
+def directory(request, tmp_path) -> Place:
+    return tmp_path / "outer" if request.param == "disk" else request.getfixturevalue("s3") / "outer"
+
+
+def write(directory: Place, outer: Outer = OUTER, leaves: dict[str, Held] = LEAVES) -> None:
+    files.write(directory, outer, leaves, PART_BYTES)
+
+
+def part_names(directory: Place) -> list[str]:
+    return [name for name in names(files.folder_of(directory, 7)) if name != files.MANIFEST]
+
+
+def test_it_comes_back(directory):
+    write(directory)
+    saved = files.read(directory, 7)
     assert saved.outer == OUTER
     assert saved.versions == {name: held.version for name, held in LEAVES.items()}
     for name, held in LEAVES.items():
         assert saved.arrays[name].dtype == held.array.dtype
         np.testing.assert_array_equal(saved.arrays[name], held.array)
+    assert len(part_names(directory)) == 5, "100 bytes"
 
 
-def test_what_a_killed_process_left_is_written_over(tmp_path):
-    partial = tmp_path / "round-00000007.partial"
-    partial.mkdir()
-    (partial / "arrays.bin").write_bytes(b"torn")
-    files.write(tmp_path, OUTER, LEAVES)
-    assert files.read(tmp_path, 7).outer == OUTER
-    assert not partial.exists()
+def test_what_is_there_is_not_written_again(directory):
+    write(directory)
+    before = part_names(directory)
+    write(directory)
+    assert part_names(directory) == before
 
 
-def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(tmp_path):
-    files.write(tmp_path, OUTER, {name: Held(held.array + 1, 7) for name, held in LEAVES.items()})
+def test_what_a_killed_process_left_does_not_count_and_goes(directory):
+    folder = files.folder_of(directory, 7)
+    folder.mkdir(parents=True)
+    (folder / "0badc0de-00000").write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        files.read(directory, 7)
+    write(directory)
+    assert files.read(directory, 7).outer == OUTER
+    assert len(part_names(directory)) == 5
+
+
+def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(directory):
+    write(directory, leaves={name: Held(held.array + 1, 7) for name, held in LEAVES.items()})
     again = replace(OUTER, generation=Generation(3, "other"))
-    files.write(tmp_path, again, LEAVES)
-    saved = files.read(tmp_path, 7)
+    write(directory, again)
+    saved = files.read(directory, 7)
     assert saved.outer == again
     np.testing.assert_array_equal(saved.arrays["0/theta/w|0,1"], LEAVES["0/theta/w|0,1"].array)
+    assert len(part_names(directory)) == 5
 
 
-@pytest.mark.parametrize("name", [files.ARRAYS, files.MANIFEST])
+def test_a_disk_that_is_full_keeps_the_old_round_and_nothing_of_the_new(tmp_path):
+    write(tmp_path)
+    before = part_names(tmp_path)
+    with largest_file(10), pytest.raises(OSError, match="File too large"):
+        write(tmp_path, replace(OUTER, generation=Generation(3, "other")))
+    assert files.read(tmp_path, 7).outer == OUTER
+    assert part_names(tmp_path) == before
+
+
+def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint, monkeypatch):
+    write(s3)
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        proxy.faults[:] = [Fault("expired", 1000, "PUT", files.MANIFEST)]
+        with pytest.raises(StoreError, match="the store refused access"):
+            write(s3, replace(OUTER, generation=Generation(3, "other")))
+        proxy.faults[:] = [Fault("denied", 1000, "GET", "-00001")]
+        with pytest.raises(StoreError, match="the store refused access"):
+            files.read(s3, 7)
+        proxy.faults.clear()
+        assert files.read(place(str(s3)), 7).outer == OUTER
+
+
+@pytest.mark.parametrize("name", ["part", files.MANIFEST])
 @pytest.mark.parametrize("damage", [lambda b: b[:-3], lambda b: b[:8] + b"\xff" + b[9:], lambda b: b""])
-def test_damage_is_found(tmp_path, name, damage):
-    files.write(tmp_path, OUTER, LEAVES)
-    path = files.folder_of(tmp_path, 7) / name
+def test_damage_is_found(directory, name, damage):
+    write(directory)
+    path = files.folder_of(directory, 7) / (part_names(directory)[1] if name == "part" else name)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match="cannot be read"):
-        files.read(tmp_path, 7)
+        files.read(directory, 7)
 
 
-def test_a_round_that_is_not_there(tmp_path):
+def test_a_round_that_is_not_there(directory):
     with pytest.raises(UserError, match="round-00000003"):
-        files.read(tmp_path, 3)
+        files.read(directory, 3)
 
 
-def test_others_are_deleted(tmp_path):
+def test_others_are_deleted(directory):
     for number in (5, 6, 7):
-        files.write(tmp_path, _at(number), LEAVES)
-    files.keep_only(tmp_path, [6, 7])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000006", "round-00000007"]
-
-
-def _at(number: int) -> Outer:
-    return Outer(OUTER.generation, number, OUTER.digest, OUTER.last, OUTER.voters, OUTER.ledger)
+        write(directory, replace(OUTER, round=number))
+    files.keep_only(directory, [6, 7])
+    assert names(directory) == ["round-00000006", "round-00000007"]
+    files.keep_only(directory / "nothing", [6, 7])

@@ -16,7 +16,7 @@ from gregale.audit import audit
 from gregale.axes.layout import BATCH, Layout
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution
-from gregale.programs.sample import unbatched
+from gregale.programs.sample.sampler import unbatched
 from tests.mesh.support import layout_of, placed
 
 Rows, Position, Embed = Axis(BATCH, 8), Axis("position", 512), Axis("embed", 16)

@@ -207,33 +207,37 @@ def test_later_tokens_and_other_segments_have_no_gradient():
 @pytest.mark.parametrize("apart", [False, True], ids=["stacked", "apart"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_decode_equals_the_full_forward(name, apart):
-    """A prompt with filling, then single tokens: the last place's logits of the full forward."""
+    """Prompts of two lengths, filled up on the left, then single tokens: the last place of the full forward."""
     model, run = made(name), one_device(unroll=2)
     weights, Rows = oracle.plain_weights(model), Axis(BATCH, ROWS)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS, POSITIONS))
     zeros = jnp.zeros(POSITIONS, int)
     full = jax.vmap(lambda row: oracle.logits(weights, row, jnp.arange(POSITIONS), zeros, model.config))(tokens)
     model = model.unstacked() if apart else model
-    prefill = jax.jit(lambda tokens, last: model.prefill(tokens, last, POSITIONS, run))
-    decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, run))
-    prompt = np.where(np.arange(7) < 5, tokens[:, :7], 9)
-    logits, caches = prefill(hax.named(prompt, (Rows, Axis("position", 7))), 4)
-    for place in range(4, POSITIONS):
-        if place > 4:
-            one = hax.named(tokens[:, place : place + 1], (Rows, Axis("position", 1)))
-            logits, caches = decode(one, caches, place)
+    width, lengths = 7, np.array([5, 7])
+    first = hax.named(width - lengths, (Rows,))
+    slots = width if model.config.sliding_window == 3 else POSITIONS + 2  # fewer than tokens: slots are written again
+    prefill = jax.jit(lambda tokens: model.prefill(tokens, first, slots, run))
+    decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, first, run))
+    prompts = [np.concatenate([np.full(width - n, 9), row[:n]]) for row, n in zip(tokens, lengths, strict=True)]
+    logits, caches = prefill(hax.named(np.stack(prompts), (Rows, Axis("position", width))))
+    for more in range(POSITIONS - lengths.max() + 1):
+        if more:
+            one = tokens[np.arange(ROWS), lengths + more - 1][:, None]
+            logits, caches = decode(hax.named(one, (Rows, Axis("position", 1))), caches, width + more - 1)
         found = logits.rearrange((BATCH, "vocab"))
         assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found.array, full[:, place], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(found.array, full[np.arange(ROWS), lengths + more - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_filling_after_the_last_token_of_a_prompt_changes_nothing():
+def test_filling_before_the_first_token_of_a_prompt_changes_nothing():
     model, run, Rows, Width = made("mistral"), one_device(), Axis(BATCH, 1), Axis("position", 6)
-    prefill = jax.jit(lambda tokens: model.prefill(tokens, 3, 16, run))
-    decode = jax.jit(lambda tokens, caches: model.decode(tokens, caches, 4, run))
+    begin = hax.named(np.array([2]), (Rows,))
+    prefill = jax.jit(lambda tokens: model.prefill(tokens, begin, 16, run))
+    decode = jax.jit(lambda tokens, caches: model.decode(tokens, caches, 6, begin, run))
     results = []
     for filling in (0, 9):
-        first, caches = prefill(hax.named(np.array([[3, 1, 4, 1, filling, filling]]), (Rows, Width)))
+        first, caches = prefill(hax.named(np.array([[filling, filling, 3, 1, 4, 1]]), (Rows, Width)))
         second, _ = decode(hax.named(np.array([[5]]), (Rows, Axis("position", 1))), caches)
         results.append((first.array, second.array))
     for left, right in zip(*results, strict=True):

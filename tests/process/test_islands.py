@@ -8,12 +8,14 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
 
 from benchmarks.fleet import Fleet, Seconds
+from gregale import storage
 from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
 from gregale.data.config import Corpus, prepare
@@ -28,7 +30,8 @@ from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
-from tests.programs.tiny import FAST_TO_COMPILE, write_config, write_inputs
+from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, write_config, write_inputs
+from tests.stores import BUCKET, CREDENTIALS
 
 PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
 QUICK = Seconds(heartbeat=10.0, reduce=20.0)
@@ -140,10 +143,20 @@ TRIO = ("x", "y", "z")
 
 
 @pytest.fixture(scope="module")
-def trio(folder):
+def stores(s3_endpoint) -> Iterator[dict[str, str]]:
+    """Where two of three islands have their runs: as on separate sites, each has a part of a store of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"AWS_ENDPOINT_URL": s3_endpoint, **CREDENTIALS}.items():
+            patch.setenv(name, value)
+        yield {name: f"s3://{BUCKET}/site-{name}-{secrets.token_hex(4)}" for name in "yz"}
+
+
+@pytest.fixture(scope="module")
+def trio(folder, stores):
     """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
     options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
-    with Fleet(folder, "streaming.yaml", QUICK, options, doomed=True, pace=0.5, environment=QUICK_TO_COMPILE) as fleet:
+    how = {"doomed": True, "pace": 0.5, "environment": QUICK_TO_COMPILE, "stores": stores}
+    with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:
             fleet.start(name)
         fleet.wait_for_members(TRIO, PATIENCE_SECONDS)
@@ -226,3 +239,16 @@ def test_a_whole_fleet_goes_on_from_its_newest_round(trio):
     after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
     assert min(after) == newest + 1
     trio.check()
+
+
+def test_who_has_its_run_in_a_store_has_nothing_of_it_on_a_disk(trio):
+    for name in "yz":
+        run = trio.islands[name].run
+        assert checkpoint_steps(run)
+        assert {"config.yaml", "island.address", "metrics.jsonl", "rounds.jsonl"} <= set(storage.names(run))
+        saved = storage.names(run / "outer")
+        assert saved
+        assert all((run / "outer" / each / files.MANIFEST).is_file() for each in saved)
+        assert not (trio.folder / "runs" / name).exists()
+    assert checkpoint_steps(trio.islands["x"].run)
+    assert not list(trio.folder.glob("site-*"))

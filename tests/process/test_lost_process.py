@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.progress import Doing
@@ -151,7 +151,7 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
 
 ALONE = """
 import sys
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.devices import start_devices
 
 start_devices(2, DistributedConfig(f"127.0.0.1:{sys.argv[1]}", 2, 0, join_seconds=1))

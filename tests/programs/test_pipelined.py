@@ -11,9 +11,9 @@ import pytest
 
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
-from gregale.model.generate import Sampling
+from gregale.model.drawing import Sampling
 from gregale.programs.run.trained import open_trained
-from gregale.programs.sample import Sampler
+from gregale.programs.sample.sampler import training_sampler
 from tests.programs.test_sample import greedy_by_full_passes
 from tests.programs.tiny import checkpoint_steps, lines, losses
 
@@ -58,5 +58,5 @@ def test_it_is_sampled_on_one_device(run, gregale, capsys):
     expected = greedy_by_full_passes(open_trained(str(run), None, devices=1), prompt, 8)
     assert capsys.readouterr().out == prompt + expected + "\n"
     in_stages = open_trained(str(run), None, devices=None)
-    sampler = Sampler(in_stages.setup, load_tokenizer(run))
+    sampler = training_sampler(in_stages.setup, load_tokenizer(run))
     assert sampler.text(sampler.prepared(in_stages.model), prompt, 8, Sampling(0)) == expected

@@ -1,6 +1,11 @@
-"""`gregale sample`: what is drawn, and that the cache changes nothing."""
+"""`gregale sample`: what is drawn, that neither cache nor batch nor mesh changes it, and how it is told."""
 
 from __future__ import annotations
+
+import io
+import json
+import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +13,10 @@ import numpy as np
 import pytest
 
 from gregale.data.tokenizers import load_tokenizer
-from gregale.model.generate import Sampling, draw
+from gregale.model.drawing import Sampling
 from gregale.programs.run.trained import open_trained
-from gregale.programs.sample import Sampler, steady
+from gregale.programs.sample import showing
+from gregale.programs.sample.sampler import steady, training_sampler
 from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)
@@ -26,7 +32,7 @@ class Writer:
     """A sampler with its model."""
 
     def __init__(self, trained, folder):
-        self.sampler = Sampler(trained.setup, load_tokenizer(folder))
+        self.sampler = training_sampler(trained.setup, load_tokenizer(folder))
         self.model = self.sampler.prepared(trained.model)
 
     def text(self, prompt: str, count: int, sampling: Sampling) -> str:
@@ -69,17 +75,10 @@ def test_a_run_on_a_mesh_samples_the_same_on_one_device(whole, sampler):
     assert writer.text(PROMPT, 24, drawn) == sampler.text(PROMPT, 24, drawn)
 
 
-def test_a_text_streams_in_pieces(sampler):
-    drawn = Sampling(1.0, seed=1)
-    pieces = list(sampler.sampler.stream(sampler.model, PROMPT, 24, drawn))
-    assert "".join(pieces) == sampler.text(PROMPT, 24, drawn)
-    assert len(pieces) > 2
-
-
 def test_blocks_are_as_large_as_a_reader_has_patience_for(monkeypatch):
     """Sizes double while a block takes no time, stay where it takes most of the patience, and halve beyond it."""
     now = 0.0
-    monkeypatch.setattr("gregale.programs.sample.perf_counter", lambda: now)
+    monkeypatch.setattr("gregale.programs.sample.sampler.perf_counter", lambda: now)
     sizes = steady(0.1)
     assert [next(sizes) for _ in range(7)] == [1, 2, 4, 8, 16, 32, 32]
     found = []
@@ -111,6 +110,128 @@ def test_an_empty_prompt(gregale, whole, capsys):
     assert capsys.readouterr().out == first != ""
 
 
+def results(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def four(inputs) -> list[dict]:
+    """Prompts in `four.jsonl`; and `long.txt`, with one that is too long."""
+    asked = [
+        {"prompt": PROMPT, "seed": 3, "id": "first"},
+        {"prompt": "north"},
+        {"prompt": "a g", "seed": 5},
+        {"prompt": PROMPT, "seed": 4, "id": 4},
+    ]
+    (inputs / "four.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+    (inputs / "long.txt").write_text("sea\n" + "x" * 33 + "\n")
+    return asked
+
+
+DRAWN = ["--temperature", "1", "--top_p", "0.9", "--tokens", "20", "--seed", "9"]
+
+
+@pytest.fixture
+def one_by_one(four, sampler) -> list[str]:
+    seeds = [line.get("seed", 9) for line in four]
+    return [
+        sampler.text(line["prompt"], 20, Sampling(1.0, top_p=0.9, seed=seed))
+        for line, seed in zip(four, seeds, strict=True)
+    ]
+
+
+def test_prompts_of_a_file_give_what_each_gives_alone(gregale, inputs, whole, four, one_by_one, tmp_path, capsys):
+    assert gregale("sample", "whole", "--prompts", "four.jsonl", "--out", tmp_path / "out.jsonl", *DRAWN) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"4 prompts, \d+ tokens: the first after [\d.]+ s(, then [\d,.]+ tokens/s)?\n", err)
+    found = results(tmp_path / "out.jsonl")
+    assert [line["text"] for line in found] == one_by_one
+    assert [(line.get("id"), line["prompt"]) for line in found] == [(each.get("id"), each["prompt"]) for each in four]
+    assert [line["seed"] for line in found] == [3, 9, 5, 4]
+    assert {line["ended"] for line in found} <= {"tokens", "end"}
+    assert list(found[0]) == ["id", "prompt", "text", "tokens", "ended", "seed"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--batch", "3"], ["--mesh.data", "2", "--mesh.model", "2"]],
+    ids=["another batch", "a mesh"],
+)
+def test_neither_order_nor_batch_nor_mesh_changes_a_text(gregale, inputs, whole, four, one_by_one, capsys, options):
+    reordered = [four[i] for i in (2, 3, 1)]
+    (inputs / "three.jsonl").write_text("".join(json.dumps(line) + "\n" for line in reordered))
+    assert gregale("sample", "whole", "--prompts", "three.jsonl", *options, *DRAWN) == 0
+    found = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [one_by_one[i] for i in (2, 3, 1)]
+
+
+def test_a_text_ends_before_a_stop_string(gregale, inputs, whole, sampler, capsys, tmp_path):
+    """Of bytes, so that the string spans several tokens; alone and in a batch with one that it does not end."""
+    full = sampler.text(PROMPT, 24, GREEDY)
+    stop = full[9:13]
+    expected = full[: full.index(stop)]
+    options = ["--temperature", "0", "--tokens", "24", "--stop", json.dumps([stop, "never"])]
+    assert gregale("sample", "whole", PROMPT, *options) == 0
+    assert capsys.readouterr().out == PROMPT + expected + "\n"
+    (inputs / "two.txt").write_text(f"{PROMPT}\nq\n")
+    assert gregale("sample", "whole", "--prompts", "two.txt", *options) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["text"], first["ended"], first["tokens"]) == (expected, "stop", len((expected + stop).encode()))
+    assert second["ended"] != "stop" or stop in sampler.text("q", 24, GREEDY)
+
+
+class Interrupting(io.StringIO):
+    """Standard output at which somebody presses Ctrl-C after some writes."""
+
+    def __init__(self, writes: int):
+        super().__init__()
+        self._left = writes
+
+    def write(self, text: str) -> int:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_ends_with_what_is_there(gregale, whole, sampler, monkeypatch, capsys):
+    stream = Interrupting(4)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert gregale("sample", "whole", PROMPT, "--temperature", "0", "--tokens", "24") == 130
+    shown = stream.getvalue()
+    assert (PROMPT + sampler.text(PROMPT, 24, GREEDY)).startswith(shown.removesuffix("\n"))
+    assert len(shown) > len(PROMPT) + 1
+    assert shown.endswith("\n")
+    assert capsys.readouterr().err == "gregale: interrupted\n"
+
+
+def test_ctrl_c_keeps_the_results_that_are_there(gregale, whole, four, one_by_one, tmp_path, monkeypatch):
+    """Between two batches of one prompt."""
+    added, add = [], showing.Results.add
+
+    def interrupted(self, number: int, result: dict) -> None:
+        add(self, number, result)
+        added.append(number)
+        if len(added) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(showing.Results, "add", interrupted)
+    out = tmp_path / "out.jsonl"
+    assert gregale("sample", "whole", "--prompts", "four.jsonl", "--out", out, "--batch", "1", *DRAWN) == 130
+    assert [line["text"] for line in results(out)] == one_by_one[:2]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake(gregale, whole, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", buffering=1) as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert gregale("sample", "whole", PROMPT, "--tokens", "4") == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,37 +241,20 @@ def test_an_empty_prompt(gregale, whole, capsys):
         (["whole", "--top_k", "0"], "top_k is 0 (on the command line); it has to be at least 1"),
         (["whole", "--top_p", "1.5"], "top_p is 1.5 (on the command line); it has to be above 0 and at most 1"),
         (["whole", "--tokens", "0"], "tokens is 0 (on the command line); it has to be at least 1."),
+        (["whole", "--stop", '["a", ""]'], "stop has an empty string"),
+        (["whole", "--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["whole", "a", "--prompts", "four.jsonl"], "a prompt and prompts four.jsonl are both given"),
+        (["whole", "a", "--out", "x.jsonl"], "out is x.jsonl, which is for the results of `prompts`"),
+        (["whole", "--prompts", "four.jsonl", "--out", "four.jsonl"], "four.jsonl exists already"),
+        (["whole", "--prompts", "long.txt"], "long.txt, line 2 has 33 tokens, and the model's context is 32"),
+        (["whole", "sea " * 9], "the prompt has 36 tokens, and the model's context is 32"),
+        (["whole", "--mesh.replica", "2"], "mesh.replica is for training"),
         (["whole", "--heat", "1"], "`heat` (on the command line) is not a valid key"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and value else "",
 )
-def test_mistakes(gregale, whole, capsys, arguments, message):
+def test_mistakes(gregale, whole, four, capsys, arguments, message):
     assert gregale("sample", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-LOGITS = jnp.log(jnp.asarray([0.5, 0.3, 0.15, 0.05]))
-
-
-@pytest.mark.parametrize(
-    ("sampling", "expected"),
-    [
-        (Sampling(1.0), [0.5, 0.3, 0.15, 0.05]),
-        (Sampling(0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
-        (Sampling(1.0, top_k=2), [0.625, 0.375, 0, 0]),
-        (Sampling(1.0, top_k=9), [0.5, 0.3, 0.15, 0.05]),
-        (Sampling(1.0, top_p=0.6), [0.625, 0.375, 0, 0]),
-        (Sampling(1.0, top_p=0.85), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
-        (Sampling(1.0, top_k=3, top_p=0.5), [1, 0, 0, 0]),
-        (Sampling(0), [1, 0, 0, 0]),
-    ],
-    ids=str,
-)
-def test_tokens_come_as_often_as_their_probability(sampling, expected):
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    tokens = jax.jit(jax.vmap(lambda key: draw(LOGITS, sampling, key)))(keys)
-    found = np.bincount(np.asarray(tokens), minlength=4) / len(keys)
-    np.testing.assert_allclose(found, expected, atol=0.012)
-    assert (found[np.asarray(expected) == 0] == 0).all()

@@ -62,7 +62,8 @@ def test_a_run_leaves_what_is_documented(whole):
     steps = [line for line in lines(whole) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     documented = ("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds")
-    assert {tuple(line) for line in steps} == {(*documented, "replica_bytes")}
+    spent = ("elapsed_seconds", "data_seconds", "evaluation_seconds", "saving_seconds")
+    assert {tuple(line) for line in steps} == {(*documented, *spent, "host_memory_bytes", "replica_bytes")}
     assert [line["tokens"] for line in steps] == [8 * 32 * step for step in range(1, STEPS + 1)]
     evaluations = [line for line in lines(whole) if "loss" not in line]
     assert [tuple(line) for line in evaluations] == [("step", "eval_loss", "bits_per_byte")] * 2

@@ -63,8 +63,3 @@ def test_a_wrong_url_is_one_line(s3, gregale, capsys, runs, message):
 def test_what_is_no_run_is_one_line(s3, gregale, capsys):
     assert gregale("eval", s3 / "none") == 2
     assert f"{s3}/none is not a run directory: there is no object {s3}/none/config.yaml." in capsys.readouterr().err
-
-
-def test_an_island_takes_no_store(gregale, capsys):
-    assert gregale("islands", "tiny.yaml", "--sync.type", "diloco", "--runs", "s3://b/x") == 2
-    assert "runs is s3://b/x: an island keeps its outer side" in capsys.readouterr().err

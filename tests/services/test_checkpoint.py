@@ -106,15 +106,17 @@ def test_restores_under_another_mesh(checkpoints, spec, shape):
     assert restored.tree["model"].weight.axes == (Embed, Vocab)
 
 
-def test_a_saved_array_may_be_donated_at_once(checkpoints):
+@pytest.mark.parametrize("where", ["tmp_path", "s3"])
+def test_a_saved_array_may_be_donated_at_once(where, request):
     values = np.arange(1 << 20, dtype=np.float32)
     array = jax.device_put(values, NamedSharding(mesh_of(2, 4), PartitionSpec("data")))
     overwrite = jax.jit(lambda x: -x - 1, donate_argnums=0)
-    checkpoints.save(1, {"x": array}, {})
-    for _ in range(3):
-        array = overwrite(array)
-    jax.block_until_ready(array)
-    restored = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(values.shape, values.dtype)})
+    with Checkpoints(request.getfixturevalue(where) / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"x": array}, {})
+        for _ in range(3):
+            array = overwrite(array)
+        jax.block_until_ready(array)
+        restored = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(values.shape, values.dtype)})
     np.testing.assert_array_equal(restored.tree["x"], values)
 
 

@@ -66,18 +66,6 @@ def test_restores_under_another_mesh(kind, request, monkeypatch):
     assert len([name for name in folder.files_below() if "/00000-" in name]) > 3, "in several parts"
 
 
-def test_a_saved_array_may_be_donated_at_once(checkpoints):
-    values = np.arange(1 << 18, dtype=np.float32)
-    array = jax.device_put(values, NamedSharding(mesh_of(2, 4), PartitionSpec("data")))
-    overwrite = jax.jit(lambda x: -x - 1, donate_argnums=0)
-    checkpoints.save(1, {"x": array}, {})
-    for _ in range(3):
-        array = overwrite(array)
-    jax.block_until_ready(array)
-    restored = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(values.shape, values.dtype)})
-    np.testing.assert_array_equal(restored.tree["x"], values)
-
-
 def test_a_part_is_restored_on_request_and_what_is_not_there_is_named(checkpoints, folder):
     assert checkpoints.latest(small(0)) is None
     checkpoints.save(5, {"params": small(2), "optimizer": small(3)}, {})

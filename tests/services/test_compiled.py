@@ -13,7 +13,7 @@ import pytest
 
 from gregale.services import compiled
 from gregale.services.compiled import FOLDER, keep_compiled, make_room, processor, user_cache
-from tests.anew import as_a_process_begins
+from tests.anew import as_a_process_begins, cache_events
 from tests.disk import largest_file
 
 
@@ -26,15 +26,8 @@ def start_anew() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def events() -> Iterator[list[str]]:
     """What JAX tells of its cache."""
-    seen: list[str] = []
-
-    def listen(event: str, **_: object) -> None:
-        if event.startswith("/jax/compilation_cache/cache_"):
-            seen.append(event.rpartition("/")[2])
-
-    jax.monitoring.register_event_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_listener(listen)
+    with cache_events() as seen:
+        yield seen
 
 
 def answer(events: list[str]) -> tuple[bytes, list[str]]:

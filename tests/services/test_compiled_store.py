@@ -14,21 +14,14 @@ from gregale.services import compiled, compiled_store
 from gregale.services.compiled import FOLDER, keep_compiled, processor
 from gregale.services.config import TrainConfig
 from gregale.storage import Patience
-from tests.anew import as_a_process_begins
+from tests.anew import as_a_process_begins, cache_events
 
 
 @pytest.fixture
 def events() -> Iterator[list[str]]:
     """What JAX tells of its cache."""
-    seen: list[str] = []
-
-    def listen(event: str, **_: object) -> None:
-        if event.startswith("/jax/compilation_cache/cache_"):
-            seen.append(event.rpartition("/")[2])
-
-    jax.monitoring.register_event_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_listener(listen)
+    with cache_events() as seen:
+        yield seen
 
 
 @pytest.fixture

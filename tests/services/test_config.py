@@ -19,6 +19,7 @@ from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.scaling import Llama3Scaling
 from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
 from gregale.optim.schedules import ConstantSchedule
+from gregale.services.changes import changes
 from gregale.services.checkpoint.leaves import arrays_by_name
 from gregale.services.config import (
     BatchConfig,
@@ -26,7 +27,6 @@ from gregale.services.config import (
     EvaluationConfig,
     SamplesConfig,
     TrainConfig,
-    changes,
 )
 from gregale.services.fields import choices, entries, is_registry, type_name, types_of
 from gregale.services.parsing import dump, load

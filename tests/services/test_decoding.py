@@ -66,6 +66,14 @@ def test_a_value_out_of_its_range_is_told_with_its_whole_key(arguments, message)
     assert message in refusal(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("a, b", ["a", "b"]), ("\n", ["\n"]), (" ", [" "]), ("", []), ('["\\n", "a, b"]', ["\n", "a, b"])],
+)
+def test_a_list_of_texts(typed, meant):
+    assert load(TrainConfig, None, ["--name=x", "--steps=1", "--samples.prompts", typed]).samples.prompts == meant
+
+
 MEANT = {
     "lr": "optimizer.learning_rate",
     "optimizer.lr": "optimizer.learning_rate",

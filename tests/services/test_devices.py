@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
 from gregale.services.devices import (
     PATIENCE,
     WITHOUT_PARALLEL_LOOPS,
@@ -18,6 +17,7 @@ from gregale.services.devices import (
     start_devices,
     with_flags,
 )
+from gregale.services.distributed import DistributedConfig
 
 
 def test_flags_are_added_and_a_users_own_stand():

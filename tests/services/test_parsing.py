@@ -336,3 +336,16 @@ def test_words_and_keys_are_told_apart():
         ["--fresh", "--x.y=-1", "--quiet=false", "--last"],
     )
     assert split_arguments(["--fresh", "b"]) == ([], ["--fresh=b"])
+
+
+def test_a_list_takes_the_words_that_a_shell_makes_of_a_pattern():
+    def split(*arguments: str) -> tuple[list[str], list[str]]:
+        return split_arguments(arguments, flags={"fresh"}, lists={"files"}, most_words=1)
+
+    assert split("a", "--files", "x.txt", "y, \u00e9.txt", "--fresh") == (
+        ["a"],
+        ['--files=["x.txt", "y, \u00e9.txt"]', "--fresh"],
+    )
+    assert split("a", "--files", "[x, y]") == (["a"], ["--files=[x, y]"])
+    assert split("--files", "x.txt", "a") == (["a"], ["--files=x.txt"]), "a word that is still missing comes first"
+    assert split("a", "--files=x.txt", "b") == (["a", "b"], ["--files=x.txt"])

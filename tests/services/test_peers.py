@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
+from threading import Thread
 
-from gregale.services.config import DistributedConfig
+import pytest
+
+from gregale.services.distributed import DistributedConfig
 from gregale.services.peers import Peer, Watch, watched
 from gregale.services.progress import Doing, Place
 
@@ -44,3 +47,65 @@ def test_without_others_nothing_is_watched():
     with watched(None, str) as progress:
         progress.at(1, Doing.TRAINING)
     assert progress.place.steps == 1
+
+
+class Telling(Watch):
+    """Tells why it would have ended this process."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.why: list[str] = []
+
+    def _end(self, code: int, text: str, of: Peer | None = None) -> None:
+        self.why.append(text)
+
+
+@pytest.fixture
+def three():
+    """The watches of three processes, joined as in a run."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    firsts = [Peer(ours, f"process {number}", 0.0) for number, (ours, _) in enumerate(pairs, 1)]
+    config = [DistributedConfig("here:1", 3, number, 60) for number in range(3)]
+    watches = [Telling(firsts, config[0])]
+    watches += [Telling([Peer(theirs, "process 0", 0.0)], config[n]) for n, (_, theirs) in enumerate(pairs, 1)]
+    yield watches
+    for watch in watches:
+        watch._may_leave = True
+        for peer in watch._peers:
+            peer.is_done = True
+    for pair in pairs:
+        for one in pair:
+            one.close()
+
+
+def within(condition, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_an_error_is_a_process_s_own_when_all_others_answer(three):
+    for watch in three:
+        watch.start()
+    for watch in three:
+        asking = Thread(target=watch.await_verdict, daemon=True)
+        asking.start()
+        asking.join(20)
+        assert not asking.is_alive()
+
+
+def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
+    """Process 2 is dead, and what it said lies there: process 1, whose error this is, must not take it for alive."""
+    three[2]._peers[0].connection.sendall(b"alive 3 training 0 1\n" * 10)
+    for watch in three[:2]:
+        watch.start()
+    asking = Thread(target=three[1].await_verdict, daemon=True)
+    asking.start()
+    assert within(lambda: three[0]._peers[1] in three[0]._unanswered), "process 0 asks it"
+    time.sleep(0.6)
+    assert asking.is_alive()
+    three[2]._peers[0].connection.close()
+    assert within(lambda: three[0].why != []), "it is lost, and all end"
+    assert three[0].why == ["process 2 was lost: its connection closed."]
+    assert asking.is_alive(), "it never was told that all live"

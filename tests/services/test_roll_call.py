@@ -6,12 +6,14 @@ import re
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services import roll_call as module
+from gregale.services.distributed import DistributedConfig
+from gregale.services.greeting import Greeting
 from gregale.services.peers import EXIT_CODE, Peer
 from gregale.services.roll_call import roll_call
 
@@ -25,7 +27,7 @@ def port() -> int:
 
 @pytest.fixture
 def joining(port):
-    """`joining(process, processes, seconds)`: a roll call in a thread; a future of the names of its peers."""
+    """`joining(process, processes, **settings)`: a roll call in a thread; a future of the names of its peers."""
     found: list[Peer] = []
 
     def names(config: DistributedConfig) -> list[str]:
@@ -33,8 +35,9 @@ def joining(port):
         found.extend(peers)
         return [re.sub(r" \(.*, pid \d+\)", "", peer.name) for peer in peers]
 
-    def start(process: int, processes: int, seconds: float = 20.0) -> Future[list[str]]:
-        return pool.submit(names, DistributedConfig(f"127.0.0.1:{port}", processes, process, seconds))
+    def start(process: int, processes: int, seconds: float = 20.0, **settings) -> Future[list[str]]:
+        config = DistributedConfig(f"127.0.0.1:{port}", processes, process, seconds, **settings)
+        return pool.submit(names, config)
 
     with ThreadPoolExecutor() as pool:
         yield start
@@ -54,6 +57,15 @@ def said(port: int, text: str):
     with closing(connection):
         connection.sendall(text.encode())
         connection.settimeout(30)
+        yield connection
+
+
+@contextmanager
+def joined(port: int, number: int, processes: int, host: str):
+    """A connection to process 0 of a process that has said who it is, and says nothing else."""
+    with said(port, "") as connection:
+        challenge = heard(connection, "\n").split()[1]
+        connection.sendall(f"{Greeting(number, processes, 98, host, 'word').line(b'', challenge)}\n".encode())
         yield connection
 
 
@@ -97,8 +109,8 @@ def test_process_0_is_missing(joining, port, capfd):
 
 def test_one_that_was_lost_is_missing_until_it_comes_again(joining, port):
     first = joining(0, 4)
-    with said(port, "join 2 4 97 here\n") as waits:
-        with said(port, "join 1 4 98 there\n"):
+    with joined(port, 2, 4, "here") as waits:
+        with joined(port, 1, 4, "there"):
             heard(waits, "missing process 3 of 4\n")
         heard(waits, "missing processes 1 and 3 of 4\n")
         others = [joining(process, 4) for process in (1, 3)]
@@ -109,23 +121,88 @@ def test_one_that_was_lost_is_missing_until_it_comes_again(joining, port):
 def test_a_stranger_is_sent_away(joining, port):
     first = joining(0, 2)
     with said(port, "GET / HTTP/1.1\r\n\r\n") as odd, said(port, "") as silent, said(port, "x" * 2000) as endless:
-        assert odd.recv(1) == b""
-        assert endless.recv(1) == b""
+        assert all(end_of(connection) for connection in (odd, endless))
         assert joining(1, 2).result(30) == ["process 0"]
-        assert silent.recv(1) == b"", "nobody is heard any more"
+        assert end_of(silent), "nobody is heard any more"
     assert first.result(30) == ["process 1"]
 
 
-def test_two_with_one_number_are_told(joining, port):
+def end_of(connection: socket.socket) -> bool:
+    """Whether process 0 closes a connection, after asking who is there."""
+    with suppress(ConnectionResetError):
+        while connection.recv(1024):
+            pass
+    return True
+
+
+def test_two_that_live_and_have_one_number_are_both_named_and_all_are_told(joining, capfd):
+    first, older, other = (joining(process, 4) for process in (0, 1, 2))
+    told = []
+    for call in (joining(1, 4), older, first, other):
+        with pytest.raises(UserError) as caught:
+            call.result(30)
+        told.append(str(caught.value))
+    here = r"process 1 \([\w.-]+, pid \d+\)"
+    wanted = rf"distributed\.process is 1 for two processes, {here} and {here}: each needs a number of its own, .*"
+    assert re.fullmatch(wanted, told[0])
+    assert set(told) == {told[0]}
+
+
+def test_one_that_is_gone_without_a_word_is_replaced(joining, port, monkeypatch):
+    """As one whose host has lost its power; it was started anew elsewhere."""
+    monkeypatch.setattr(module, "_GREETING_SECONDS", 0.5)
     first = joining(0, 3)
-    with said(port, "join 1 3 98 here\n") as older:
+    with joined(port, 1, 3, "dead") as older:
         heard(older, "missing process 2 of 3")
         newer = joining(1, 3)
-        told = heard(older, "the coordinator's address.\n")
-        assert "no distributed.process is 1 for two processes, this one and process 1 (" in told
+        heard(older, "there?")
         late = joining(2, 3)
         assert sorted(first.result(30)) == ["process 1", "process 2"]
         assert newer.result(30) == late.result(30) == ["process 0"]
+
+
+def test_a_second_process_0_is_told_by_the_first(joining, port):
+    first, second = joining(0, 2), joining(0, 2)
+    for call in (first, second):
+        with pytest.raises(UserError, match=r"distributed\.process is 0 for two processes, process 0 .* and process 0"):
+            call.result(30)
+
+
+@pytest.fixture
+def token(tmp_path):
+    """`token(text)`: the path of a file that has it."""
+
+    def written(text: str) -> str:
+        path = tmp_path / text
+        path.write_text(text)
+        path.chmod(0o600)
+        return str(path)
+
+    return written
+
+
+def test_who_has_another_secret_is_refused_and_the_others_start(joining, token, capfd):
+    ours = token("the secret of this run")
+    first = joining(0, 2, token_file=ours)
+    for wrong in ({"token_file": token("the secret of another")}, {}):
+        with pytest.raises(UserError, match=r"process 1 .* has another secret than process 0, or one of them has none"):
+            joining(1, 2, **wrong).result(30)
+    assert joining(1, 2, token_file=ours).result(30) == ["process 0"]
+    assert first.result(30) == ["process 1"]
+    assert "the secret" not in capfd.readouterr().err
+
+
+def test_who_stands_at_the_coordinator_s_address_without_the_secret_is_not_believed(joining, port, token):
+    with socket.create_server(("127.0.0.1", port)) as server:
+        call = joining(1, 2, token_file=token("the secret of this run"))
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(b"who 1234\n")
+            greeting = heard(connection, "\n").split()
+            answer = Greeting(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
+            connection.sendall(f"hello {answer}\n".encode())
+            with pytest.raises(UserError, match=r"who answers at 127.0.0.1:\d+ has another secret than this process"):
+                call.result(30)
 
 
 def test_another_number_of_processes_is_a_mistake(joining):

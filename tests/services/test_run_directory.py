@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig, changes
+from gregale.services.changes import changes
+from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 
 CONFIG = TrainConfig("a", 10)
@@ -75,6 +76,9 @@ def test_runs_are_set_aside_one_beside_the_other(run):
         ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": null, "bits_per_byte": null}\n', False),
         ('{"step": 8, "loss": 1.0}\n{"step": 8, "eval_loss": 1.0, "bits', False),
         ('{"step": 8, "eval_loss": 1.0}\n{"step": 9, "lo', True),
+        ('{"step": 8, "eval_loss": null, "acc.sums": 0.5}\n', False),
+        ('{"step": 8, "acc.sums": 0.5}\n', True),
+        ('{"step": 8, "acc.sums": null}\n', False),
     ],
 )
 def test_whether_a_step_was_evaluated(run, text, expected):

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from gregale.errors import UserError
+from gregale.services import lines as lines_module
 from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
-from gregale.services.tracking import RunInfo, jsonl
-from gregale.services.tracking.jsonl import ObjectTracker
+from gregale.services.tracking import JsonlTracker, RunInfo
 from gregale.storage import Patience, files_below, place
 from tests.stores import Fault, proxied
 
@@ -78,7 +78,7 @@ def test_setting_aside_that_fails_leaves_the_run(s3, s3_endpoint, monkeypatch):
 
 
 def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
-    tracker = ObjectTracker(s3 / "metrics.jsonl")
+    tracker = JsonlTracker(s3 / "metrics.jsonl")
     tracker.log(1, {"loss": 2.0})
     assert not (s3 / "metrics.jsonl").exists(), "not with every line"
     tracker.flush()
@@ -87,7 +87,7 @@ def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
         tracker.log(step, {"loss": float("nan")})
     tracker.close()
     assert lines(s3 / "metrics.jsonl")[1:] == [{"step": step, "loss": None} for step in (2, 3)]
-    resumed = ObjectTracker(s3 / "metrics.jsonl", resumed_from=2)
+    resumed = JsonlTracker(s3 / "metrics.jsonl", resumed_from=2)
     resumed.log(3, {"loss": 1.0})
     resumed.close()
     assert [(line["step"], line["loss"]) for line in lines(s3 / "metrics.jsonl")] == [(1, 2.0), (2, None), (3, 1.0)]
@@ -95,17 +95,17 @@ def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
 
 def test_lines_of_later_steps_go_even_if_none_comes_instead(s3):
     (s3 / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n')
-    ObjectTracker(s3 / "metrics.jsonl", resumed_from=1).close()
+    JsonlTracker(s3 / "metrics.jsonl", resumed_from=1).close()
     assert lines(s3 / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_lines_are_written_after_a_while_and_kept_while_the_store_is_away(s3, s3_endpoint, monkeypatch):
-    monkeypatch.setattr(jsonl, "_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(lines_module, "FLUSH_SECONDS", 0.05)
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reports: list[str] = []
         to = place(str(s3 / "metrics.jsonl"), Patience(seconds=0.1, first_delay_seconds=0.05))
-        tracker = ObjectTracker(to, report=reports.append)
+        tracker = JsonlTracker(to, report=reports.append)
         proxy.faults[:] = [Fault(500, 4, "PUT")]
         tracker.log(1, {"loss": 2.0})
         until = time.monotonic() + 30

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gregale.services.tables import print_table
+from gregale.services.tables import fitting, print_table
 
 HEADINGS = ("kind", "axes", "bytes each time", "note")
 ROWS = [
@@ -42,3 +42,11 @@ def test_a_table_that_fits_is_a_table():
     file = io.StringIO()
     print_table(Console(file=file, width=40), "Short", ("a", "b"), [("1", "2")])
     assert "│ 1 │ 2 │" in file.getvalue()
+
+
+@pytest.mark.parametrize(("width", "kept"), [(200, "abcd"), (24, "abd"), (17, "ab"), (5, "ab")])
+def test_columns_go_where_there_is_no_room(width, kept):
+    console = Console(file=io.StringIO(), width=width)
+    headings, rows = fitting(console, "abcd", [("11", "22", "333333", "4444")], ("c", "d"))
+    assert "".join(headings) == kept
+    assert len(rows[0]) == len(kept)

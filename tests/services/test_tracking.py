@@ -23,6 +23,7 @@ from gregale.services.tracking import (
     check_installed,
     open_trackers,
 )
+from gregale.services.tracking.metrics import METRICS
 from gregale.services.tracking.tracker import Guarded
 from tests.disk import largest_file
 
@@ -278,6 +279,17 @@ def test_tensorboard_gets_the_scalars(tmp_path):
     assert struct.pack("<f", 2.5) in records
     assert b"grad_norm" not in records
     assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "grad_norm": None}]
+
+
+def test_tensorboard_has_every_name_as_it_is(tmp_path):
+    names = [re.sub(r"<(\w+)>", "0", metric.name) for metric in METRICS]
+    with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(io.StringIO()), True) as trackers:
+        trackers.log(1, dict.fromkeys(names, 1.0))
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    records = tensorboard_records(path)
+    for name in names:
+        field = b"\x0a" + bytes([len(name)]) + name.encode()  # Summary.Value.tag
+        assert any(field in record for record in records), name
 
 
 def test_processes_that_do_not_write_leave_nothing(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from gregale.storage import (
     download,
     files_below,
     is_url,
+    names,
     place,
     read_range,
     remove_tree,
@@ -44,13 +47,17 @@ def test_a_place_is_written_read_listed_and_deleted(folder, tmp_path):
     assert not file.is_dir()
     assert (folder / "a").is_dir()
     assert file.read_bytes() == b"0123456789"
-    assert [read_range(file, *ends) for ends in ((2, 5), (8, 99), (3, 3))] == [b"234", b"89", b""]
+    assert [read_range(file, *ends) for ends in ((2, 5), (8, 99), (3, 3), (10, 12), (50, 60))] == [
+        *(b"234", b"89", b"", b"", b"")
+    ], "an object that is shorter than it was is damage, and no refusal"
     (tmp_path / "here").write_bytes(b"from a file")
     upload(tmp_path / "here", folder / "c")
     download(folder / "c", tmp_path / "there")
     assert (tmp_path / "there").read_bytes() == b"from a file"
     assert {name: found.size for name, found in files_below(folder).items()} == {"a/b.bin": 10, "c": 11}
     assert files_below(folder)["c"] == status(folder / "c")
+    assert names(folder) == ["a", "c"]
+    assert names(folder / "none") == []
     (folder / "c").unlink()
     (folder / "c").unlink(missing_ok=True)
     assert list(files_below(folder)) == ["a/b.bin"]
@@ -79,11 +86,14 @@ def test_names_that_begin_alike_are_not_below(folder):
     assert not (folder / "run").is_dir()
 
 
-def test_of_two_that_create_one_does(folder, request):
-    assert create(folder / "lock", b"one")
-    if "gs" not in request.node.name:  # this stand-in has no conditional requests
-        assert not create(folder / "lock", b"two")
-        assert (folder / "lock").read_bytes() == b"one"
+def test_of_several_that_create_one_does(folder):
+    contents = [b"%d" % number for number in range(6)]
+    with ThreadPoolExecutor(len(contents)) as pool:
+        found = dict(zip(contents, pool.map(partial(create, folder / "lock"), contents), strict=True))
+    made = [content for content in contents if found[content]]
+    assert made == [(folder / "lock").read_bytes()]
+    assert not create(folder / "lock", b"late")
+    assert made == [(folder / "lock").read_bytes()]
 
 
 def test_what_a_text_names(tmp_path):

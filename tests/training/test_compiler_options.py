@@ -10,7 +10,7 @@ from gregale.errors import UserError
 from gregale.methods.config import DilocoConfig
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.sample import Sampler
+from gregale.programs.sample.sampler import training_sampler
 from gregale.programs.train.resume import converted
 from gregale.training.compiler_options import DEFAULTS, check_compiler_options, compiler_options
 from gregale.training.stepper import Stepper
@@ -66,7 +66,7 @@ def test_every_program_of_a_run_is_compiled_with_its_options(monkeypatch):
     monkeypatch.setattr(jax, "jit", noted)
     converted(setup, setup.initial_state(), 0, replace(setup.psdp, microbatches=1))
     setup.stepper()
-    Sampler(setup, BytesTokenizer())
+    training_sampler(setup, BytesTokenizer())
     assert len(taken) == 9, "next to nothing, two states, the step and what follows it, and four for texts"
     assert all(each.items() >= options.items() for each in taken)
 

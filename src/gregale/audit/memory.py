@@ -107,7 +107,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     return Estimate(
         arguments=arguments,
         buffers=buffers,
-        saved=step.layers * saved_bytes(step),
+        saved=step.layers * _saved(step, backend),
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
         working=max(_layer(step, backend), _loss(step, backend)),
         update=update,
@@ -121,7 +121,13 @@ def _scores(step: StepShape) -> int:
     return step.tokens * step.positions * step.heads // step.mesh["model"]
 
 
-def saved_bytes(step: StepShape) -> int:
+def _of_heads(step: StepShape, backend: Backend) -> int:
+    """Values that a device holds of a token's query heads, or of what is attended to by them."""
+    lanes = 1 if step.scores else backend.lanes
+    return step.heads // step.mesh["model"] * -(-step.head_size // lanes) * lanes
+
+
+def _saved(step: StepShape, backend: Backend) -> int:
     """What one layer saves on the device for its backward pass, in all of a microbatch's tokens.
 
     With `none` that is everything that JAX differentiates: gate, up, and four products of them; four arrays of the
@@ -138,7 +144,7 @@ def saved_bytes(step: StepShape) -> int:
         case "offload":
             return 0
         case "context" | "attention":
-            return stream + tokens * heads * narrow
+            return stream + tokens * _of_heads(step, backend) * narrow
         case "projections":
             return 2 * stream + tokens * (2 * heads + 2 * keys + 2 * step.mlp) * narrow
     weights = 0 if step.per_step else _a_layer(step) * narrow
@@ -171,7 +177,7 @@ def _layer(step: StepShape, backend: Backend) -> int:
     scores = _scores(step)
     a_score = FLOAT32 + step.compute_bytes if backend.fuses_softmax else SCORE_ARRAYS * FLOAT32 + 1  # the mask's byte
     attention = a_score * scores
-    attention += HEAD_ARRAYS * width * step.tokens * step.heads * step.head_size // step.mesh["model"]
+    attention += HEAD_ARRAYS * width * step.tokens * _of_heads(step, backend)
     mlp = MLP_ARRAYS * width * step.tokens * step.mlp
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     gathered = 0 if step.per_step else width * weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from haliax import Axis, NamedArray
@@ -22,6 +22,8 @@ class Backend:
         merges_sums: `sum(a) + sum(b)` over devices is done as one `sum(a + b)`.
         scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
         fuses_softmax: a softmax and its gradient are computed in passes over few arrays of scores or logits.
+        lanes: values of an array's last axis that lie side by side. Where attention is a kernel, that axis is a head,
+            which is filled up to a whole number of them.
     """
 
     narrowest_bytes: int
@@ -29,12 +31,14 @@ class Backend:
     merges_sums: bool
     scatters_layers: bool
     fuses_softmax: bool
+    lanes: int = 1
 
 
 CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatters_layers=False, fuses_softmax=False)
 ACCELERATOR = Backend(
     narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True
 )
+TPU = replace(ACCELERATOR, lanes=128)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,12 @@ class MeshConfig(Settings):
         if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
             raise UserError(f"mesh: {self} has more than one -1; at most one axis can take the devices that are left.")
 
+    @property
+    def device_count(self) -> int | None:
+        """How many devices the axes need; None: one of them takes those that are left."""
+        sizes = [getattr(self, axis) for axis in AXES]
+        return None if -1 in sizes else prod(sizes)
+
     def sizes(self, device_count: int) -> dict[str, int]:
         """Axis sizes with -1 filled in, so that their product is `device_count`."""
         sizes = {axis: getattr(self, axis) for axis in AXES}

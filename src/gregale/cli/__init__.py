@@ -37,8 +37,12 @@ PROGRAMS = {
     "island": Program("gregale.programs.island.command", "train as one island of several that come, go and die"),
     "islands": Program("gregale.programs.islands.command", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
-    "sample": Program("gregale.programs.sample", "continue a prompt with the model of a run"),
-    "eval": Program("gregale.programs.evaluate", "measure a run's held-out loss and bits per byte"),
+    "sample": Program(
+        "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"
+    ),
+    "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
+    "watch": Program("gregale.programs.watch.command", "follow a run in the terminal while it trains"),
+    "runs": Program("gregale.programs.runs", "list the runs of a folder: how they stand and what they have come to"),
     "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),

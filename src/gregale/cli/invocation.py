@@ -25,7 +25,8 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     own = {each.name for each in fields(command.options)}
     parts = [command.options] if command.config is None else [command.options, command.config]
     flags = {entry.key for part in parts for entry in entries(part) if entry.type == "bool"}
-    words, pairs = split_arguments(arguments, flags)
+    lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
+    words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     if _takes_many(command):
         at = len(command.positional) - 1
         words = [*words[:at], json.dumps(words[at:])] if words[at:] else words

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from gregale.data.parts import LENGTH, Damaged, Seal, Task, read_part, read_seal, token_dtype
+from gregale.data.merging import LENGTHS_NAME, WHOLE_NAME, merge, split
+from gregale.data.parts import LENGTH, Damaged, Seal, Task, read_seal, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped
 from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TOKENS_NAME, finish_store, flush
@@ -19,7 +19,9 @@ from gregale.errors import UserError
 from gregale.storage import Place, Remote, upload
 
 
-def put_together(tasks: Sequence[Task], tokenizer: Tokenizer, parts: Place, folder: Place, report: Report) -> None:
+def put_together(
+    tasks: Sequence[Task], tokenizer: Tokenizer, parts: Place, folder: Place, removes: bool, report: Report
+) -> None:
     """Makes a store of its parts, whole or not at all, after reading and checking each of them.
 
     On a disk the tokens become one file, so that it can be mapped into memory. In an object store they stay where they
@@ -30,6 +32,7 @@ def put_together(tasks: Sequence[Task], tokenizer: Tokenizer, parts: Place, fold
         tokenizer: by which.
         parts: where the parts lie.
         folder: the store.
+        removes: on a disk, each part goes when its tokens are in the one file; else somebody still reads them.
         report: told the bytes of the parts that were read, as `putting together`.
 
     Raises:
@@ -50,13 +53,19 @@ def put_together(tasks: Sequence[Task], tokenizer: Tokenizer, parts: Place, fold
         "source": tasks[0].source.identity(),
         "parts": [seal.documents for seal in seals],
     } | ({"skipped": asdict(skipped)} if skipped.count else {})
-    with tempfile.TemporaryDirectory(prefix=".whole-", dir=None if isinstance(parts, Remote) else parts) as name:
-        temporary = Path(name)
-        with open(os.devnull if isinstance(folder, Remote) else temporary / TOKENS_NAME, "wb") as output:
-            lengths, tokens = copied(parts, seals, output, report)
-        offsets = np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
-        finish_store(temporary, offsets, description, tokens)
-        publish(temporary, folder)
+    if isinstance(parts, Remote):
+        with tempfile.TemporaryDirectory(prefix=".whole-") as name:
+            lengths, tokens = measured(parts, seals, report)
+            finish_store(Path(name), offsets_of(lengths), description, tokens)
+            publish(Path(name), folder)
+    else:
+        tokens = merge(parts, seals, removes, report)
+        lengths = np.fromfile(parts / LENGTHS_NAME, LENGTH)
+        for path in (parts / WHOLE_NAME).iterdir():
+            if path.name != TOKENS_NAME:  # of one that was killed here
+                path.unlink(missing_ok=True)
+        finish_store(parts / WHOLE_NAME, offsets_of(lengths), description, tokens)
+        publish(parts / WHOLE_NAME, folder)
 
 
 def sealed(parts: Place, number: int) -> Seal:
@@ -66,27 +75,28 @@ def sealed(parts: Place, number: int) -> Seal:
     return seal
 
 
-def copied(parts: Place, seals: Sequence[Seal], output: BinaryIO, report: Report) -> tuple[list[np.ndarray], dict]:
-    """Writes the tokens of all parts one after the other.
+def measured(parts: Place, seals: Sequence[Seal], report: Report) -> tuple[np.ndarray, dict]:
+    """Reads all parts.
 
     Returns:
-        The documents' lengths, an array for each part, and what the manifest says of the tokens.
+        The documents' lengths, and what the manifest says of the tokens.
     """
-    digest, lengths, size, done = hashlib.sha256(), [], 0, 0
-    total = sum(seal.size_bytes for seal in seals)
+    digest, lengths = hashlib.sha256(), bytearray()
+    size, done, total = 0, 0, sum(seal.size_bytes for seal in seals)
     for number, seal in enumerate(seals):
-        left, rest = seal.tokens * seal.itemsize, b""
-        size += left
-        for block in read_part(parts, number, seal):
-            output.write(block[:left])
-            digest.update(block[:left])
-            rest += block[left:]
-            left = max(left - len(block), 0)
-            done += len(block)
-        lengths.append(np.frombuffer(rest, LENGTH))
+        split(parts, number, seal, digest.update, lengths.extend)
+        size += seal.tokens * seal.itemsize
+        done += seal.size_bytes
         if len(seals) > 1:  # one takes no time
             report("putting together", done, total)
-    return lengths, {"bytes": size, "sha256": digest.hexdigest()}
+    return np.frombuffer(lengths, LENGTH), {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Where documents of these lengths begin, and the end of the last, int64 [document + 1]."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def publish(temporary: Path, folder: Place) -> None:

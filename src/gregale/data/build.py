@@ -89,16 +89,24 @@ def build(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int
         tasks, parts = make_tasks(source.config), parts_of(folder)
         while not is_complete(folder):
             share.encode(lambda: is_complete(folder))
-            share.finish(lambda: put_together(tasks, tokenizer, parts, folder, report), lambda: is_complete(folder))
+            share.finish(
+                lambda removes: put_together(tasks, tokenizer, parts, folder, removes, report),
+                lambda: is_complete(folder),
+            )
 
 
 @contextmanager
-def sharing(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> Iterator[Share]:
-    """This process's share in building a store; see `build_store`."""
+def sharing(
+    source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report, reads: bool = False
+) -> Iterator[Share]:
+    """This process's share in building a store; see `build_store`.
+
+    - `reads`: it reads the parts themselves, which then stay as long as it is there
+    """
     tasks, parts = make_tasks(source.config), parts_of(folder)
     with usable(folder.parent):
         parts.mkdir(parents=True, exist_ok=True)
-    crew = Crew(parts)
+    crew = Crew(parts, reads=reads)
     try:
         write_bytes(parts / SOURCE_NAME, json.dumps({"source": source.config.identity()}).encode())
         with crew, Workers(workers if len(tasks) > 1 else 1, tokenizer, parts) as encoders:

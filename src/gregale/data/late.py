@@ -172,7 +172,7 @@ class LateParts:
 
     def _work(self, source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> None:
         try:
-            with sharing(source, tokenizer, folder, workers, report) as self._share:
+            with sharing(source, tokenizer, folder, workers, report, reads=True) as self._share:
                 self._share.want(self._wanted)
                 while not self._over.is_set():
                     self._share.encode(self._over.is_set)

@@ -27,10 +27,13 @@ class Share:
     def __init__(self, name: str, tasks: Sequence[Task], parts: Place, crew: Crew, workers: Workers, report: Report):
         self._name, self._tasks, self._parts, self._crew, self._workers = name, tasks, parts, crew, workers
         self._report = report
-        found = files_below(parts)
-        self._pending = {task.number: None for task in tasks if seal_name(task.number) not in found}
+        self._pending = self._without_seal()
         self._wanted: tuple[int, ...] = ()
         self._told: dict[str, int] = {}
+
+    def _without_seal(self) -> dict[int, None]:
+        found = files_below(self._parts)
+        return {task.number: None for task in self._tasks if seal_name(task.number) not in found}
 
     def want(self, numbers: Iterable[int]) -> None:
         """Says which parts to begin with; any thread may."""
@@ -58,8 +61,11 @@ class Share:
                 self._pending.pop(task.number, None)
             self._tell()
 
-    def finish(self, put_together: Callable[[], None], is_over: Callable[[], bool]) -> None:
-        """Puts the store together, or waits a while for who does. What it finds to be damaged is encoded again."""
+    def finish(self, put_together: Callable[[bool], None], is_over: Callable[[], bool]) -> None:
+        """Puts the store together, or waits a while for who does. What it finds to be damaged is encoded again.
+
+        - `put_together`: is told whether the parts may go meanwhile
+        """
         number = len(self._tasks)
         if is_over():
             return
@@ -67,9 +73,10 @@ class Share:
             time.sleep(POLL_SECONDS)
             return
         try:
-            put_together()
+            put_together(not any(note.reads for note in self._crew.look()))
         except Damaged as damaged:
             self.again(damaged.number)
+            self._pending |= self._without_seal()
         finally:
             self._crew.release(number, None)
 

@@ -45,6 +45,7 @@ class Note:
         holds: the parts that it is at work on.
         finished: the parts that it has sealed, the last of them.
         done_bytes: how much input it has encoded.
+        reads: it reads the parts, also when the store is complete.
     """
 
     builder: str
@@ -55,6 +56,7 @@ class Note:
     holds: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     done_bytes: int = 0
+    reads: bool = False
 
 
 class Crew:
@@ -64,11 +66,18 @@ class Crew:
         folder: where the store's parts lie.
         beat_seconds: between two signs of life.
         lost_seconds: without one, a builder is lost.
+        reads: see `Note`.
     """
 
-    def __init__(self, folder: Place, beat_seconds: float = BEAT_SECONDS, lost_seconds: float = LOST_SECONDS):
+    def __init__(
+        self,
+        folder: Place,
+        beat_seconds: float = BEAT_SECONDS,
+        lost_seconds: float = LOST_SECONDS,
+        reads: bool = False,
+    ):
         self._folder = folder / "builders"
-        self._note = Note(secrets.token_hex(8), socket.gethostname(), pid_space(), os.getpid())
+        self._note = Note(secrets.token_hex(8), socket.gethostname(), pid_space(), os.getpid(), reads=reads)
         self._beat_seconds, self._lost_seconds = beat_seconds, lost_seconds
         self._others: list[Note] = []
         self._seen: dict[str, tuple[int, float]] = {}

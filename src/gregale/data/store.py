@@ -22,6 +22,7 @@ import numpy as np
 
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
+from gregale.files import write_bytes
 from gregale.storage import Place
 
 FORMAT = 1
@@ -161,12 +162,14 @@ def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: d
         description: the fields of the manifest that say what the store is made of.
         tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
     """
-    np.save(folder / DOCUMENTS_NAME, offsets)
+    with (folder / f"{DOCUMENTS_NAME}.new").open("wb") as file:
+        np.save(file, offsets)
+    os.replace(folder / f"{DOCUMENTS_NAME}.new", folder / DOCUMENTS_NAME)
     files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
     counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
     manifest = {"format": FORMAT, **counts, **description, "files": files}
     content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)
-    (folder / MANIFEST_NAME).write_text(content, encoding="utf-8")
+    write_bytes(folder / MANIFEST_NAME, content.encode())
     if (folder / TOKENS_NAME).exists():
         write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
     for path in [*folder.iterdir(), folder]:

@@ -65,7 +65,7 @@ class Chain:
     """
 
     def __init__(self, streams: Sequence[DocumentStream]):
-        self._streams = streams
+        self.streams = streams
         self._starts = np.array(list(accumulate(map(len, streams), initial=0)), np.int64)
         self._firsts = np.array(list(accumulate((len(each.starts) - 1 for each in streams), initial=0)), np.int64)
 
@@ -80,7 +80,7 @@ class Chain:
         for number in range(first, last):
             begin, end = self._starts[number], self._starts[number + 1]
             if begin < end:
-                tokens, documents = self._streams[number].read(max(start - begin, 0), min(stop, end) - begin)
+                tokens, documents = self.streams[number].read(max(start - begin, 0), min(stop, end) - begin)
                 found.append((tokens, documents + self._firsts[number]))
         tokens, documents = zip(*found, strict=True)
         return np.concatenate(tokens), np.concatenate(documents)

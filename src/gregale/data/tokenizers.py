@@ -90,6 +90,11 @@ class Tokenizer(ABC):
     def token_pieces(self) -> list[bytes]:
         """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
 
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The ids that the tokenizer's own rules put before every text; `encode` leaves them out."""
+        return ()
+
     @cached_property
     def token_bytes(self) -> np.ndarray:
         """How many bytes of UTF-8 each id stands for, int32 [vocabulary]; 0 for special tokens.
@@ -102,6 +107,11 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """A hash of all that the tokenizer does."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def beginning(self) -> list[int]:
+        """The special tokens that stand before a text by the tokenizer's own file; `encode` leaves them out."""
+        return []
 
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one at a time."""
@@ -190,8 +200,20 @@ class LibraryTokenizer(Tokenizer):
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
 
+    @property
+    def beginning(self) -> list[int]:
+        ids = self._library.encode("a").ids
+        begins = self._library.encode("a", add_special_tokens=False).ids
+        return ids[: next(at for at in range(len(ids)) if ids[at : at + len(begins)] == begins)]
+
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        alone, whole = (self._library.encode("a", add_special_tokens=each).ids for each in (False, True))
+        place = next(place for place in range(len(whole)) if whole[place : place + len(alone)] == alone)
+        return tuple(whole[:place])
 
     def to_json(self) -> dict:
         return {"type": "library", "end_of_document": self._end_name, "library": self._json}

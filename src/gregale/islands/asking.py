@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 
-from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer
+from gregale.islands.engine.coordinator import (
+    LAST_REQUEST_SECONDS,
+    Coordinator,
+    CoordinatorUnreachable,
+    NoAnswer,
+)
 from gregale.islands.protocol.headers import GarbageError, Header, View
 
 
@@ -38,11 +44,14 @@ class Asking:
         self._has_peers = False
         self._newest: Header | None = None
         self._thread, self._asks = 0, False  # which one asks; whether it waits for an answer
+        self._started: list[Thread] = []
         self._changed, self._closed = Condition(), False
 
     def start(self) -> None:
         """Begins to ask, as soon as there is a header."""
-        Thread(target=self._run, args=(self._thread,), daemon=True, name="asking").start()
+        started = Thread(target=self._run, args=(self._thread,), daemon=True, name="asking")
+        self._started = [each for each in self._started if each.is_alive()] + [started]
+        started.start()
 
     def ask(self, header: Header) -> None:
         """Asks with this header next; one that waits to be asked with is forgotten."""
@@ -54,11 +63,15 @@ class Asking:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Asks no more; the coordinator finds that this member is silent."""
+        """Asks no more; the coordinator finds that this member is silent. Waits a while for what is under way."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._coordinator.close()
+        until = time.monotonic() + LAST_REQUEST_SECONDS
+        for thread in self._started:
+            if thread is not current_thread():
+                thread.join(max(until - time.monotonic(), 0.0))
 
     def _run(self, thread: int) -> None:
         while (header := self._next(thread)) is not None:

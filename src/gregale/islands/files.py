@@ -1,17 +1,22 @@
-"""The outer side of an island on disk: one folder a round, beside the checkpoints of the inner side.
+"""The outer side of an island as it is saved: one folder a round, beside the checkpoints of the inner side.
 
-`round-00000012` has `arrays.bin`, the arrays one after the other, and `manifest.json`, which says what they are, and
-their hashes. It is written as `round-00000012.partial` and gets its name last.
+It lies on a disk or in an object store. `round-00000012` has the arrays one after the other, cut into files of 48 MiB
+(`1f2e3d4c-00000`, ...), and `manifest.json`, which says what they are, and their hashes. The files have a name by
+chance, the manifest is written last and whole, and it names them: so what is there counts, or is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -19,8 +24,12 @@ from gregale.errors import UserError
 from gregale.files import reason
 from gregale.islands.protocol.headers import Outer
 from gregale.methods.island_outer import Held
+from gregale.services.checkpoint.objects import PART_BYTES
+from gregale.services.checkpoint.pieces import parts
+from gregale.storage import Place, Remote, StoreError, names, read_range, remove_tree, write_bytes
 
-ARRAYS, MANIFEST, PARTIAL = "arrays.bin", "manifest.json", ".partial"
+MANIFEST = "manifest.json"
+_THREADS = 4  # parts at once, which are in memory meanwhile
 
 
 class Saved(NamedTuple):
@@ -31,72 +40,133 @@ class Saved(NamedTuple):
     versions: dict[str, int]
 
 
-def folder_of(directory: Path, number: int) -> Path:
+def folder_of(directory: Place, number: int) -> Place:
     """Where the outer side after `number` rounds is."""
     return directory / f"round-{number:08d}"
 
 
-def write(directory: Path, outer: Outer, leaves: Mapping[str, Held]) -> None:
-    """Writes the outer side of a round, whole or not at all; nothing if it is there already. Raises OSError."""
+def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], part_bytes: int = PART_BYTES) -> None:
+    """Writes the outer side of a round, whole or not at all; nothing if it is there already.
+
+    Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
+    this one is complete.
+    """
     folder = folder_of(directory, outer.round)
     if _is_of(folder, outer):
         return
-    shutil.rmtree(folder, ignore_errors=True)  # of a fleet that was lost and has made this round again
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    entries = []
+    own = uuid4().hex[:8]
+    entries: list[list[Any]] = []
+
+    def contents() -> Iterator[np.ndarray]:
+        for name, held in leaves.items():
+            array = np.asarray(held.array)
+            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            entries.append([name, array.dtype.str, list(array.shape), held.version, _hash(content)])
+            yield content
+
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with (partial / ARRAYS).open("wb") as file:
-            for name, held in leaves.items():
-                array = np.ascontiguousarray(held.array)
-                file.write(array.view(np.uint8).reshape(-1).data if array.size else b"")
-                entries.append([name, array.dtype.str, list(held.array.shape), held.version, _hash(array)])
-        text = json.dumps({"outer": outer.to_json(), "arrays": entries})
-        (partial / MANIFEST).write_text(text, encoding="utf-8")
-        partial.rename(folder)
+        _write_parts(folder, own, contents(), part_bytes)
+        manifest = {"outer": outer.to_json(), "parts": own, "part_bytes": part_bytes, "arrays": entries}
+        write_bytes(folder / MANIFEST, json.dumps(manifest).encode())
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(folder, lambda name: name.startswith(own))
         raise
+    _remove(folder, lambda name: name != MANIFEST and not name.startswith(own))
 
 
-def read(directory: Path, number: int) -> Saved:
-    """Reads the outer side of a round; raises `UserError` if it is not there or damaged."""
+def read(directory: Place, number: int) -> Saved:
+    """Reads the outer side of a round; raises `UserError` if it is not there or damaged, or the store does not tell."""
     folder = folder_of(directory, number)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        outer = Outer.from_json(manifest["outer"])
-        arrays, versions = {}, {}
-        with (folder / ARRAYS).open("rb") as file:
-            for name, dtype, shape, version, digest in manifest["arrays"]:
-                array = np.fromfile(file, np.dtype(dtype), int(np.prod(shape, dtype=np.int64))).reshape(shape)
-                if _hash(array) != digest:
-                    raise ValueError(f"{name} is not what was written")
-                arrays[name], versions[name] = array, version
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        outer, own, part_bytes = Outer.from_json(manifest["outer"]), manifest["parts"], manifest["part_bytes"]
+        kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
+        starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = pool.map(
+                lambda entry, kind, start: _array(folder, own, part_bytes, entry, kind, start),
+                *(manifest["arrays"], kinds, starts),
+            )
+            arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
+        return Saved(outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"]})
+    except StoreError:  # no damage, and nothing is gained by beginning anew
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise UserError(
             f"The outer parameters in {folder} cannot be read ({why}). Without them this island can go on only with "
             f"those of its peers: give --fresh, and it joins them anew."
         ) from error
-    return Saved(outer, arrays, versions)
 
 
-def keep_only(directory: Path, numbers: Iterable[int]) -> None:
-    """Deletes the folders of all other rounds."""
+def keep_only(directory: Place, numbers: Iterable[int]) -> None:
+    """Deletes the folders of all other rounds, as far as that can be done."""
     kept = {folder_of(directory, number).name for number in numbers}
-    for folder in directory.glob("round-*"):
-        if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    for name in names(directory):
+        if name.startswith("round-") and name not in kept:
+            with suppress(OSError, StoreError):
+                (directory / name / MANIFEST).unlink(missing_ok=True)  # first: what is left then counts for nothing
+                remove_tree(directory / name)
 
 
-def _is_of(folder: Path, outer: Outer) -> bool:
+def _write_parts(folder: Place, own: str, contents: Iterable[np.ndarray], part_bytes: int) -> None:
+    """Writes arrays one after the other, of which no more are in memory than a few parts need."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        under_way: deque[Future[None]] = deque()
+        for number, views in enumerate(parts(contents, part_bytes)):
+            if len(under_way) == _THREADS:
+                under_way.popleft().result()
+            under_way.append(pool.submit(_write_part, folder / _part_name(own, number), views))
+        for future in under_way:
+            future.result()
+
+
+def _write_part(place: Place, views: list[memoryview]) -> None:
+    if isinstance(place, Remote):
+        place.write_bytes(b"".join(views))
+        return
+    with place.open("wb") as file:
+        file.writelines(views)
+
+
+def _array(folder: Place, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
+    """An array that begins at a byte of the parts; raises ValueError if it is not what was written."""
+    dtype, shape = kind
+    content, at = np.empty(dtype.itemsize * prod(shape), np.uint8), 0
+    while at < len(content):
+        number, offset = divmod(start + at, part_bytes)
+        most = min(part_bytes - offset, len(content) - at)
+        found = read_range(folder / _part_name(own, number), offset, offset + most)
+        if len(found) < most:
+            raise ValueError(f"{_part_name(own, number)} is shorter than what was written")
+        content[at : at + most] = np.frombuffer(found, np.uint8)
+        at += most
+    if _hash(content) != entry[4]:
+        raise ValueError(f"{entry[0]} is not what was written")
+    return content.view(dtype).reshape(shape)
+
+
+def _is_of(folder: Place, outer: Outer) -> bool:
     """Whether a folder has the outer side of this record."""
     try:
-        return Outer.from_json(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["outer"]) == outer
+        return Outer.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _hash(array: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, digest_size=16).hexdigest()
+def _remove(folder: Place, chosen: Callable[[str], bool]) -> None:
+    """Deletes some of the files of a folder, as far as that can be done."""
+    with suppress(OSError, StoreError):
+        for name in filter(chosen, names(folder)):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _part_name(own: str, number: int) -> str:
+    return f"{own}-{number:05d}"
+
+
+def _hash(content: np.ndarray) -> str:
+    return hashlib.blake2b(content.data, digest_size=16).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from gregale.axes.layout import Layout
+from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, PsdpState
 from gregale.methods.psdp import Psdp
 
@@ -57,6 +58,10 @@ class AroundPsdp:
     def due(self, step: int) -> bool:
         """Whether what is evaluated depends on more than `parameters_only`: never."""
         return self.inner.due(step)
+
+    def inspected(self, state: Around, batch: Tree, probe: Probe) -> Inspected:
+        """What a step computes with, which is one of PSDP."""
+        return self.inner.inspected(state.psdp, batch, probe)
 
     def figures(self, step: int) -> dict[str, int]:
         return self.inner.figures(step)

@@ -16,6 +16,7 @@ from gregale.audit.step import StepShape
 from gregale.communication.accumulate import finite_replicas, zero_sums
 from gregale.communication.quantised import Lost
 from gregale.methods.around import AroundPsdp
+from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import PsdpState, StepMetrics
 from gregale.methods.psdp import Psdp, either
 from gregale.methods.traffic import DelayedTraffic
@@ -100,13 +101,19 @@ class Delayed(AroundPsdp):
         loss = loss / weight
         # In a sum of its own: with one microbatch the loss is there before the backward pass, the gradients are not.
         (finite,) = reducer.totals(finite_replicas(new.gradients, self.layout))
-        moved, norm = self._moved(state, jnp.isfinite(loss))
+        moved, norm, _ = self._moved(state, jnp.isfinite(loss))
         usable = jnp.isfinite(loss) & (finite == self.layout.replicas)
         moved = either(usable, moved._replace(sums=new.gradients, weight=weight), state)
         return moved, StepMetrics(loss, weight, norm, usable & jnp.isfinite(norm))
 
-    def _moved(self, state: DelayedState, usable: jax.Array) -> tuple[DelayedState, jax.Array]:
-        """The state moved by what came into the step, and the norm of the gradient that was averaged.
+    def inspected(self, state: DelayedState, batch: Tree, probe: Probe) -> Inspected:
+        """As `Psdp.inspected`; of gradients and updates it is the earlier ones that a step averages and applies."""
+        moved, _, grads = self._moved(state, jnp.array(True))
+        probed = probe(self.trained(state), batch)
+        return inspected(state.psdp.parameters, grads, moved.psdp.parameters, probed)
+
+    def _moved(self, state: DelayedState, usable: jax.Array) -> tuple[DelayedState, jax.Array, Tree]:
+        """The state moved by what came into the step, and the gradient that was averaged, its norm first.
 
         Whatever is computed of what was received waits for `usable`, and so for the loss: the compiler would else
         compute it first, and wait for the transfer before the microbatches. With one microbatch the loss is there
@@ -119,13 +126,14 @@ class Delayed(AroundPsdp):
         updates, moved, norm = inner.update(psdp._replace(error=error), grads)
         some &= jnp.isfinite(norm)
         if self.delay == 1:
-            return state._replace(psdp=either(some, inner.apply(moved, updates), psdp)), norm
+            return state._replace(psdp=either(some, inner.apply(moved, updates), psdp)), norm, grads
         given = inner.apply(moved, state.updates)
         applied = either(state.ready & usable, given, psdp)
         optimizer, error = either(some, (moved.sharded, given.error), (psdp.sharded, psdp.error))
         updates = either(some, updates, jax.tree.map(jnp.zeros_like, updates))
         updates = self.layout.constrain(updates, self.layout.opt_state)
-        return state._replace(psdp=applied._replace(sharded=optimizer, error=error), updates=updates, ready=some), norm
+        psdp = applied._replace(sharded=optimizer, error=error)
+        return state._replace(psdp=psdp, updates=updates, ready=some), norm, grads
 
     def parameters_only(self, state: DelayedState) -> DelayedState:
         """The part of a state that `trained` needs; the rest is None."""

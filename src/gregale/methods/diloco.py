@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -22,6 +23,7 @@ from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
+from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, PsdpState
 from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
@@ -219,6 +221,11 @@ class Diloco:
 
         sums = vmap_over(differences, self.axis, self.layout)(state.inner.parameters)
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
+
+    def inspected(self, state: DilocoState, batch: Tree, probe: Probe) -> Inspected:
+        """What each replica's own step computes with, as `Psdp.inspected`; `probe` is as one replica sees it."""
+        own = partial(self.inner.inspected, probe=probe)
+        return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
 
     def outer_parameters(self, state: DilocoState) -> Tree:
         """theta under `params`, after every SEND up to the state's step.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from gregale.audit.step import StepShape
 from gregale.audit.traffic import Transfer
 from gregale.axes.layout import Layout
+from gregale.methods.inspection import Inspected, Probe
 
 Tree = Any
 
@@ -166,6 +167,10 @@ class Method(Protocol):
 
     def lost(self, state: Tree, batch: Tree) -> Any:
         """What quantising would lose, as `communication.quantised.Lost`; only with a codec."""
+        ...
+
+    def inspected(self, state: Tree, batch: Tree, probe: Probe) -> Inspected:
+        """What the next step computes with, for a program of its own; `probe` is for the layout `inside`."""
         ...
 
     def trees(self, state: Tree) -> dict[str, Tree]:

@@ -16,6 +16,7 @@ from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
 from gregale.communication.quantised import Lost, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
+from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Actions, PsdpState, StepMetrics
 from gregale.methods.traffic import PsdpTraffic
 from gregale.optim.config import Optimizer
@@ -101,6 +102,16 @@ class Psdp:
 
         A step whose loss or gradient is not finite leaves the state as it was.
         """
+        moved, _, metrics = self._moved(state, batch)
+        return either(metrics.finite, moved, state), metrics
+
+    def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
+        """What `step` computes with; for a program of its own."""
+        moved, grads, _ = self._moved(state, batch)
+        return inspected(state.parameters, grads, moved.parameters, probe(self.trained(state), batch))
+
+    def _moved(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
+        """The state moved by a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
         sums, reducer = self.sums(state, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
@@ -108,7 +119,7 @@ class Psdp:
         updates, moved, norm = self.update(state._replace(error=error), grads)
         moved = self.apply(moved, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        return either(finite, moved, state), StepMetrics(loss, weight, norm, finite)
+        return moved, grads, StepMetrics(loss, weight, norm, finite)
 
     def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
         """The gradients of a batch, each replica's by itself."""

@@ -9,9 +9,10 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
-from gregale.model.cache import POSITION, Cache
+from gregale.model.cache import POSITION, Cache, Turn
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution, named
+from gregale.model.logits import largest_logits
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
@@ -65,16 +66,24 @@ class Attention(eqx.Module):
         q, k, v = self.project(x, positions, execution)
         return named(self.attended(q, k, v, segments, execution), "attention_out")
 
-    def prefill(self, x: NamedArray, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
-        """The same for a prompt that begins at position 0, and the cache that `decode` goes on with."""
-        q, k, v = self.project(x, hax.arange(x.resolve_axis(POSITION)), execution)
-        return self.attended(q, k, v, None, execution), Cache.of_prompt(k, v, slots, execution)
+    def largest_logits(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
+        """The largest logits of the same: float32 [Batch, KvHeads]."""
+        q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, execution))
+        ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
+        largest = largest_logits(q.array, k.array, ids, self.config.sliding_window)
+        return NamedArray(largest, (BATCH, self.config.KvHeads.name))
 
-    def decode(self, x: NamedArray, cache: Cache, place, execution: Execution) -> tuple[NamedArray, Cache]:
-        """The same for the one token at a place, which follows those in the cache: [Batch, Position 1, Embed]."""
-        q, k, v = self.project(x, hax.arange(x.resolve_axis(POSITION)) + place, execution)
-        cache = cache.extended(k, v, place)
-        attended = execution.placed(cache.attend(q, place, self.config.sliding_window))
+    def prefill(
+        self, x: NamedArray, positions: NamedArray, segments: NamedArray, slots: int, execution: Execution
+    ) -> tuple[NamedArray, Cache]:
+        """The same for prompts, and the cache that `decode` goes on with."""
+        q, k, v = self.project(x, positions, execution)
+        return self.attended(q, k, v, segments, execution), Cache.of_prompt(k, v, slots, execution)
+
+    def decode(self, x: NamedArray, cache: Cache, turn: Turn, execution: Execution) -> tuple[NamedArray, Cache]:
+        """The same for one token of each row, which follows those in the cache: [Batch, Position 1, Embed]."""
+        q, k, v = self.project(x, turn.positions, execution)
+        attended, cache = cache.attend(q, k, v, turn, execution)
         return execution.kernels.project(self.out, attended), cache
 
     def attended(self, q, k, v, segments: NamedArray | None, execution: Execution) -> NamedArray:

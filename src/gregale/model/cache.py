@@ -1,4 +1,9 @@
-"""The key/value cache of generation: written in place, a slot a token."""
+"""The key/value cache of generation: written in place, a slot a token.
+
+The rows of a batch have texts of different lengths. They end at the same place, and before a row's first token is
+filling (it is filled up on the left), so that all of them write the same slot. A place is counted from the filling on,
+a token's position from the row's first token on: position = place - first.
+"""
 
 from __future__ import annotations
 
@@ -7,73 +12,148 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
 
 POSITION, SLOT = "position", "slot"
+AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer
+
+
+class Turn(eqx.Module):
+    """Where the tokens of one call of `decode` stand, one of each row; the same for all layers.
+
+    With fewer slots than places, which only a sliding window allows, a token overwrites the one that left the window:
+    that of place p is in slot p modulo the slots.
+    """
+
+    slot: jax.Array  # the one to be written
+    positions: NamedArray  # integers [Batch, Position 1]
+    seen: NamedArray  # whether a slot, after the write, holds what the token sees: [Batch, Slot]
+
+    @staticmethod
+    def at(place, first: NamedArray, slots: int, window: int | None) -> Turn:
+        """That of the tokens at a place.
+
+        Arguments:
+        - `first`: the place of each row's first token, integers [Batch]
+        - `window`: how many tokens are seen, itself included; None: all
+        """
+        Slot = Axis(SLOT, slots)
+        slot = place % slots
+        back = slot - hax.arange(Slot)
+        back = hax.where(back < 0, back + slots, back)  # how many places before this one
+        reach = place - first
+        reach = reach if window is None else hax.minimum(reach, window - 1)
+        positions = (place - first).broadcast_axis(Axis(POSITION, 1)).rearrange((BATCH, POSITION))
+        return Turn(slot, positions, back.broadcast_axis(first.axes) <= reach)
 
 
 class Cache(eqx.Module):
     """Keys and values of one layer's tokens so far.
 
-    Both are [Batch, KvHeads, Slot, HeadSize], less axes of size 1. A head's slots lie side by side, as attention reads
-    them, and the products of attention take the arrays as they are; so XLA writes a token's slot in place. Were there
-    anything between the write and a product, be it the dropping of an axis of size 1, it would become another write,
-    into a copy of all slots. Slots after the last token hold nothing of use, and attention masks them.
+    On each device both are [Cell, Slot, HeadSize], a cell for each of its rows and key/value heads, or with one cell
+    [Slot, HeadSize]; the global arrays are those of the devices one after another. A cell's slots lie side by side, as
+    attention reads them, and the products of attention take the arrays as they are; so XLA writes a token's slot in
+    place. Were there anything between the write and a product, be it the dropping of an axis of size 1, it would become
+    another write, into a copy of all slots. Slots after the last token hold nothing of use, and attention masks them.
     """
 
-    key: NamedArray
-    value: NamedArray
+    key: jax.Array
+    value: jax.Array
+    slots: int = eqx.field(static=True)
 
     @staticmethod
     def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> Cache:
-        """Those of a prompt, [Batch, Position, KvHeads, HeadSize], with room for `slots` tokens in all."""
-        return Cache(*(execution.placed(_with_room(_as_kept(new), slots)) for new in (key, value)))
+        """Those of prompts, [Batch, Position, KvHeads, HeadSize]; of more tokens than `slots` the last ones."""
+        on = Devices(execution)
+        keep = on.sharded(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
+        return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
-    def with_room(self, slots: int) -> Cache:
+    def with_room(self, slots: int, execution: Execution) -> Cache:
         """The same with room for `slots` tokens in all."""
-        return Cache(_with_room(self.key, slots), _with_room(self.value, slots))
+        on = Devices(execution)
+        widen = on.sharded(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
+        return Cache(widen(self.key), widen(self.value), slots)
 
-    def extended(self, key: NamedArray, value: NamedArray, place) -> Cache:
-        """With the key and value of the token at a place, [Batch, Position 1, KvHeads, HeadSize]."""
+    def attend(self, query: NamedArray, key: NamedArray, value: NamedArray, turn: Turn, execution: Execution):
+        """softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
 
-        def written(old: NamedArray, new: NamedArray) -> NamedArray:
-            axis = old.axis_names.index(SLOT)
-            array = jax.lax.dynamic_update_slice_in_dim(old.array, _as_kept(new).array, place, axis)
-            return NamedArray(array, old.axis_names)
-
-        return Cache(written(self.key, key), written(self.value, value))
-
-    def attend(self, query: NamedArray, place, window: int | None) -> NamedArray:
-        """softmax(q . k / sqrt(head size)) . v of the token at a place, over itself and the tokens before it.
+        Returns what it attends to, and the cache with its key and value.
 
         Arguments:
         - `query`: [Batch, Position 1, Heads, HeadSize]
-        - `window`: how many tokens are seen, itself included; None: all
+        - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
         """
-        Heads, HeadSize = query.resolve_axis("heads"), query.resolve_axis("head_size")
-        kv_heads = self.key.axis_size("kv_heads") if "kv_heads" in self.key.axis_names else 1
-        Slot = self.key.resolve_axis(SLOT)
-        grouped = query.unflatten_axis(Heads, (Axis("kv_heads", kv_heads), Axis("group", Heads.size // kv_heads)))
-        back = place - hax.arange(Slot)
-        seen = back >= 0 if window is None else (back >= 0) & (back < window)
-        scores = hax.dot(grouped, self.key, axis=HeadSize, preferred_element_type=jnp.float32)
-        weights = hax.nn.softmax(hax.where(seen, scores * HeadSize.size**-0.5, -jnp.inf), axis=Slot)
-        attended = hax.dot(weights.astype(self.value.dtype), self.value, axis=Slot)
-        return attended.rearrange((..., "kv_heads", "group", "head_size")).flatten_axes(("kv_heads", "group"), Heads)
+        on = Devices(execution)
+        attend = on.sharded(
+            _attend,
+            (on.of_cells, on.of_cells, on.of_queries, on.of_keys, on.of_keys, on.of_seen, PartitionSpec()),
+            (on.of_queries, on.of_cells, on.of_cells),
+        )
+        query, key, value = (
+            new.rearrange((BATCH, POSITION, heads, "head_size"))
+            for new, heads in ((query, "heads"), (key, "kv_heads"), (value, "kv_heads"))
+        )
+        seen = turn.seen.rearrange((BATCH, SLOT)).array
+        attended, keys, values = attend(self.key, self.value, query.array, key.array, value.array, seen, turn.slot)
+        return NamedArray(attended, query.axis_names), Cache(keys, values, self.slots)
 
 
-def _as_kept(new: NamedArray) -> NamedArray:
-    """[Batch, Position, KvHeads, HeadSize] as the cache has it."""
-    ordered = new.rename({POSITION: SLOT}).rearrange((BATCH, "kv_heads", SLOT, "head_size"))
-    for name in (BATCH, "kv_heads"):
-        ordered = ordered[name, 0] if ordered.axis_size(name) == 1 else ordered
-    return ordered
+class Devices:
+    """How the arrays of attention lie on the devices, each of which works on its own rows and heads."""
+
+    def __init__(self, execution: Execution):
+        self._layout = layout = execution.layout
+        mapping = layout.compute
+        self.of_keys = layout.spec(AS_GIVEN, mapping)
+        self.of_queries = layout.spec((BATCH, POSITION, "heads", "head_size"), mapping)
+        self.of_seen = layout.spec((BATCH, SLOT), mapping)
+        self.of_cells = PartitionSpec(layout.mesh_axes((BATCH, "kv_heads"), mapping) or None)
+
+    def sharded(self, function, in_specs, out_specs):
+        return jax.shard_map(function, mesh=self._layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _with_room(old: NamedArray, slots: int) -> NamedArray:
-    more = [
-        (0, slots - size if name == SLOT else 0) for name, size in zip(old.axis_names, old.array.shape, strict=True)
-    ]
-    return NamedArray(jnp.pad(old.array, more), old.axis_names)
+def slots_of(caches) -> int:
+    """The slots of the caches of a model's layers, stacked or in a tuple."""
+    return (caches[0] if isinstance(caches, tuple) else caches).slots
+
+
+# What a device does with its rows and heads.
+
+
+def _attend(keys, values, query, key, value, seen, slot):
+    rows, _, heads, size = query.shape
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(old, _cells(new), slot, old.ndim - 2)
+        for old, new in ((keys, key), (values, value))
+    )
+    grouped = query.reshape(*keys.shape[:-2], -1, size)
+    scores = jnp.einsum("...gd,...sd->...gs", grouped, keys, preferred_element_type=jnp.float32)
+    by_row = scores.reshape(rows, heads, -1) * size**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None], by_row, -jnp.inf), axis=-1)
+    attended = jnp.einsum("...gs,...sd->...gd", weights.reshape(scores.shape).astype(values.dtype), values)
+    return attended.reshape(query.shape), keys, values
+
+
+def _cells(new: jax.Array) -> jax.Array:
+    """[row, position, kv head, channel] -> [cell, position, channel], or [position, channel] of one cell."""
+    rows, positions, heads, size = new.shape
+    cells = new.swapaxes(1, 2).reshape(rows * heads, positions, size)
+    return cells[0] if len(cells) == 1 else cells
+
+
+def _kept(new: jax.Array, slots: int) -> jax.Array:
+    """The cells of prompts; of more tokens than slots the last ones, each in its slot."""
+    cells = _cells(new)
+    if (over := cells.shape[-2] - slots) > 0:
+        cells = jnp.roll(cells[..., over:, :], over, axis=-2)
+    return _with_room(cells, slots)
+
+
+def _with_room(cells: jax.Array, slots: int) -> jax.Array:
+    more = [(0, 0)] * cells.ndim
+    more[-2] = (0, slots - cells.shape[-2])
+    return jnp.pad(cells, more)

@@ -1,11 +1,12 @@
-"""Generation with a key/value cache, a block of tokens at a call."""
+"""Generation with a key/value cache: a batch of prompts, a block of tokens at a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
+from typing import NamedTuple
 
 import haliax as hax
 import jax
@@ -16,160 +17,174 @@ from haliax import NamedArray
 from gregale.axes.layout import BATCH
 from gregale.model.cache import POSITION, Cache
 from gregale.model.config import CompilerOptions
+from gregale.model.drawing import Sampling, draw
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
-from gregale.settings import Range, Settings, at_least, whole
 
-BUCKET = 64  # prompts are filled up to multiples of this, so that few lengths are compiled
+BUCKET = 64  # prompts are filled up to multiples of this at least, so that few lengths are compiled
 BLOCK = 32  # most tokens that are drawn before Python is asked again
 FIRST_SLOTS = 512  # of the caches, if a text may become as long
 
 
-@dataclass(frozen=True)
-class Sampling(Settings):
-    """How the next token is drawn from the model's probabilities."""
+class Prompt(NamedTuple):
+    """What is continued: token ids, at least one, and the seed of what is drawn after them."""
 
-    temperature: float = field(
-        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
-    )
-    top_k: int | None = field(
-        default=None, metadata={"help": "draw from this many likeliest tokens only; null: all", "range": whole(1)}
-    )
-    top_p: float | None = field(
-        default=None,
-        metadata={
-            "help": "draw from the likeliest tokens of this total probability; null: all",
-            "range": Range(0, 1, above=True),
-        },
-    )
-    seed: int = field(default=0, metadata={"help": "of the draws", "range": whole(0)})
-
-
-def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
-    """One token: softmax(logits / temperature), cut to the `top_k` likeliest and then to the nucleus of `top_p`.
-
-    The nucleus is the smallest set of likeliest tokens whose probabilities add up to at least `top_p` (Holtzman et
-    al., arXiv 1904.09751).
-
-    Arguments:
-    - `logits`: [vocab], float32
-    """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits)
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        least = jax.lax.top_k(logits, min(sampling.top_k, logits.size))[0][-1]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p is not None:
-        order = jnp.argsort(-logits)
-        probabilities = jax.nn.softmax(logits[order])
-        before = jnp.cumsum(probabilities) - probabilities
-        logits = logits.at[order].set(jnp.where(before < sampling.top_p, logits[order], -jnp.inf))
-    return jax.random.categorical(key, logits)
+    tokens: Sequence[int]
+    seed: int = 0
 
 
 class Generator:
-    """Continues prompts with models of one shape; keeps its compiled programs from one prompt and model to the next.
+    """Continues prompts with models of one shape; keeps its compiled programs from one batch and model to the next.
 
-    - `execution`: of a layout that does not split the batch
+    The rows of a batch know nothing of one another: what is drawn for a row depends on its tokens, its seed, and how
+    many tokens it already has. The shapes of a batch, by which sums are rounded, are those of its number of rows and of
+    the length to which it is filled up (`width_of`).
+
+    - `execution`: its layout may split the batch, if it divides the rows
     - `vocabulary`: tokens that may be drawn; a model's vocabulary may be padded beyond them
-    - `end`: the token that ends a text
+    - `ends`: the tokens that end a text, at least one
     - `options`: the compiler's
     """
 
-    def __init__(self, execution: Execution, vocabulary: int, end: int, options: CompilerOptions | None = None):
-        self._execution, self._vocabulary, self._end = execution, vocabulary, end
+    def __init__(
+        self, execution: Execution, vocabulary: int, ends: Collection[int], options: CompilerOptions | None = None
+    ):
+        self._execution, self._vocabulary, self._ends = execution, vocabulary, np.asarray(list(ends), np.int32)
         compiled = partial(jax.jit, compiler_options=options)
-        self.read = compiled(self._read_prompt, static_argnames=("slots", "sampling"))
+        self.read = compiled(self._read_prompts, static_argnames=("slots", "sampling"))
         self.draw = compiled(self._draw_block, static_argnames=("sampling",), donate_argnames=("caches",))
-        self._widen = compiled(_with_room, static_argnames=("slots",))
+        self._widen = compiled(self._with_room, static_argnames=("slots",))
 
-    def tokens(self, model: Llama, prompt: Sequence[int], count: int, sampling: Sampling) -> Iterator[int]:
-        """Up to `count` tokens that continue the prompt; ends early before the end-of-document token.
+    def tokens(self, model: Llama, prompt: Prompt, count: int, sampling: Sampling) -> Iterator[int]:
+        """Up to `count` tokens that continue one prompt; ends early before a token that ends a text.
+
+        `model`: as `blocks` takes it
+        """
+        for block in self.blocks(model, [prompt], count, sampling, repeat(BLOCK)):
+            for token in block[0].tolist():
+                if token in self._ends:
+                    return
+                yield token
+
+    def blocks(
+        self,
+        model: Llama,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        sizes: Iterator[int],
+        is_over: Callable[[int], bool] = lambda row: False,
+    ) -> Iterator[np.ndarray]:
+        """Up to `count` tokens that continue each prompt, block by block: integers [row, token].
+
+        The first block has one token a row, and each of the others is drawn by one call of a program. What stands in a
+        row after a token that ends a text means nothing. It goes on until all rows have ended.
 
         Arguments:
         - `model`: as the execution runs it; with its blocks `unstacked` no token copies weights or caches
-        - `prompt`: token ids, at least one
+        - `sampling`: but for its seed; the prompts have theirs
+        - `sizes`: how many tokens each block after the first may have, 1 to `BLOCK`; does not change the tokens
+        - `is_over`: whether no more is wanted of a row, asked after each block
         """
-        return chain.from_iterable(self.blocks(model, prompt, count, sampling, repeat(BLOCK)))
-
-    def blocks(
-        self, model: Llama, prompt: Sequence[int], count: int, sampling: Sampling, sizes: Iterator[int]
-    ) -> Iterator[list[int]]:
-        """The same in lists, each drawn by one call of a program.
-
-        Arguments:
-        - `sizes`: how many tokens each list after the first may have, 1 to `BLOCK`; does not change the tokens
-        """
-        known, most = len(prompt), len(prompt) + count  # tokens that are known, and that are wanted in all
-        ids = np.zeros((1, multiple_of(BUCKET, known)), np.int32)
-        ids[0, :known] = prompt
-        seed, sampling = sampling.seed, replace(sampling, seed=0)  # a seed of its own makes no program of its own
-        slots = slots_for(known, most)
-        token, caches = self.read(model, ids, known - 1, seed, slots=slots, sampling=sampling)
-        drawn = [int(token)]
+        ids, first = filled(prompts)
+        seeds = np.asarray([prompt.seed for prompt in prompts], np.int32)
+        sampling = replace(sampling, seed=0)  # a seed of its own makes no program of its own
+        known, most = ids.shape[1], ids.shape[1] + count  # tokens that are known, and that are wanted in all
+        window = model.config.sliding_window
+        slots = slots_for(known, most, window)
+        tokens, caches = self.read(model, ids, first, seeds, slots=slots, sampling=sampling)
+        drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)
         while True:
-            if self._end in drawn:
-                drawn = drawn[: drawn.index(self._end)]
-                most = known + len(drawn)
             yield drawn
-            known += len(drawn)
-            if known == most:
+            known += drawn.shape[1]
+            over |= np.isin(drawn, self._ends).any(axis=1)
+            over |= [is_over(row) for row in range(len(prompts))]
+            if known == most or over.all():
                 return
-            if known > slots:
-                slots = slots_for(known, most)
+            if slots_for(known, most, window) > slots:
+                slots = slots_for(known, most, window)
                 caches = self._widen(caches, slots=slots)
-            wanted = min(next(sizes), most - known, slots + 1 - known)
-            block, caches = self.draw(model, drawn[-1], caches, known - 1, wanted, seed, sampling=sampling)
-            drawn = np.asarray(block)[:wanted].tolist()
+            wanted = min(next(sizes), most - known)
+            if window is None or slots < window:
+                wanted = min(wanted, slots + 1 - known)
+            block, caches = self.draw(
+                model, drawn[:, -1], over, caches, known - 1, first, wanted, seeds, sampling=sampling
+            )
+            drawn = np.asarray(block)[:, :wanted]
 
-    def _read_prompt(self, model, ids, last, seed, slots: int, sampling: Sampling):
-        """The token after a prompt whose last token is at place `last` of `ids` [1, position], and the caches."""
-        tokens = hax.named(ids, (BATCH, POSITION))
-        logits, caches = model.prefill(tokens, last, slots, self._execution)
-        return self._drawn(logits, last, seed, sampling), caches
+    def _read_prompts(self, model, ids, first, seeds, slots: int, sampling: Sampling):
+        """The tokens [row] after prompts `ids` [row, position], and the caches."""
+        tokens, last = self._execution.placed(hax.named(ids, (BATCH, POSITION))), ids.shape[1] - 1
+        logits, caches = model.prefill(tokens, hax.named(first, (BATCH,)), slots, self._execution)
+        return self._everywhere(self._drawn(logits, last - first, seeds, sampling)), caches
 
-    def _draw_block(self, model, token, caches, place, wanted, seed, sampling: Sampling):
-        """The `wanted` tokens after that at a place, [BLOCK], and the caches; nothing is drawn after the end."""
+    def _draw_block(self, model, tokens, over, caches, place, first, wanted, seeds, sampling: Sampling):
+        """The `wanted` tokens after those at a place, [row, BLOCK], and the caches; fewer if all rows are over."""
+        run, ends = self._execution, jnp.asarray(self._ends)
 
         def goes_on(state):
-            drawn, token, _, _ = state
-            return (drawn < wanted) & (token != self._end)
+            drawn, _, over, _, _ = state
+            return (drawn < wanted) & ~over.all()
 
         def one(state):
-            drawn, token, block, caches = state
-            logits, caches = model.decode(hax.named(token[None, None], (BATCH, POSITION)), caches, at(drawn), run)
-            token = self._drawn(logits, at(drawn), seed, sampling)
-            return drawn + 1, token, block.at[drawn].set(token), caches
+            drawn, tokens, over, block, caches = state
+            last = run.placed(hax.named(tokens[:, None], (BATCH, POSITION)))
+            logits, caches = model.decode(last, caches, place + drawn, hax.named(first, (BATCH,)), run)
+            tokens = jnp.where(over, ends[0], self._drawn(logits, place + drawn - first, seeds, sampling))
+            over = over | (tokens[:, None] == ends).any(axis=1)
+            return drawn + 1, tokens, over, block.at[:, drawn].set(tokens), caches
 
-        def at(drawn):
-            return place + drawn
-
-        run, block = self._execution, jnp.full(BLOCK, self._end, jnp.int32)
-        state = (jnp.int32(0), jnp.asarray(token, jnp.int32), block, caches)
-        _, _, block, caches = jax.lax.while_loop(goes_on, one, state)
+        block = jnp.full((len(tokens), BLOCK), ends[0])
+        *_, block, caches = jax.lax.while_loop(goes_on, one, (jnp.int32(0), tokens, over, block, caches))
         return self._everywhere(block), caches
 
-    def _drawn(self, logits: NamedArray, place, seed, sampling: Sampling) -> jax.Array:
-        """The token that follows the one at a place; its randomness is that of the seed and the place."""
-        key = jax.random.fold_in(jax.random.key(seed), place)
-        return self._everywhere(draw(logits.array[0, : self._vocabulary], sampling, key).astype(jnp.int32))
+    def _with_room(self, caches, slots: int):
+        def widened(cache: Cache) -> Cache:
+            return cache.with_room(slots, self._execution)
+
+        return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
+    def _drawn(self, logits: NamedArray, positions, seeds, sampling: Sampling) -> jax.Array:
+        """The tokens [row] that follow those at positions of their texts; seed and position give the randomness."""
+
+        def one(logits, seed, position):
+            return draw(logits, sampling, jax.random.fold_in(jax.random.key(seed), position))
+
+        layout = self._execution.layout
+        rows = logits.rearrange((BATCH, "vocab")).array[:, : self._vocabulary]
+        rows = jax.lax.with_sharding_constraint(rows, layout.sharding((BATCH, "token"), layout.compute))
+        return jax.vmap(one)(rows, seeds, positions).astype(jnp.int32)
 
     def _everywhere(self, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, self._execution.layout.sharding((), {}))
 
 
-def slots_for(tokens: int, most: int) -> int:
+def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [row, place], filled up on the left, and the places of the rows' first tokens [row]."""
+    width = max(width_of(len(prompt.tokens)) for prompt in prompts)
+    ids = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt.tokens) :] = prompt.tokens
+    return ids, np.asarray([width - len(prompt.tokens) for prompt in prompts], np.int32)
+
+
+def width_of(tokens: int) -> int:
+    """The length to which a prompt of so many tokens is filled up: by less than `BUCKET`, or by less than a quarter.
+
+    So there are four lengths for each doubling, and a program for each.
+    """
+    return multiple_of(max(BUCKET, 1 << max(tokens.bit_length() - 3, 0)), tokens)
+
+
+def slots_for(tokens: int, most: int, window: int | None) -> int:
     """Slots of the caches when so many tokens are known: a power of two, so that few sizes are compiled, or `most`.
 
-    Attention goes over all slots: twice as many as there are tokens at most, or `FIRST_SLOTS`.
+    Attention goes over all slots: twice as many as there are tokens at most, or `FIRST_SLOTS`; and no more than a
+    sliding window is wide, since a slot is written again when its token has left the window.
     """
-    return min(multiple_of(BUCKET, most), max(FIRST_SLOTS, 1 << tokens.bit_length()))
+    slots = min(multiple_of(BUCKET, most), max(FIRST_SLOTS, 1 << tokens.bit_length()))
+    return slots if window is None else min(slots, multiple_of(BUCKET, window))
 
 
 def multiple_of(bucket: int, size: int) -> int:
     return -(-size // bucket) * bucket
-
-
-def _with_room(caches, slots: int):
-    return jax.tree.map(lambda cache: cache.with_room(slots), caches, is_leaf=lambda leaf: isinstance(leaf, Cache))

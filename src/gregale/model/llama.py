@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import LAYERS, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
 from gregale.model.attention import Attention, linear
-from gregale.model.cache import POSITION, Cache
+from gregale.model.cache import POSITION, Cache, Turn, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
+from gregale.model.scores import target_scores
 
 
 class Mlp(eqx.Module):
@@ -69,12 +70,12 @@ class Block(eqx.Module):
         x = execution.placed(x + self.given(self.attention_norm, attended, execution))
         return execution.placed(x + self._fed(x, execution))
 
-    def prefill(self, x, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended = self.attention.prefill(self.taken(self.attention_norm, x, execution), slots, execution)
-        return self._after(x, *attended, execution)
+    def prefill(self, x, positions, segments, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
+        taken = self.taken(self.attention_norm, x, execution)
+        return self._after(x, *self.attention.prefill(taken, positions, segments, slots, execution), execution)
 
-    def decode(self, x, cache: Cache, place, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended = self.attention.decode(self.taken(self.attention_norm, x, execution), cache, place, execution)
+    def decode(self, x, cache: Cache, turn: Turn, execution: Execution) -> tuple[NamedArray, Cache]:
+        attended = self.attention.decode(self.taken(self.attention_norm, x, execution), cache, turn, execution)
         return self._after(x, *attended, execution)
 
     def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
@@ -138,6 +139,17 @@ class Llama(eqx.Module):
         Embed = self.config.Embed
         return execution.gathered(head).rearrange((Embed, ...))
 
+    def scores(
+        self, batch: dict[str, NamedArray], vocabulary: int, execution: Execution
+    ) -> tuple[NamedArray, NamedArray]:
+        """The log-likelihood (nats, float32) of every target, and whether it is the likeliest: [Batch, Position] each.
+
+        - `batch`: as of `loss`; its mask is left out of account
+        - `vocabulary`: rows of the tables that are tokens; those that fill them up are none
+        """
+        hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
+        return target_scores(hidden, self.output_head(execution), batch["targets"], vocabulary, execution)
+
     def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
         """Sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
 
@@ -149,6 +161,20 @@ class Llama(eqx.Module):
         loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
         return loss, hax.sum(mask).scalar()
 
+    def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
+        """The largest attention logit of each layer on a batch as of `loss`: float32 [Layers]."""
+        positions, segments = batch["positions"], batch.get("segment_ids")
+
+        def block(x, weights):
+            ready = execution.gathered(weights)
+            taken = ready.taken(ready.attention_norm, x, execution)
+            largest = ready.attention.largest_logits(taken, positions, segments, execution)
+            return ready(x, positions, segments, execution), largest
+
+        x = execution.placed(embed(self.embedding, batch["tokens"], execution))
+        _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
+
     def unstacked(self) -> Llama:
         """The same with a tuple of blocks, one a layer: a program reads them where they lie, and cuts none out."""
 
@@ -157,30 +183,42 @@ class Llama(eqx.Module):
 
         return eqx.tree_at(lambda model: model.blocks, self, tuple(block(i) for i in range(self.config.layers)))
 
-    def prefill(self, tokens: NamedArray, last, slots: int, execution: Execution) -> tuple[NamedArray, Any]:
-        """Logits [Batch, Vocab] (float32) for what follows the token at place `last` of `tokens` [Batch, Position].
+    def prefill(
+        self, tokens: NamedArray, first: NamedArray, slots: int, execution: Execution
+    ) -> tuple[NamedArray, Any]:
+        """Logits [Batch, Vocab] (float32) for what follows prompts that all end with the last of `tokens`.
 
-        The tokens after `last` are filling, whose slots in the caches are written again before anything attends to
-        them. Returns the logits and the caches of the layers, with room for `slots` tokens each: stacked if the blocks
-        are, else a tuple.
+        Returns the logits and the caches of the layers, with `slots` slots each: stacked if the blocks are, else a
+        tuple.
+
+        Arguments:
+        - `tokens`: integers [Batch, Position]; what lies before a row's first token is filling, which nothing sees
+        - `first`: the place of each row's first token, integers [Batch]
+        - `slots`: as many as there are tokens at least, or as the sliding window is wide
         """
         x = embed(self.embedding, tokens, execution)
+        Position = x.resolve_axis(POSITION)
+        positions = hax.arange(Position).broadcast_axis(first.axes) - first
+        segments = (positions >= 0).astype(jnp.int32)
 
         def block(x, weights):
-            return execution.gathered(weights).prefill(x, slots, execution)
+            return execution.gathered(weights).prefill(x, positions, segments, slots, execution)
 
         x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks)
-        return self._logits(x[POSITION, last], execution), caches
+        return self._logits(x[POSITION, Position.size - 1], execution), caches
 
-    def decode(self, tokens: NamedArray, caches, place, execution: Execution) -> tuple[NamedArray, Any]:
+    def decode(
+        self, tokens: NamedArray, caches, place, first: NamedArray, execution: Execution
+    ) -> tuple[NamedArray, Any]:
         """Logits [Batch, Vocab] (float32) for what follows `tokens` [Batch, Position 1], which stand at a place.
 
-        The caches hold the places before; returns the logits and the caches with this one.
+        The caches hold the places before; returns the logits and the caches with this one. `first` is as for `prefill`.
         """
         x = embed(self.embedding, tokens, execution)
+        turn = Turn.at(place, first, slots_of(caches), self.config.sliding_window)
 
         def block(x, weights, cache):
-            return execution.gathered(weights).decode(x, cache, place, execution)
+            return execution.gathered(weights).decode(x, cache, turn, execution)
 
         x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, caches)
         return self._logits(x[POSITION, 0], execution), caches

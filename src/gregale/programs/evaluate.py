@@ -1,35 +1,61 @@
-"""`gregale eval`: the loss of a trained model on the text that its run evaluates on, or on other files."""
+"""`gregale eval`: a trained model on the text that its run evaluates on, on other text, and on tasks."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
+from rich.console import Console as RichConsole
+
 from gregale.data.build import NamedSource, build_store
-from gregale.data.config import prepare
+from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
+from gregale.data.sources.base import FileSource
+from gregale.data.sources.jsonl import JsonLinesSource
+from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
 from gregale.data.split import split_at
-from gregale.data.tokenizers import load_tokenizer
+from gregale.data.stream import Stream
+from gregale.data.tasks.files import Task, read_tasks
+from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.data.training_texts import naming
 from gregale.errors import UserError
+from gregale.programs.run import sliding
 from gregale.programs.run.checkpointed import noted
 from gregale.programs.run.evaluation import EvaluationText, Evaluator, evaluation_text, in_words
+from gregale.programs.run.sliding import Documents, SlidingEvaluation
+from gregale.programs.run.tasks import evaluation_on, start_of, task_figures
 from gregale.programs.run.trained import Trained, open_trained
 from gregale.services.command import Command
+from gregale.services.tables import print_table
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.tracker import finite
 from gregale.settings import Settings, whole
 
+ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
+ENDINGS |= {".parquet": ParquetSource}
+
 
 @dataclass(frozen=True)
 class EvalOptions(Settings):
-    """Options of the command."""
+    """Options of the command. What is named is evaluated; where nothing is, all that the run itself is evaluated on."""
 
     run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/"})
-    data: list[str] = field(default_factory=list, metadata={"help": "text files (globs) to evaluate on instead"})
+    data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet"},
+    )
+    tasks: list[str] = field(default_factory=list, metadata={"help": "files of tasks (globs, JSON lines) to score"})
+    stride: int | None = field(
+        default=None,
+        metadata={
+            "help": "tokens that a sliding window scores; null: windows side by side, as in training",
+            "range": whole(1),
+        },
+    )
     step: int | None = field(
         default=None, metadata={"help": "the checkpoint's step; null: the newest", "range": whole(0)}
     )
@@ -47,31 +73,105 @@ class EvalOptions(Settings):
         super().__post_init__()
         if self.all and self.batches is not None:
             raise UserError(f"all and batches {self.batches} are both given; leave one out.")
+        if self.stride is not None and self.batches is not None:
+            raise UserError(
+                f"stride {self.stride} and batches {self.batches} are both given, but sliding windows go over all of "
+                "the text; leave one out."
+            )
+        if self.tasks and not self.data and (self.stride is not None or self.batches is not None or self.all):
+            raise UserError("stride, batches and all are about text, and only tasks are named; name --data too.")
 
 
 def main(options: EvalOptions) -> int:
-    """Prints the loss in nats a token and in bits a byte."""
+    """Prints the loss in nats a token and in bits a byte, and the figures of tasks."""
+    tasks = read_tasks(options.tasks)
     trained = open_trained(options.run, options.step, devices=None)
-    batches = options.batches
-    if batches is None and not options.all and not options.data:
-        batches = trained.setup.config.evaluation.batches
+    config = trained.setup.config
+    names_nothing = not (options.data or options.tasks)
+    if names_nothing:
+        tasks = read_tasks(config.evaluation.tasks)
     tokenizer = load_tokenizer(trained.run.path)
+    figures, words = {}, ""
     with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
-        text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
-        figures = Evaluator(trained.setup, text, tokenizer.token_bytes)(trained.model, batches)
+        if options.data or (names_nothing and (config.data.evaluates or not tasks)):
+            text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
+            figures, words = text_figures(trained, text, tokenizer, options, console)
+        if tasks:
+            evaluation = evaluation_on(tasks, trained.setup, tokenizer, trained.run, console.message)
+            figures |= evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
     if options.json:
         print(json.dumps({"step": trained.step} | dict.fromkeys(figures) | finite(figures), allow_nan=False))
     else:
-        words = in_words(figures, held_out=text.held_out is not None, bits_digits=4)
-        print(f"{trained.run.path} at step {trained.step}: {words}")
+        print_figures(f"{trained.run.path} at step {trained.step}", words, tasks, figures)
     return 0
 
 
-def own_text(trained: Trained, console: Console, stack: ExitStack) -> EvaluationText:
+@dataclass(frozen=True)
+class Text:
+    """What is evaluated on.
+
+    - `windows()`: side by side, as in training; raises `UserError` if there is not one
+    - `streams`: the same text for sliding windows, by validation source; that of no source has the name ""
+    """
+
+    windows: Callable[[], EvaluationText]
+    streams: Mapping[str, Sequence[Stream]]
+
+
+def text_figures(
+    trained: Trained, text: Text, tokenizer: Tokenizer, options: EvalOptions, console: Console
+) -> tuple[dict[str, float], str]:
+    """The figures of text, and what they are in words."""
+    if options.stride is not None:
+        evaluation = SlidingEvaluation(trained.setup, tokenizer, options.stride, start_of(trained.run, tokenizer))
+        found = {}
+        for name, streams in text.streams.items():
+            label = name or "windows"
+            found[name] = evaluation(
+                trained.model, streams, lambda done, total, label=label: console.progress(label, done, total, "windows")
+            )
+        whole = found.pop("") if "" in found else Documents.joined(list(found.values()))
+        figures = whole.figures()
+        for name, documents in found.items():
+            figures |= {f"{figure}.{name}": value for figure, value in documents.figures().items()}
+        return figures, sliding.in_words(figures)
+    batches = options.batches
+    if batches is None and not options.all and not options.data:
+        batches = trained.setup.config.evaluation.batches
+    windows = text.windows()
+    figures = Evaluator(trained.setup, windows, tokenizer.token_bytes)(trained.model, batches)
+    return figures, in_words(figures, held_out=windows.held_out is not None, bits_digits=4)
+
+
+def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping[str, float]) -> None:
+    """Figures for a reader: those of text in a line, those of tasks in a table."""
+    if words:
+        print(f"{what}: {words}")
+    if tasks:
+        found = task_figures(figures)
+        names = list(dict.fromkeys(figure for its in found.values() for figure in its))
+        rows = [
+            [task.name, f"{len(task.questions):,}", *(found[task.name].get(name, "") for name in names)]
+            for task in tasks
+        ]
+        headings = ["task", "questions", *names]
+        print_table(RichConsole(), f"{what}, ± the standard error", headings, rows)
+
+
+def own_text(trained: Trained, console: Console, stack: ExitStack) -> Text:
     """What the run itself is evaluated on; raises `UserError` if it is no longer what it was.
 
     - `stack`: its end closes the text
     """
+    corpus = own_corpus(trained, console, stack)
+    streams: dict[str, Sequence[Stream]] = {name: [each] for name, each in corpus.validation_streams.items()}
+    if corpus.held_out is not None:
+        streams = {"": list(corpus.held_out_streams.values()), **streams}
+    return Text(lambda: evaluation_text(corpus), streams)
+
+
+def own_corpus(trained: Trained, console: Console, stack: ExitStack) -> Corpus:
+    """The data of a run, as it was when the checkpoint was saved."""
     config, path = trained.setup.config, trained.run.path
     if not config.data.evaluates:
         raise UserError(
@@ -87,7 +187,7 @@ def own_text(trained: Trained, console: Console, stack: ExitStack) -> Evaluation
     for name, found in corpus.validation_fingerprints.items():
         if found != trained.metadata.get("validation", {}).get(name, found):
             raise UserError(changed(f"data.validation.{name}", trained))
-    return evaluation_text(corpus)
+    return corpus
 
 
 def changed(key: str, trained: Trained) -> str:
@@ -100,18 +200,31 @@ def changed(key: str, trained: Trained) -> str:
     )
 
 
-def other_text(trained: Trained, files: list[str], console: Console) -> EvaluationText:
+def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     """All of the text in some files."""
     config = trained.setup.config
-    source = NamedSource("data", TextSource(files=tuple(files)))
     tokenizer = load_tokenizer(trained.run.path)
     cache, workers = config.data.token_cache(), config.data.workers or 1
     with naming("data"):
-        store = build_store(source, tokenizer, cache, workers, console.progress)
-        everything = split_at(store, 0, None).train
-        return EvaluationText(
-            validation_examples(everything, config.batch.sequence_length, config.data.cross_documents)
-        )
+        store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+    everything = split_at(store, 0, None).train
+
+    def windows() -> EvaluationText:
+        with naming("data"):
+            return EvaluationText(
+                validation_examples(everything, config.batch.sequence_length, config.data.cross_documents)
+            )
+
+    return Text(windows, {"": [everything]})
+
+
+def source_of(files: list[str]) -> FileSource:
+    """The source that reads files, by their endings; raises `UserError` for files of several kinds."""
+    kinds = {next((ENDINGS[ending] for ending in ENDINGS if file.endswith(ending)), TextSource) for file in files}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kind.get_choice_name(kind) for kind in kinds))
+        raise UserError(f"the files are of several kinds: {names}. Evaluate on one kind after the other.")
+    return kinds.pop()(files=tuple(files))
 
 
 COMMAND = Command(main=main, options=EvalOptions, positional=("run",))

@@ -20,7 +20,7 @@ import jax
 from gregale.data.sources.base import expand
 from gregale.files import user_cache
 from gregale.services.compiled_store import Mirror, kept_in, let_every_process_write
-from gregale.services.config import AUTO
+from gregale.services.distributed import AUTO
 from gregale.storage import Patience, is_url
 from gregale.storage import place as place_of
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
-
-import draccus
+from dataclasses import dataclass, field
 
 from gregale.axes.mesh import MeshConfig
 from gregale.codecs.config import ReduceConfig
@@ -16,10 +13,12 @@ from gregale.methods.config import PsdpConfig, SyncConfig
 from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
-from gregale.services.fields import TYPE, choice_name, join
+from gregale.services.distributed import AUTO, DistributedConfig
+from gregale.services.evaluation import EvaluationConfig
+from gregale.services.inspection import InspectConfig
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, between, check_path, shown, whole
+from gregale.settings import Fixed, Settings, at_least, check_path, shown, whole
 from gregale.storage import is_url, place
 
 
@@ -30,7 +29,7 @@ class BatchConfig(Settings):
     size: int = field(
         default=64,
         metadata={
-            "help": "sequences in a step, over all replicas and microbatches",
+            "help": "sequences in a step, of all replicas",
             "range": whole(1, 1_000_000),
             "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
         },
@@ -59,29 +58,6 @@ class BatchConfig(Settings):
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(Settings):
-    """When and on how much the held-out loss is taken."""
-
-    every: int | None = field(
-        default=None,
-        metadata={
-            "help": "steps between evaluations; null: at the end only",
-            "range": whole(1),
-            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
-        },
-    )
-    batches: int | None = field(
-        default=None,
-        metadata={
-            "help": "held-out batches to evaluate on; null: all",
-            "range": whole(1),
-            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
-        },
-    )
-    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
-
-
-@dataclass(frozen=True)
 class SamplesConfig(Settings):
     """Texts that the model continues at every evaluation, written to samples.txt."""
 
@@ -96,66 +72,7 @@ class SamplesConfig(Settings):
     )
 
 
-AUTO = "auto"
-MOST_TIMEOUT_SECONDS = 86_400
 MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
-
-
-@dataclass(frozen=True)
-class DistributedConfig(Settings):
-    """How the processes of a run on several hosts find one another."""
-
-    coordinator: str | None = field(
-        default=None,
-        metadata={
-            "help": "HOST:PORT of process 0; auto: the cluster knows it",
-            "aliases": ("coordinator_address", "master_addr"),
-        },
-    )
-    processes: int = field(
-        default=1,
-        metadata={"help": "number of processes", "range": whole(1), "aliases": ("num_processes", "world_size")},
-    )
-    process: int = field(
-        default=0,
-        metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
-    )
-    join_seconds: float = field(
-        default=300.0,
-        metadata={
-            "help": "within which all processes come",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-    timeout_seconds: float = field(
-        default=60.0,
-        metadata={
-            "help": "silence after which a process is lost",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-    hang_seconds: float | None = field(
-        default=600.0,
-        metadata={
-            "help": "a longer step is a hang; null: no bound",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
-        },
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.process >= self.processes:
-            raise KeyedError(
-                "process",
-                f"is {self.process}",
-                f"; the {self.processes} processes have the numbers 0 to {self.processes - 1}.",
-            )
-        if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
-            raise KeyedError(
-                "coordinator",
-                f"is {shown(self.coordinator)}",
-                f"; it has to be HOST:PORT, for example 10.0.0.2:8476, or {AUTO} where the cluster knows it.",
-            )
 
 
 @dataclass(frozen=True)
@@ -242,8 +159,9 @@ class TrainConfig(Settings):
     )
     reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
-    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss"})
+    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss, and tasks"})
     samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
+    inspect: InspectConfig = field(default=InspectConfig(), metadata={"help": "figures of each layer"})
     trackers: list[TrackerConfig] = field(
         default_factory=list, metadata={"help": "beside console and metrics.jsonl: tensorboard, wandb, trackio"}
     )
@@ -276,10 +194,15 @@ class TrainConfig(Settings):
             )
         self._check_evaluation()
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data.evaluates or bool(self.evaluation.tasks)
+
     def _check_evaluation(self) -> None:
         """Raises `UserError` if there is no text for what is to be evaluated."""
         evaluation, asked = self.evaluation, ""
-        if evaluation.every is not None:
+        if evaluation.every is not None and not evaluation.tasks:
             asked = f"evaluation.every is {evaluation.every}"
         elif evaluation.bigram or self.reduce.measure:
             asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"
@@ -296,55 +219,3 @@ def _check_store(key: str, url: str) -> None:
         place(url)
     except UserError as error:
         raise KeyedError(key, f"is {shown(url)}", f". {error}") from None
-
-
-@dataclass(frozen=True)
-class Change:
-    """A key whose value is another than before; `fixed` if a run cannot go on with that."""
-
-    key: str
-    before: Any
-    now: Any
-    fixed: Fixed | None = None
-
-    def __str__(self) -> str:
-        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
-
-
-def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
-    """The keys that differ between two configurations of one class, in the order of the fields.
-
-    Another choice is a change of `type`, beside what else its class has different. Below a field whose metadata has
-    `begins_anew` nothing is fixed: what it holds of the state begins anew when it changes.
-    """
-    found = []
-    declared = {each.name: each for each in (*fields(before), *fields(now))}
-    for name, each in declared.items():
-        old, new = getattr(before, name, None), getattr(now, name, None)
-        below = _changes(join(prefix, name), old, new, each.metadata.get("fixed"))
-        found += [replace(one, fixed=None) for one in below] if "begins_anew" in each.metadata else below
-    return found
-
-
-def _changes(key: str, before: Any, now: Any, fixed: Fixed | None) -> list[Change]:
-    if before == now:
-        return []
-    if is_dataclass(before) and is_dataclass(now):
-        inner = changes(before, now, key)
-        if type(before) is type(now):
-            return inner
-        return [_change(join(key, TYPE), choice_name(type(before), before), choice_name(type(now), now), fixed), *inner]
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [] if list(before) == list(now) else [_change(key, list(before), list(now), fixed)]
-        common = [name for name in before if name in now]
-        return names + [each for name in common for each in _changes(join(key, name), before[name], now[name], None)]
-    return [_change(key, before, now, fixed)]
-
-
-def _change(key: str, before: Any, now: Any, fixed: Fixed | None) -> Change:
-    before, now = draccus.encode(before), draccus.encode(now)
-    return Change(key, before, now, fixed if fixed and fixed.forbids(before, now) else None)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -37,23 +37,31 @@ def _is_there(address: tuple[str, int]) -> bool:
 def _serve(server: socket.socket, address: tuple[str, int]) -> None:
     while True:
         client, _ = server.accept()
-        try:
-            coordinator = socket.create_connection(address, timeout=10)
-        except OSError:
-            continue  # `client` is kept open by nobody, so JAX tries again
-        coordinator.settimeout(None)
-        for pair in ((client, coordinator), (coordinator, client)):
-            for one in pair:
+        Thread(target=_lead, args=(client, address), daemon=True).start()
+
+
+def _lead(client: socket.socket, address: tuple[str, int]) -> None:
+    """Leads a connection of JAX's client to the coordinator.
+
+    It stays open as long as the client wants it, also when the coordinator is gone, or was when it was made: the client
+    then waits, until `gregale.services.peers` has found out who is lost.
+    """
+    with client:
+        with suppress(OSError), socket.create_connection(address, timeout=10) as coordinator:
+            coordinator.settimeout(None)
+            for one in (client, coordinator):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        Thread(target=_carry, args=(client, coordinator, True), daemon=True).start()
-        Thread(target=_carry, args=(coordinator, client, False), daemon=True).start()
-
-
-def _carry(source: socket.socket, sink: socket.socket, closes: bool) -> None:
-    """Copies until the source ends; the sink then ends too, if it is the coordinator."""
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-    if closes:
+            Thread(target=_answer, args=(coordinator, client), daemon=True).start()
+            while data := client.recv(1 << 16):
+                coordinator.sendall(data)
+            coordinator.shutdown(socket.SHUT_RDWR)  # wakes the other thread
+            return
         with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
+            while client.recv(1 << 16):
+                pass
+
+
+def _answer(coordinator: socket.socket, client: socket.socket) -> None:
+    with suppress(OSError):
+        while data := coordinator.recv(1 << 16):
+            client.sendall(data)

@@ -149,7 +149,8 @@ class Decoder:
         """(type, value) of every element of a list; on the command line `1,2` is a list too."""
         if isinstance(raw, Text):
             as_yaml = raw.startswith(("[", "{"))
-            raw = self._read(raw, key) if as_yaml else [Text(part.strip()) for part in raw.split(",") if part.strip()]
+            parts = [Text(part.strip()) for part in raw.split(",") if part.strip()]
+            raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is a text too
         if isinstance(raw, dict) and list(raw) == [str(i) for i in range(len(raw))] != []:
             raw = list(raw.values())  # `--trackers.0.type wandb` where there was no list yet
         if not isinstance(raw, list):

@@ -12,8 +12,8 @@ import jax
 from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster knows without joining
 
 from gregale.errors import UserError
-from gregale.services.config import AUTO, DistributedConfig
 from gregale.services.coordinator import way_to
+from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.memory import keep_memory
 from gregale.services.peers import EXIT_CODE, Watch, says
 from gregale.services.roll_call import roll_call

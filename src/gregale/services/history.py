@@ -1,6 +1,6 @@
 """What a run has written, read also while it is being written: figures, samples, configuration, starts, rounds.
 
-    history = read_history(RunDirectory(Path("runs/quickstart")))
+    history = read_history(RunPlaces(Path("runs/quickstart")))
     loss = history.figures["loss"]            # Column(steps, values); NaN where there was no number
     history.problems                          # what is damaged or absent, in sentences
 
@@ -22,16 +22,14 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gregale.errors import UserError
 from gregale.services.parsing import read_yaml
+from gregale.services.run_places import RunPlaces
 from gregale.storage import Place, Remote, status
-
-if TYPE_CHECKING:
-    from gregale.services.run_directory import RunDirectory
 
 ROUNDS = "rounds.jsonl"
 HIGHEST_STEP = 2**53
@@ -109,7 +107,7 @@ class History:
     problems: tuple[str, ...]
 
 
-def read_history(run: RunDirectory) -> History:
+def read_history(run: RunPlaces) -> History:
     """All that a run has written so far; raises `UserError` if there is no run here."""
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,10 +47,14 @@ def dump(config: Any) -> str:
     return yaml.safe_dump(draccus.encode(config), sort_keys=False)
 
 
-def split_arguments(arguments: Sequence[str], flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
+def split_arguments(
+    arguments: Sequence[str], flags: Collection[str] = (), lists: Collection[str] = (), most_words: int = 0
+) -> tuple[list[str], list[str]]:
     """Splits a command line into words and keys, the keys as `--key=value` (`--key` alone: a flag, which is true).
 
-    `flags` are keys that need no value, so that the word after one is not its value unless it is `true` or `false`.
+    - `flags`: keys that need no value, so that the word after one is not its value unless it is `true` or `false`
+    - `lists`: keys that take all words up to the next key, as a shell makes them of `*.txt`, once there are
+    - `most_words`: words that belong to no key
     """
     words, pairs = [], []
     rest = list(arguments)
@@ -61,8 +66,17 @@ def split_arguments(arguments: Sequence[str], flags: Collection[str] = ()) -> tu
         argument = _with_underscores(argument)
         is_flag = argument.removeprefix("--") in flags
         has_value = rest and not rest[0].startswith("--") and (not is_flag or rest[0] in ("true", "false"))
-        pairs.append(f"{argument}={rest.pop(0)}" if has_value and "=" not in argument else argument)
+        values = [rest.pop(0)] if has_value and "=" not in argument else []
+        if values and argument.removeprefix("--") in lists and len(words) >= most_words:
+            while rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+        pairs.append(f"{argument}={_as_one(values)}" if values else argument)
     return words, pairs
+
+
+def _as_one(values: list[str]) -> str:
+    """Several words as a list in YAML, which JSON is too."""
+    return values[0] if len(values) == 1 else json.dumps(values, ensure_ascii=False)
 
 
 def _with_underscores(argument: str) -> str:

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
 from gregale.services.progress import Doing, Place, Progress, Standing, hanging
 from gregale.streams import LastingStream
 
 EXIT_CODE = os.EX_TEMPFAIL
 _BEATS = 6  # signs of life in the time after which a process is lost
-_VERDICT_SECONDS = 3.0
+_MOST_IDLE_SECONDS = 0.25  # until what this process's main thread wants is told
 _WHERE_SECONDS = 5.0  # a disk that does not answer may be why the process ends
 
 
@@ -97,8 +97,11 @@ class Watch(Thread):
         self._place, self._moved = self.progress.place, time.monotonic()
         for peer in peers:  # nothing was said while others were waited for
             peer.heard = peer.moved = self._moved
-        self._may_leave = self._has_failed = False
-        self._said_so = Event()
+        self._may_leave = self._has_failed = self._wants_verdict = False
+        self._said_so, self._verdict = Event(), Event()
+        self._askers: list[Peer | None] = []  # who want to know whether all live; None: this process
+        self._told: list[Peer | None] = []  # those of them that are told as soon as all others have answered
+        self._unanswered: set[Peer] = set()
 
     def leave(self) -> None:
         """Waits until all processes have come to the end of the run."""
@@ -115,10 +118,12 @@ class Watch(Thread):
         atexit.register(_exit_at_once, code)
 
     def await_verdict(self) -> None:
-        """Gives the thread the time to find out whether an error of this process is the loss of another."""
-        time.sleep(_VERDICT_SECONDS)
-        while any(time.monotonic() - peer.heard > 2 * self._beat for peer in self._peers):
-            time.sleep(self._beat / 4)
+        """Waits, after an error of this process, until all others have shown that they live.
+
+        The error may be the loss of another. That is then found out in place of an answer, and ends this process.
+        """
+        self._wants_verdict = True
+        self._verdict.wait()
 
     def run(self) -> None:
         said = 0.0
@@ -126,14 +131,36 @@ class Watch(Thread):
             for peer in self._peers:
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
             while not self._is_over():
-                for key, _ in selector.select(self._beat / 4):
+                for key, _ in selector.select(min(self._beat / 4, _MOST_IDLE_SECONDS)):
                     if not self._hear(key.data):
                         selector.unregister(key.fileobj)
                 if time.monotonic() - said >= self._beat:
                     said = time.monotonic()
                     for peer in self._peers:
                         peer.tell(f"alive {self.progress.place}")
+                self._ask()
                 self._check()
+
+    def _ask(self) -> None:
+        """Asks the peers whether they live, for who wants to know it, and tells it when all have answered.
+
+        Signs of life do not tell: those of a dead process may still lie here unread.
+        """
+        if self._wants_verdict:
+            self._wants_verdict = False
+            self._askers.append(None)
+        if self._askers and not self._told:
+            self._told, self._askers = self._askers, []
+            self._unanswered = {peer for peer in self._peers if peer not in self._told}
+            for peer in self._unanswered:
+                peer.tell("there?")
+        if self._told and not any(peer.ended is None and not peer.is_done for peer in self._unanswered):
+            for asker in self._told:
+                if asker is None:
+                    self._verdict.set()
+                else:
+                    asker.tell("there")
+            self._told = []
 
     def _is_over(self) -> bool:
         if self._has_failed and not self._said_so.is_set():
@@ -163,6 +190,12 @@ class Watch(Thread):
                 self._end(int(code), text, peer)
             if word == "alive":
                 peer.is_at(Place.parse(rest))
+            if word == "there?" and self._is_first:
+                self._askers.append(peer)
+            elif word == "there?":
+                peer.tell("there")
+            if word == "there":
+                self._unanswered.discard(peer)
             peer.is_done |= word == "done"
             if word == "failed":
                 peer.ended = peer.heard

@@ -6,24 +6,30 @@ coordinator; the connections stay, for `gregale.services.peers`.
 
     peers = roll_call(config)  # of process 0 all others, of each of the others process 0
 
-What a process says is taken on trust, as JAX's coordinator does: whoever reaches the port can keep a run from starting.
-Once it has started, nobody new is heard.
+Both sides prove that they have the secret of `distributed.token_file`, with words that the other has drawn for this
+connection; without one, whoever reaches the port is believed, and can keep a run from starting. Of two processes with
+one number, all are told, with the names of both. Once the run has started, nobody new is heard.
 """
 
 from __future__ import annotations
 
 import errno
-import os
+import secrets
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
+from threading import Event, Thread
 
+from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.services.config import DistributedConfig
+from gregale.services.distributed import DistributedConfig
+from gregale.services.greeting import Greeting
 from gregale.services.peers import EXIT_CODE, Peer, says, who
+from gregale.services.signing import read_token
 
 _SAYINGS = 10  # while a process waits as long as it may, it says so often for whom
 _MOST_SECONDS_BETWEEN = 60.0
@@ -38,11 +44,15 @@ def roll_call(config: DistributedConfig) -> list[Peer]:
     """The processes that this one hears from, as soon as all are there.
 
     Ends the process with the exit code of a lost one if they are not within `distributed.join_seconds`. Raises
-    `UserError` if two processes have one number, or another number of processes than process 0.
+    `UserError` in all that came if two processes have one number, and in one that has another number of processes, or
+    another secret, than process 0.
     """
+    token = b"" if config.token_file is None else read_token(Path(expand(config.token_file)), "distributed.token_file")
     waiting = _Waiting(config)
     try:
-        return _Roll(config, waiting).call() if config.process == 0 else [_answered(config, waiting)]
+        if config.process == 0:
+            return _Roll(config, token, waiting).call()
+        return [_answered(config, token, waiting)]
     except _Late as late:
         says(f"error: {late}")
         sys.exit(EXIT_CODE)
@@ -78,28 +88,38 @@ class _Waiting:
 class _Roll:
     """Process 0: takes the numbers of those that come until all are there."""
 
-    def __init__(self, config: DistributedConfig, waiting: _Waiting):
-        self._config, self._waiting = config, waiting
+    def __init__(self, config: DistributedConfig, token: bytes, waiting: _Waiting):
+        self._config, self._token, self._waiting = config, token, waiting
         self._there: dict[int, Peer] = {}
-        self._strangers: list[Peer] = []  # that have not said who they are
+        self._strangers: dict[Peer, str] = {}  # who have not said who they are, and the words that they were given
+        self._rivals: dict[int, Peer] = {}  # who came with a number while another, who is asked, has it
+        self._greetings: dict[Peer, Greeting] = {}
+        self._own_word, self._is_over = secrets.token_hex(16), Event()
+        self._mistake: UserError | None = None  # told by another process 0
         self._said = 0.0
 
     def call(self) -> list[Peer]:
         """All others, when they are there."""
-        with self._listening() as server, selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ)
-            try:
-                while missing := self._missing():
+        Thread(target=self._visit, daemon=True, name="roll call").start()
+        try:
+            with self._listening() as server, selectors.DefaultSelector() as selector:
+                selector.register(server, selectors.EVENT_READ)
+                while (missing := self._missing()) or self._rivals:
                     self._listen(server, selector)
                     self._say(_numbered(missing, self._config.processes))
-            except _Late as late:
-                self._tell_all(f"late {late}")
-                raise
+        except _Late as late:
+            self._tell_all(f"late {late}")
+            raise
+        except UserError as error:
+            self._tell_all(f"no {error}")
+            raise
+        finally:
+            self._is_over.set()
         for peer in self._strangers:
             peer.connection.close()
         for peer in self._there.values():
             peer.connection.settimeout(None)
-        self._tell_all(f"hello {who(0)}")
+            peer.tell(f"hello {self._greetings[peer].answer(self._token, who(0))}")
         return list(self._there.values())
 
     def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -112,7 +132,7 @@ class _Roll:
 
     def _say(self, missing: str) -> None:
         """Who is missing: to the user now and then, to those that wait often, as a sign of life."""
-        self._waiting.for_(missing, f"{missing} did not come to {self._config.coordinator}")
+        self._wait_for(missing, f"{missing} did not come to {self._config.coordinator}")
         if time.monotonic() - self._said >= _BEAT_SECONDS:
             self._said = time.monotonic()
             self._tell_all(f"missing {missing}")
@@ -131,8 +151,28 @@ class _Roll:
                         f"distributed.coordinator is {self._config.coordinator}, but this process cannot listen at "
                         f"port {port} ({error}); give a port from 1024 to 65535."
                     ) from None
-            self._waiting.for_(taken, f"{taken} did not become free")
+            self._wait_for(taken, f"{taken} did not become free")
             time.sleep(_RETRY_SECONDS)
+
+    def _wait_for(self, what: str, late: str) -> None:
+        if self._mistake is not None:
+            raise self._mistake
+        self._waiting.for_(what, late)
+
+    def _visit(self) -> None:
+        """Comes to the coordinator's address as the others do: who answers there may be another process 0."""
+        while not self._is_over.is_set():
+            with suppress(OSError), socket.create_connection(_address(self._config), _GREETING_SECONDS) as connection:
+                process_0 = Peer(connection, "", time.monotonic())
+                while (lines := process_0.lines()) is not None:
+                    for line in lines:
+                        word, _, rest = line.partition(" ")
+                        if word == "who":
+                            process_0.tell(Greeting.of(self._config, self._own_word).line(self._token, rest))
+                        if word == "no":
+                            self._mistake = UserError(rest)
+                return
+            self._is_over.wait(_RETRY_SECONDS)
 
     def _missing(self) -> list[int]:
         return [number for number in range(1, self._config.processes) if number not in self._there]
@@ -142,62 +182,99 @@ class _Roll:
             connection, _ = server.accept()
             connection.settimeout(_GREETING_SECONDS)
             peer = Peer(connection, "", time.monotonic())
-            self._strangers.append(peer)
+            self._strangers[peer] = secrets.token_hex(16)
+            peer.tell(f"who {self._strangers[peer]}")
             selector.register(connection, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
         """Takes who a stranger is; one that has ended is missing again."""
-        if peer not in self._strangers and peer not in self._there.values():  # forgotten a moment ago
+        if peer.connection.fileno() < 0:  # forgotten a moment ago
             return
         lines = peer.lines()
         if lines is None or len(peer.unread) > _MOST_UNREAD_BYTES:
             self._forget(peer, selector)
         elif lines and peer in self._strangers:
-            words = lines[0].split()
-            if len(words) != 5 or words[0] != "join" or not words[1].isdecimal() or not words[2].isdecimal():
+            found = Greeting.parse(lines[0], self._token, self._strangers.pop(peer))
+            if found is None or found[0].word == self._own_word:
                 self._forget(peer, selector)
-                return
-            number, processes = int(words[1]), int(words[2])
-            peer.name = f"process {number} ({words[4]}, pid {words[3]})"
-            if reason := self._refused(number, processes, peer.name):
-                says(f"{peer.name} is refused. {reason}")
+            elif reason := self._refused(*found):
+                says(f"{found[0].name} is refused. {reason}")
                 peer.tell(f"no {reason}")
                 self._forget(peer, selector)
-                return
-            if (before := self._there.get(number)) is not None:
-                before.tell(f"no {_twice(number, peer.name)}")
-                self._forget(before, selector)
-            self._strangers.remove(peer)
-            self._there[number] = peer
+            else:
+                self._take(peer, found[0])
+        elif "there" in lines and (rival := self._rivals.get(self._greetings[peer].number)) is not None:
+            raise self._twice(rival, peer.name)
 
-    def _refused(self, number: int, processes: int, name: str) -> str | None:
-        if processes != self._config.processes:
+    def _take(self, peer: Peer, greeting: Greeting) -> None:
+        """Takes a process for the one with its number, unless another one with it answers."""
+        number, peer.name = greeting.number, greeting.name
+        self._greetings[peer] = greeting
+        if number == 0:
+            raise self._twice(peer, who(0))
+        if number not in self._there:
+            self._there[number] = peer
+            return
+        if number in self._rivals:
+            raise self._twice(peer, self._rivals[number].name)
+        self._rivals[number] = peer
+        self._there[number].tell("there?")
+
+    def _twice(self, rival: Peer, other: str) -> UserError:
+        """That two processes have one number, which the rival is told here, and all others by who catches it."""
+        error = UserError(
+            f"distributed.process is {self._greetings[rival].number} for two processes, {other} and {rival.name}: each "
+            f"needs a number of its own, and process 0 is the one at the coordinator's address."
+        )
+        rival.tell(f"no {error}")
+        return error
+
+    def _refused(self, greeting: Greeting, is_proved: bool) -> str | None:
+        if not is_proved:
             return (
-                f"{name} has distributed.processes {processes}, and process 0 has {self._config.processes}; give all "
-                f"processes the same."
+                f"{greeting.name} has another secret than process 0, or one of them has none; give all processes the "
+                f"same distributed.token_file."
             )
-        if not 0 < number < processes:
-            return _twice(number, f"the one at {self._config.coordinator}")
+        if greeting.processes != self._config.processes:
+            return (
+                f"{greeting.name} has distributed.processes {greeting.processes}, and process 0 has "
+                f"{self._config.processes}; give all processes the same."
+            )
         return None
 
     def _forget(self, peer: Peer, selector: selectors.BaseSelector) -> None:
+        """Lets go of a process; who came with its number takes its place."""
         selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers = [each for each in self._strangers if each != peer]
-        self._there = {number: each for number, each in self._there.items() if each != peer}
+        self._strangers.pop(peer, None)
+        greeting = self._greetings.pop(peer, None)
+        if greeting is None:
+            return
+        if self._rivals.get(greeting.number) is peer:
+            del self._rivals[greeting.number]
+        elif self._there.get(greeting.number) is peer:
+            del self._there[greeting.number]
+            if (rival := self._rivals.pop(greeting.number, None)) is not None:
+                self._there[greeting.number] = rival
 
     def _forget_the_silent(self, selector: selectors.BaseSelector) -> None:
+        """Lets go of strangers that do not say who they are, and of who does not answer while another has its number.
+
+        A process whose host is gone, say, and that was started anew elsewhere.
+        """
         now = time.monotonic()
-        for peer in self._strangers:
-            if now - peer.heard > _GREETING_SECONDS:
-                self._forget(peer, selector)
+        silent = [peer for peer in self._strangers if now - peer.heard > _GREETING_SECONDS]
+        rivals = list(self._rivals.items())
+        silent += [self._there[number] for number, rival in rivals if now - rival.heard > _GREETING_SECONDS]
+        for peer in silent:
+            self._forget(peer, selector)
 
     def _tell_all(self, line: str) -> None:
-        for peer in self._there.values():
+        for peer in [*self._there.values(), *self._rivals.values()]:
             peer.tell(line)
 
 
-def _answered(config: DistributedConfig, waiting: _Waiting) -> Peer:
+def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Peer:
     """Process 0, when all are there."""
     while True:
         why = "it does not answer"
@@ -207,10 +284,9 @@ def _answered(config: DistributedConfig, waiting: _Waiting) -> Peer:
             why = str(error)
         else:
             peer = Peer(connection, "process 0", time.monotonic())
-            peer.tell(f"join {config.process} {config.processes} {os.getpid()} {socket.gethostname()}")
             with ExitStack() as stack:
                 stack.callback(connection.close)
-                if _has_all(peer, config):
+                if _has_all(peer, config, token):
                     stack.pop_all()
                     return peer
         waiting.for_(
@@ -219,18 +295,28 @@ def _answered(config: DistributedConfig, waiting: _Waiting) -> Peer:
         time.sleep(_RETRY_SECONDS)
 
 
-def _has_all(process_0: Peer, config: DistributedConfig) -> bool:
+def _has_all(process_0: Peer, config: DistributedConfig, token: bytes) -> bool:
     """Waits until process 0 says that all are there; False if it is silent or gone, so that it may come again."""
+    greeting = Greeting.of(config, secrets.token_hex(16))
     process_0.connection.settimeout(config.timeout_seconds)
     while (lines := process_0.lines()) is not None:
         for place, line in enumerate(lines, 1):
             word, _, rest = line.partition(" ")
+            if word == "who":
+                process_0.tell(greeting.line(token, rest))
+            if word == "there?":
+                process_0.tell("there")
             if word == "no":
                 raise UserError(rest)
             if word == "late":
                 raise _Late(rest)
             if word == "hello":
-                process_0.name = rest
+                if (name := greeting.proved(token, rest)) is None:
+                    raise UserError(
+                        f"distributed.token_file: who answers at {config.coordinator} has another secret than this "
+                        f"process; it may be another program. Give all processes the same file."
+                    )
+                process_0.name = name
                 process_0.connection.settimeout(None)
                 process_0.unread = "".join(f"{each}\n" for each in lines[place:]).encode() + process_0.unread
                 return True
@@ -244,14 +330,10 @@ def _address(config: DistributedConfig) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _twice(number: int, other: str) -> str:
-    return (
-        f"distributed.process is {number} for two processes, this one and {other}; each needs a number of its own, "
-        f"and process 0 is the one at the coordinator's address."
-    )
-
-
 def _numbered(missing: Sequence[int], processes: int) -> str:
+    """Some processes in words; none is missing while one of two with one number is asked."""
+    if not missing:
+        return f"an answer of one of {processes} processes"
     shown = [str(number) for number in missing[:_SHOWN]]
     if len(missing) > _SHOWN:
         shown.append(f"{len(missing) - _SHOWN} more")

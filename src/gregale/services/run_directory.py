@@ -6,18 +6,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import gregale
 from gregale.errors import UserError
+from gregale.services.changes import Change, changes
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.retention import committed_steps
-from gregale.services.config import Change, TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
+from gregale.services.run_places import RunPlaces
 from gregale.storage import Patience, Place, Remote, StoreError, write_bytes
 
 _AT_ONCE = Patience(seconds=5.0, silence_seconds=5.0)
@@ -26,67 +27,16 @@ _COPYING_THREADS = 16
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class RunDirectory:
-    """The places of one run."""
-
-    path: Place
-
-    @property
-    def config(self) -> Place:
-        return self.path / "config.yaml"
-
-    @property
-    def checkpoints(self) -> Place:
-        return self.path / "checkpoints"
-
-    @property
-    def huggingface(self) -> Place:
-        """An imported model as it came, or what came with the one that the run started from."""
-        return self.path / "huggingface"
-
-    @property
-    def is_imported(self) -> bool:
-        """Whether `gregale import` made it: it holds a model, and no checkpoints."""
-        return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
-
-    @property
-    def samples(self) -> Place:
-        return self.path / "samples.txt"
-
-    @property
-    def metrics(self) -> Place:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def changes(self) -> Place:
-        """A line for each time that the run went on with another configuration."""
-        return self.path / "changes.jsonl"
-
-    @property
-    def starts(self) -> Place:
-        """A line for each time that the run began or went on: on which devices, with which compiler options."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def newest_checkpoint(self) -> Place:
-        """Notes the step of the newest checkpoint, so that a run whose checkpoints are gone is not taken for new."""
-        return self.path / "newest_checkpoint.json"
+class RunDirectory(RunPlaces):
+    """The places of one run, and what is read and written in them."""
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation of a step was written, in full, and was a number."""
-        return any(line["step"] == step and line.get("eval_loss") is not None for line in self._figures())
+        return any(line["step"] == step and is_evaluation(line) for line in self._figures())
 
     def note_checkpoint(self, step: int) -> None:
         """Notes that the checkpoint of a step was committed, the newest of the run."""
         write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
-
-    def noted_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint that was ever committed and not replaced; None before the first."""
-        try:
-            return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
 
     def where_it_goes_on(self) -> str:
         """What the same command would begin with, in a sentence."""
@@ -203,6 +153,13 @@ class RunDirectory:
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def is_evaluation(line: dict) -> bool:
+    """Whether a line of metrics.jsonl has an evaluation, of text or of tasks alone, that was a number."""
+    if "eval_loss" in line:
+        return line["eval_loss"] is not None
+    return any(value is not None for name, value in line.items() if name.startswith("acc."))
 
 
 def _free_name(path: Place) -> str:

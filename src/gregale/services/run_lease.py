@@ -61,8 +61,8 @@ class _Lease:
         return Holder(self.host, self.pid, self.since)
 
     @property
-    def is_of_a_dead_process(self) -> bool:
-        """Whether its process was one of this machine, and is gone."""
+    def is_of_nobody(self) -> bool:
+        """Whether its process was one of this machine, and no process has its number now."""
         if self.machine != _machine():
             return False
         try:
@@ -71,7 +71,13 @@ class _Lease:
             return True
         except PermissionError:
             return False
-        return self.pid == os.getpid()  # of an earlier process that had the number, as in a container that starts anew
+        return False
+
+    @property
+    def is_of_a_dead_process(self) -> bool:
+        """Whether its process was one of this machine, and is gone; asked by a process that holds no lease yet."""
+        # This one's number: of an earlier process that had it, as in a container that starts anew.
+        return self.is_of_nobody or (self.machine == _machine() and self.pid == os.getpid())
 
 
 class Held:
@@ -125,6 +131,14 @@ def leased(
         counting.join(beat_seconds)
         with suppress(StoreError):  # then the next to come has to wait
             held.give_back()
+
+
+def is_counting(place: Remote, silence_seconds: float) -> bool:
+    """Whether the lease at a place has a holder that has counted of late, and is no dead process of this machine."""
+    lease, modified = _Lease.read(place), place.modified()
+    if lease is None or modified is None or lease.is_of_nobody:
+        return False
+    return time.time() - modified < silence_seconds
 
 
 def _taken(

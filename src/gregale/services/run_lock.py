@@ -19,12 +19,13 @@ from threading import Event, Thread
 from typing import IO
 
 from gregale.errors import UserError
-from gregale.files import Holder, Taken, acquire, holder_of, is_at, sign
-from gregale.services.run_lease import leased
+from gregale.files import Holder, Taken, acquire, holder_of, is_at, is_held, sign
+from gregale.services.run_lease import is_counting, leased
 from gregale.storage import Place, Remote
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
+SILENCE_SECONDS = 6 * BEAT_SECONDS  # of somebody far away, who is gone then
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 
@@ -78,6 +79,25 @@ def _locked(directory: Path, report: Callable[[str], None], beat_seconds: float)
             beating.join()
             if is_at(file, path):
                 path.unlink()
+
+
+def is_being_trained(directory: Place) -> bool:
+    """Whether a process trains the run of a directory now: it holds the lock, or has touched it within a minute.
+
+    Of a process on another host only the latter can be told, by the clocks of this host and of the disk or the store.
+    """
+    if isinstance(directory, Remote):
+        return is_counting(directory / LOCK, SILENCE_SECONDS)
+    path = directory / LOCK
+    if is_held(path):
+        return True
+    try:
+        with open(path, encoding="utf-8") as file:
+            last = holder_of(file)
+            touched = os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return False
+    return last is not None and last.host != Holder.this_process().host and time.time() - touched < SILENCE_SECONDS
 
 
 def _refusal(directory: Place, holder: Taken | Holder) -> str:

@@ -53,10 +53,15 @@ class Patience:
             longest = min(2 * longest, _LONGEST_DELAY_SECONDS)
 
 
+class Beyond(Exception):
+    """An object ends before what was asked for begins."""
+
+
 class Verdict(Enum):
     """What a failure means."""
 
     MISSING = "there is no such object"
+    BEYOND = "the object is shorter"
     NO_BUCKET = "there is no such bucket"
     EXISTS = "there is such an object already"
     DENIED = "the credentials do not suffice"
@@ -78,6 +83,8 @@ def verdict(error: BaseException) -> Verdict:
         return Verdict.EXISTS
     if isinstance(error, FileNotFoundError) or number == 404:
         return Verdict.MISSING
+    if number == 416:
+        return Verdict.BEYOND
     if str(error).startswith("Forbidden"):  # gcsfs gives 403 no class and no number
         return Verdict.DENIED
     wrong = isinstance(error, ValueError | TypeError) or (400 <= number < 500 and number not in (408, 409, 429))
@@ -95,7 +102,7 @@ def words_of(error: BaseException) -> str:
 def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
     """What a request returns, in the end.
 
-    Raises `FileNotFoundError` and `FileExistsError` as they are, and `StoreError` for what cannot be helped.
+    Raises `FileNotFoundError`, `FileExistsError` and `Beyond` as they are, and `StoreError` for what cannot be helped.
     """
     delays, until = patience.delays(), None
     while True:
@@ -107,6 +114,8 @@ def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
                 raise FileNotFoundError(url) from error
             if found is Verdict.EXISTS:
                 raise FileExistsError(url) from error
+            if found is Verdict.BEYOND:
+                raise Beyond(url) from error
             if found is not Verdict.PASSING:
                 raise StoreError(_refusal(url, found, error)) from error
             delay, now = next(delays), time.monotonic()

@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 
 from gregale.errors import UserError
 from gregale.files import write_bytes as write_file
@@ -50,7 +51,7 @@ def create(place: Place, content: bytes) -> bool:
     """Writes a file or an object if there is none; returns whether it did. `content` has to be like no other's."""
     if isinstance(place, Remote):
         return place.create(content)
-    temporary = place.with_name(f"{place.name}.new-{os.getpid()}")
+    temporary = place.with_name(f"{place.name}.new-{os.getpid()}-{get_ident()}")
     try:
         temporary.write_bytes(content)
         os.link(temporary, place)
@@ -87,6 +88,13 @@ def files_below(folder: Place) -> dict[str, Status]:
             if path.is_file():
                 found[path.relative_to(folder).as_posix()] = _of_file(path)
     return dict(sorted(found.items()))
+
+
+def names(folder: Place) -> list[str]:
+    """The names right below a folder, of files or objects and of folders, sorted; none if there is no such folder."""
+    if isinstance(folder, Remote):
+        return folder.names()
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def upload(file: Path, to: Place) -> None:

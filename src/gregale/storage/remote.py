@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.storage.filesystems import filesystem
-from gregale.storage.patience import Patience, StoreError, patiently
+from gregale.storage.patience import Beyond, Patience, StoreError, patiently
 
 Request = Callable[[Any, str], Coroutine]
 
@@ -67,7 +68,10 @@ class Remote:
         """The bytes [start, stop), fewer if the object ends before."""
         if stop <= start:
             return b""
-        return self._ask(lambda system, path: system._cat_file(path, start=start, end=stop))
+        try:
+            return self._ask(lambda system, path: system._cat_file(path, start=start, end=stop))
+        except Beyond:
+            return b""
 
     def status(self) -> Status | None:
         """None: there is no such object."""
@@ -76,6 +80,15 @@ class Remote:
         except FileNotFoundError:
             return None
         return _status(found) if found["type"] == "file" else None
+
+    def modified(self) -> float | None:
+        """When the object was last written, in seconds since 1970 by the store's clock; None: there is none."""
+        try:
+            found = self._ask(lambda system, path: system._info(path))
+        except FileNotFoundError:
+            return None
+        when = found.get("LastModified") or found.get("updated")
+        return None if when is None else (datetime.fromisoformat(when) if isinstance(when, str) else when).timestamp()
 
     def is_file(self) -> bool:
         return self.status() is not None

@@ -19,7 +19,8 @@ from gregale.islands.engine import server as module
 from gregale.islands.engine import state
 from gregale.islands.engine.client import Peer, post
 from gregale.islands.engine.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
-from gregale.islands.engine.signing import digest, read_token, sign
+from gregale.islands.engine.signing import digest
+from gregale.services.signing import read_token, sign
 from tests.islands.engine.conftest import TOKEN
 
 
@@ -254,15 +255,15 @@ def test_an_address_that_is_taken(make_server):
 def test_token_files(tmp_path):
     path = tmp_path / "token"
     with pytest.raises(UserError, match=r"cannot be read \(No such file"):
-        read_token(path)
+        read_token(path, "islands.token_file")
     path.write_text(" 0123456789abcdef\n")
     with pytest.raises(UserError, match=r"can be read by others \(mode 644\)"):
-        read_token(path)
+        read_token(path, "islands.token_file")
     os.chmod(path, 0o600)
-    assert read_token(path) == b"0123456789abcdef"
+    assert read_token(path, "islands.token_file") == b"0123456789abcdef"
     path.write_text("short")
     with pytest.raises(UserError, match=r"has 5 bytes; at least 16"):
-        read_token(path)
+        read_token(path, "islands.token_file")
 
 
 def test_manifests_are_plain_json(make_server):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gregale.cli import main
+from gregale.programs.islands.command import folder_of
+from gregale.services.config import TrainConfig
+
+
+def test_what_a_fleet_says_and_its_secret_stay_on_this_machine():
+    assert folder_of(TrainConfig("tiny", 4, runs="/data/runs")) == Path("/data/runs/tiny.islands")
+    assert folder_of(TrainConfig("tiny", 4, runs="s3://bucket/runs")) == Path("runs/tiny.islands")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from gregale.data.sources.base import (
     BYTE_ORDER_MARK,
@@ -51,17 +52,7 @@ class JsonLinesSource(FileSource):
 
     def text_of(self, line: bytes, place: object) -> str:
         """The text field of one line of JSON; raises `BadDocument` if it has none."""
-        try:
-            # Numbers are not used, and those of thousands of digits Python refuses to read.
-            record = json.loads(line.decode("utf-8").rstrip(), parse_int=lambda digits: 0)
-        except UnicodeDecodeError as error:
-            raise BadDocument(
-                f"{place}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
-            ) from error
-        except json.JSONDecodeError as error:
-            raise BadDocument(f"{place}: not JSON ({error.msg} at column {error.colno}).") from error
-        except RecursionError as error:
-            raise BadDocument(f"{place}: the JSON is nested too deeply.") from error
+        record = parsed(line, place)
         if not isinstance(record, dict):
             raise BadDocument(
                 f"{place}: found {type(record).__name__}, expected a JSON object with field `{self.field}`."
@@ -73,6 +64,25 @@ class JsonLinesSource(FileSource):
             kind = type(record[self.field]).__name__
             raise BadDocument(f"{place}: field `{self.field}` is {kind}, expected text.")
         return encodable(record[self.field], place)
+
+
+def parsed(line: bytes, place: object) -> Any:
+    """What a line of JSON says; raises `BadDocument` if it is none."""
+    try:
+        return json.loads(line.decode("utf-8").rstrip(), parse_int=short_whole)
+    except UnicodeDecodeError as error:
+        raise BadDocument(
+            f"{place}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise BadDocument(f"{place}: not JSON ({error.msg} at column {error.colno}).") from error
+    except RecursionError as error:
+        raise BadDocument(f"{place}: the JSON is nested too deeply.") from error
+
+
+def short_whole(digits: str) -> int:
+    """A whole number; of one that is longer than any that is used the first digits, since Python refuses thousands."""
+    return int(digits[:20])
 
 
 def is_compressed(path: str) -> bool:

@@ -7,7 +7,8 @@ import secrets
 import time
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 
-from gregale.islands.engine.signing import canonical, digest, is_signed, sign
+from gregale.islands.engine.signing import canonical, digest
+from gregale.services.signing import is_signed, sign
 
 LARGEST_REPLY_BYTES = 1 << 20
 

@@ -41,10 +41,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from gregale.errors import UserError
 from gregale.islands.engine.extra import load_coordination
-from gregale.islands.engine.signing import canonical, is_signed, sign
+from gregale.islands.engine.signing import canonical
+from gregale.services.signing import is_signed, sign
 
 CONNECT_SECONDS = 2.0
 BEATS_PER_TIMEOUT = 5
+LAST_REQUEST_SECONDS = 5.0  # that is waited for a request at the end
 T = TypeVar("T")
 
 
@@ -130,7 +132,8 @@ class Coordinator:
         self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._heard = time.monotonic()
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
+        self._thread.start()
 
     def ask(self, header: dict, timeout_seconds: float) -> View:
         """Sends this member's header (JSON; `name` is added) and waits for the view.
@@ -151,8 +154,13 @@ class Coordinator:
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """Stops beating: the others see this member go after `heartbeat_seconds`."""
+        """Stops beating: the others see this member go after `heartbeat_seconds`.
+
+        Waits for a request that is under way: a thread that comes back from torchft's own code while Python ends would
+        abort the process.
+        """
         self._closed.set()
+        self._thread.join(LAST_REQUEST_SECONDS)
 
     def _beat(self) -> None:
         timeout = timedelta(seconds=max(self._interval_seconds, 0.5))

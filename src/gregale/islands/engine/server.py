@@ -30,8 +30,9 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
 from gregale.islands.engine.mailbox import Mailbox
-from gregale.islands.engine.signing import canonical, digest, is_signed, sign
+from gregale.islands.engine.signing import canonical, digest
 from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of
+from gregale.services.signing import is_signed, sign
 
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 

@@ -17,6 +17,7 @@ import gregale
 from gregale.axes.mesh import make_mesh
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
+from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
@@ -24,7 +25,6 @@ from gregale.islands.driver import Driver, Pace
 from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
-from gregale.islands.engine.signing import read_token
 from gregale.islands.hands import joint_digest
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
@@ -38,7 +38,6 @@ from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.island_store import store_of
-from gregale.programs.island.folder import folder_of, folder_of_runs
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
 from gregale.programs.island.recorder import Recorder
@@ -49,19 +48,22 @@ from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
+from gregale.services.changes import changes
 from gregale.services.checkpoint.processes import by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
+from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.storage import Place, place, write_bytes
 from gregale.training.state import TrainState
 
-ADDRESS, ROUNDS, OUTER = "island.address", "rounds.jsonl", "outer"
+ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
 
 
@@ -77,7 +79,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(folder_of_runs(config) / config.name)
+    run = RunDirectory(place(expand(config.runs)) / config.name)
     with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
@@ -95,7 +97,7 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
             "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(Path(expand(islands.token_file)))
+    return read_token(Path(expand(islands.token_file)), "islands.token_file")
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
@@ -103,6 +105,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
+    read_tasks(config.evaluation.tasks)
     mesh = make_mesh(config.mesh)
     set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     with ExitStack() as stack:
@@ -112,9 +115,9 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
             closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
         )
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
-        stack.enter_context(held(run, options.fresh, console.message))
+        check = stack.enter_context(held(run, options.fresh, console.message))
         checkpoints = stack.enter_context(
-            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint)
+            Checkpoints(run.checkpoints, config.checkpoint, console.message, run.note_checkpoint, check)
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)
@@ -146,12 +149,13 @@ def train(
         status = StatusTracker(config.islands.own_name, config.steps, start.step)
         stop = stack.enter_context(StopRequest())
         sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-        stack.callback(sides.guide.close)
+        stack.callback(sides.close)
         console.begin(config.steps, start.step)
         info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
         status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
         status.state = "joining"
-        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(Trackers([status]), console.message))
+        trackers = Trackers([status], flush=status.trackers.flush)
+        loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(trackers, console.message))
         step = loop.run(start, stop)
         status.state = "complete" if loop.complete else "left"
     checkpoints.wait()
@@ -206,13 +210,14 @@ def joined(
         follower.start()
         return Sides(outer, follower, folder, seen)
     hands = hands_of(worker, token, config.distributed.timeout_seconds)
-    (folder_of(run) / ADDRESS).write_text(server.address, encoding="utf-8")
+    write_bytes(run.path / ADDRESS, server.address.encode())
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
     rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep), saved["used"] if saved else 0
+    recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
         coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
@@ -221,21 +226,21 @@ def joined(
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
-        record=Recorder(folder_of(run) / ROUNDS, record.round, say),
+        record=recorder,
         stop_asked=lambda: stop.signal_name is not None,
     )
     status.follow(driver)
     driver.start()
-    return Sides(outer, driver, folder, seen)
+    return Sides(outer, driver, folder, seen, recorder)
 
 
-def outer_folder(run: RunDirectory) -> Path:
+def outer_folder(run: RunDirectory) -> Place:
     """Where this host saves its shards of the outer side."""
     host = jax.process_index()
-    return folder_of(run) / (OUTER if host == 0 else f"{OUTER}-{host}")
+    return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
-def restored(outer: HostOuter, folder: Path, number: int) -> Outer:
+def restored(outer: HostOuter, folder: Place, number: int) -> Outer:
     """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
     read = files.read(folder, number)
     try:
@@ -248,7 +253,7 @@ def restored(outer: HostOuter, folder: Path, number: int) -> Outer:
     return read.outer
 
 
-def check_restored(record: Outer, digest: str, folder: Path) -> Outer:
+def check_restored(record: Outer, digest: str, folder: Place) -> Outer:
     """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
     if digest != record.digest:
         raise UserError(

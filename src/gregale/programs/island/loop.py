@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.islands import files
 from gregale.islands.guide import Guide
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.batches import LeasedBatches
+from gregale.programs.island.recorder import Recorder
 from gregale.programs.island.stepper import IslandStepper
 from gregale.programs.island.turns import Turns
 from gregale.programs.run.batches import Placement
@@ -20,6 +20,7 @@ from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
 from gregale.services.signals import StopRequest
+from gregale.storage import Place
 from gregale.training.state import TrainState
 
 
@@ -30,12 +31,25 @@ class Sides:
     - `outer`: theta and the outer optimizer, in host memory
     - `folder`: where they are saved
     - `seen`: tokens by fragment since the island last contributed to it, at the start
+    - `record`: of its rounds; None: another host of this island keeps it
     """
 
     outer: HostOuter
     guide: Guide
-    folder: Path
+    folder: Place
     seen: list[float]
+    record: Recorder | None = None
+
+    def flush(self) -> None:
+        """Writes what is held back of the record; raises `StoreError` if that fails."""
+        if self.record is not None:
+            self.record.flush()
+
+    def close(self) -> None:
+        """Leaves the fleet."""
+        self.guide.close()
+        if self.record is not None:
+            self.record.close()
 
 
 class IslandLoop(Loop):
@@ -54,7 +68,7 @@ class IslandLoop(Loop):
         config, setup, guide = self._setup.config, self._setup, self._sides.guide
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
-        log = StepLog(setup, self._observers, traffic, consumed)
+        log = StepLog(setup, self._observers, traffic, consumed, self._spent)
         stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
@@ -68,11 +82,14 @@ class IslandLoop(Loop):
                         guide.leave()
                         state, finish = stepper.follow(state)
                         continue
-                    if (batch := next(batches, None)) is None:  # trained on all that was leased
+                    with self._spent.on("data_seconds"):
+                        batch = next(batches, None)
+                    if batch is None:  # trained on all that was leased
                         state, finish = stepper.follow(state, starved=True)
                         continue
+                    figures = self._inspected(setup.method, state, batch, stepper.step + 1, log)
                     state, report = stepper(state, batch)
-                    log.took(stepper.step, report)
+                    log.took(stepper.step, report, figures)
                     state, finish = stepper.follow(state)
                     step = stepper.step
                     self._between(stepper, state, step, log, traffic, consumed)
@@ -102,7 +119,8 @@ class IslandLoop(Loop):
             return
         log.catch_up()
         if evaluates:
-            self._evaluate_and_sample(self._setup.method, state, step)
+            with self._spent.on("evaluation_seconds"):
+                self._evaluate_and_sample(self._setup.method, state, step)
         if saves:
             self._save_all(stepper, state, step, traffic, consumed)
         log.restart()
@@ -130,9 +148,12 @@ class IslandLoop(Loop):
             kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
             files.keep_only(sides.folder, kept)
             files.write(sides.folder, outer, sides.outer.leaves(moment))
+            self._observers.trackers.flush()
+            sides.flush()
 
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
+        with self._spent.on("saving_seconds"):
+            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
 
     def _round_of(self, step: int) -> int:
         try:

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.files import write_bytes
 from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
-from gregale.islands.engine.signing import read_token
-from gregale.programs.island.folder import folder_of_runs
 from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
 from gregale.programs.islands.rounds import draw_rounds, rounds_of
@@ -21,7 +19,9 @@ from gregale.programs.islands.view import FleetView, Status, changes
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump
+from gregale.services.signing import read_token
 from gregale.settings import Settings, whole
+from gregale.storage import Place, is_url, place, write_bytes
 from gregale.timeline.plot import check_picture_path
 
 POLL_SECONDS = 0.5
@@ -50,7 +50,7 @@ class IslandsOptions(Settings):
 def main(options: IslandsOptions, config: TrainConfig) -> int:
     """Runs a fleet until all its islands are complete, or until a signal; 0 if all are."""
     config.sync.check_joins_islands()
-    folder = folder_of_runs(config) / f"{config.name}.islands"
+    folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         network = stack.enter_context(rate_limited(options.count, options.bandwidth)) if options.bandwidth else None
@@ -58,6 +58,12 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
         fleet = Fleet(options, config, folder, network, view)
         stack.callback(fleet.end)
         return fleet.run()
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Where a fleet's secret lies, and what its islands say: always on this machine."""
+    runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs))
+    return runs / f"{config.name}.islands"
 
 
 class Fleet:
@@ -75,7 +81,7 @@ class Fleet:
         self._members: list[Member] = []
         self._lighthouse: Lighthouse | None = None
         self._name = config.name
-        self._runs = folder_of_runs(config)
+        self._runs: Place = place(expand(config.runs))
 
     def run(self) -> int:
         """Starts all, shows them until they end, draws their rounds."""
@@ -113,19 +119,19 @@ class Fleet:
         output = self._folder / "lighthouse.log"
         self._lighthouse = start_lighthouse(f"{bind}:0", timing_of(self._islands), output)
         names = [
-            f"{self._name}-{chr(ord('a') + place % 26)}{place // 26 or ''}" for place in range(self._options.count)
+            f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
-        for place, name in enumerate(names):
-            self._members.append(self._started(place, name))
+        for number, name in enumerate(names):
+            self._members.append(self._started(number, name))
         self._view.message(
             f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}"
             + (f", links of {self._options.bandwidth}" if self._options.bandwidth else "")
             + f". What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, place: int, name: str) -> Member:
+    def _started(self, number: int, name: str) -> Member:
         assert self._lighthouse is not None
-        site = self._network.sites[place] if self._network else None
+        site = self._network.sites[number] if self._network else None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
@@ -144,7 +150,7 @@ class Fleet:
 
     def _watch(self) -> dict[str, Status]:
         """Shows the fleet until all islands have ended."""
-        token = read_token(self._token)
+        token = read_token(self._token, "islands.token_file")
         statuses: dict[str, Status] = {member.name: {} for member in self._members}
         told: set[str] = set()
         asked = False
@@ -179,14 +185,14 @@ class Fleet:
 
     def _tell(self, statuses: dict[str, Status]) -> int:
         codes = [member.process.returncode for member in self._members]
-        rounds = {member.name: rounds_of(member.run) for member in self._members}
         picture = self._options.picture or self._folder / "rounds.svg"
-        if any(rounds.values()):
-            try:
+        try:
+            rounds = {member.name: rounds_of(member.run) for member in self._members}
+            if any(rounds.values()):
                 draw_rounds(picture, rounds)
                 self._view.message(f"The rounds are drawn in {picture}.")
-            except UserError as error:
-                self._view.message(f"The rounds could not be drawn: {error}")
+        except UserError as error:
+            self._view.message(f"The rounds could not be drawn: {error}")
         if self._stopped:
             self._view.message(f"Stopped by {self._stopped}; the same command goes on.")
             return 128 + signal.Signals[self._stopped]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gregale.services.history import ROUNDS, read_entries
+from gregale.storage import Place
 from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
 LATEST = 40
@@ -20,7 +21,7 @@ KINDS = {  # by name in the legend: colour and height of a bar
 Round = Mapping[str, float]
 
 
-def rounds_of(run: Path) -> list[Round]:
+def rounds_of(run: Place) -> list[Round]:
     """The rounds of an island, oldest first; a line that a killed process left torn is passed over."""
     return [*read_entries(run / ROUNDS)[0]]
 

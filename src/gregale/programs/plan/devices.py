@@ -11,7 +11,7 @@ from math import prod
 import jax
 
 from gregale.audit.chips import Chip, chip
-from gregale.audit.step import ACCELERATOR, CPU, Backend
+from gregale.audit.step import ACCELERATOR, CPU, TPU, Backend
 from gregale.axes.mesh import AXES, Device
 from gregale.errors import UserError
 from gregale.programs.plan.gpus import GPUS, described
@@ -47,7 +47,9 @@ class Target:
 
     @property
     def backend(self) -> Backend:
-        return CPU if self.simulated else ACCELERATOR
+        if self.simulated:
+            return CPU
+        return TPU if self.devices[0].platform == "tpu" else ACCELERATOR
 
     @property
     def memory_bytes(self) -> int:

@@ -137,10 +137,13 @@ class Setup:
         pipeline = self.config.pipeline
         return None if pipeline is None else pipeline.schedule(self.layout.mesh.shape["stage"])
 
-    def evaluation_execution(self) -> Execution:
-        """How held-out losses are computed: all replicas share the batch, nothing is differentiated."""
+    def evaluation_execution(self, layout: Layout | None = None) -> Execution:
+        """How held-out losses are computed: all replicas share the batch, nothing is differentiated.
+
+        - `layout`: for those who do; default: the whole one
+        """
         inside = execution(self.config.compute, self.layout, self.config.model)
-        return Execution(**{**vars(inside), "layout": self.layout, "remat": "none"})
+        return Execution(**{**vars(inside), "layout": layout or self.layout, "remat": "none"})
 
 
 def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:

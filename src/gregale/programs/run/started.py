@@ -10,7 +10,8 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, copy_beside
 from gregale.programs.run.setup import Setup, set_up
 from gregale.programs.run.trained import find_run, restored_model
-from gregale.services.config import TrainConfig, changes
+from gregale.services.changes import changes
+from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.training.state import TrainState
 

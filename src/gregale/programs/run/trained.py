@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,12 +16,12 @@ from gregale.huggingface.folder import open_folder
 from gregale.huggingface.weights import read_model
 from gregale.programs.run.checkpointed import evaluated_model, evaluation_template
 from gregale.programs.run.setup import Setup, set_up
+from gregale.services import run_places
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import DistributedConfig
 from gregale.services.devices import start_devices
+from gregale.services.distributed import DistributedConfig
 from gregale.services.run_directory import RunDirectory
-from gregale.storage import is_url, place
 from gregale.training.state import TrainState
 
 
@@ -38,34 +37,16 @@ class Trained:
 
 
 def find_run(name: str) -> RunDirectory:
-    """The run directory by its URL, by its path, or by its name under runs/: whichever of the two is a run.
-
-    A name with a `/` in it is a path first. Raises `UserError` if neither is a run, or both are and the name is bare.
-    """
-    if is_url(name):
-        run = RunDirectory(place(name))
-        if not run.config.is_file():
-            raise UserError(f"{name} is not a run directory: there is no object {run.config}.")
-        return run
-    places = list(dict.fromkeys([Path(name), Path("runs") / name]))
-    runs = [path for path in places if os.path.isfile(str(RunDirectory(path).config))]  # False for any impossible path
-    if len(runs) == 2 and "/" not in name:
-        raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
-    if runs:
-        return RunDirectory(runs[0])
-    states = {True: "has no config.yaml", False: "does not exist"}
-    found = " and ".join(f"{place} {states[os.path.exists(place)]}" for place in places)
-    known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
-    hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
-    raise UserError(f"{name} is not a run directory: {found}. {hint}")
+    """As `run_places.find_run`, with what is read and written there."""
+    return RunDirectory(run_places.find_run(name).path)
 
 
-def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
+def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) -> Trained:
     """The model of a run, from its newest sound checkpoint or from that of a step; only parameters are read.
 
     Arguments:
-    - `devices`: how many devices to hold it on; None: the run's own mesh, which the replicas of DiLoCo need anyway,
-      where it is theirs that are evaluated
+    - `devices`: how many devices to hold it on, or their mesh; None: the run's own mesh, which the replicas of DiLoCo
+      need anyway, where it is theirs that are evaluated
 
     Raises `UserError` if there is no such run or checkpoint.
     """
@@ -73,13 +54,17 @@ def open_trained(name: str, step: int | None, devices: int | None) -> Trained:
     config = run.read_config()
     if config.sync.evaluates_replicas:
         devices = None
+    count = None
     if devices is not None:
-        cpu_devices = devices if config.cpu_devices else None
-        config = replace(config, mesh=MeshConfig(data=devices), cpu_devices=cpu_devices, pipeline=None)
+        mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
+        count = mesh.device_count
+        cpu_devices = count if config.cpu_devices and count is not None else config.cpu_devices
+        batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
+        config = replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
     start_devices(config.cpu_devices, DistributedConfig())
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
-    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:devices]))
+    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:count]))
 
     model, step, metadata = restored_model(run, setup, step)
     return Trained(run, setup, model, step, metadata)

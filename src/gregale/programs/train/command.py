@@ -15,21 +15,24 @@ from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
 from gregale.data.config import Corpus, prepare
 from gregale.data.sources.base import expand
+from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.model.llama import parameter_count
 from gregale.programs.run.evaluation import in_words
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.programs.run.started import keep_what_came_with, origin_of
+from gregale.programs.run.tasks import tasks_in_words
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
+from gregale.services.changes import changes
 from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig, changes
+from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.peers import watched
 from gregale.services.profile import Profile, Window
@@ -90,6 +93,7 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
     check_start(fresh, config, run)
+    read_tasks(config.evaluation.tasks)
     with (
         Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console,
         closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
@@ -147,7 +151,7 @@ def train(
         console.message(note)
     start = starting_point(setup, before, checkpoints, corpus)
     first_step = start.step
-    evaluated = not config.data.evaluates or run.has_evaluation(first_step)
+    evaluated = not config.evaluates or run.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
@@ -237,9 +241,10 @@ def held_back(corpus: Corpus) -> str:
 
 def summary(evaluation: dict[str, float], corpus: Corpus, config: TrainConfig) -> str:
     """The last evaluation, beside a bigram model of the same text if that is asked for."""
-    if not config.data.evaluates:
+    if not config.evaluates:
         return "Done. Nothing was evaluated: data.held_out is 0 and there is no data.validation."
-    words = in_words(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    of_text = in_words(evaluation, held_out=corpus.held_out is not None, bits_digits=3)
+    words = "; ".join(filter(None, (of_text, tasks_in_words(evaluation))))
     text = f"Done. {words[0].upper()}{words[1:]}"
     if not config.evaluation.bigram:
         return text + "."

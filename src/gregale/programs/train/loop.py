@@ -11,16 +11,19 @@ from gregale.data.config import Corpus
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.methods.method import Method
-from gregale.model.generate import Sampling
+from gregale.model.drawing import Sampling
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
-from gregale.programs.sample import Sampler
+from gregale.programs.run.tasks import tasks_of
+from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.inspection import Inspector
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
+from gregale.programs.train.spent import Spent
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.finite import listed, not_finite
@@ -55,7 +58,10 @@ class Loop:
         text = evaluation_text(corpus)
         self._evaluate = Evaluator(setup, text, corpus.tokenizer.token_bytes) if text.first else None
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
-        self._sampler = Sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
+        self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
+        self._inspectors: dict[str, Inspector] = {}
+        self._spent = Spent()
+        self._sampler = training_sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
         self.evaluation: dict[str, float] = {}
 
     def run(self, start: Start, stop: StopRequest) -> int:
@@ -71,7 +77,7 @@ class Loop:
         consumed = Consumed(config.batch, step, start.examples)
         method = self._setup.method_after(step)
         take_step, compiled = self._setup.stepper(method), step
-        log = StepLog(self._setup, self._observers, traffic, consumed)
+        log = StepLog(self._setup, self._observers, traffic, consumed, self._spent)
         rows = self._setup.batch_axes, self._setup.layout, start.examples
         try:
             with GlobalBatches(self._corpus.train, *rows) as batches:
@@ -85,16 +91,18 @@ class Loop:
                     doing = Doing.COMPILING if log.done <= compiled else Doing.TRAINING
                     with self._profile.step(step + 1):
                         batch = self._next(batches, step + 1, doing)
+                        figures = self._inspected(method, state, batch, step + 1, log)
                         with self._progress.waiting():  # a device's queue may be full
                             state, report = take_step(state, batch, step + 1)
                     step += 1
-                    log.took(step, report)
+                    log.took(step, report, figures)
                     self._trace(self._profile.ends_with(step), self._profile.end, log)
                     evaluates, saves = (_is_due(step, each.every) for each in (config.evaluation, config.checkpoint))
                     if step < config.steps and (evaluates or saves):
                         log.catch_up()
                         if evaluates:
-                            self._evaluate_and_sample(method, state, step)
+                            with self._spent.on("evaluation_seconds"):
+                                self._evaluate_and_sample(method, state, step)
                         if saves:
                             self._save(method, state, step, traffic, consumed)
                         log.restart()
@@ -111,9 +119,27 @@ class Loop:
     def _next(self, batches: GlobalBatches, step: int, doing: Doing) -> dict[str, NamedArray]:
         """The batch of a step; text that is still encoded is waited for as long as it takes."""
         self._progress.at(step, Doing.PREPARING if self._corpus.may_wait else doing)
-        batch = next(batches)
+        with self._spent.on("data_seconds"):
+            batch = next(batches)
         self._progress.at(step, doing)
         return batch
+
+    def _inspected(
+        self, method: Method, state: TrainState, batch: dict[str, NamedArray], step: int, log: StepLog
+    ) -> dict[str, float]:
+        """The figures of each layer in a step that is about to be taken, none where none are due."""
+        if not _is_due(step, self._setup.config.inspect.every):
+            return {}
+        log.catch_up()
+        doing, inspector = self._progress.place.doing, self._inspectors.get(method.name)
+        if inspector is None:
+            self._progress.at(step, Doing.COMPILING)
+            inspector = self._inspectors[method.name] = Inspector(self._setup, method)
+        with self._spent.on("inspection_seconds"), self._progress.waiting():
+            figures = inspector(state, batch)
+        self._progress.at(step, doing)
+        log.restart()
+        return figures
 
     def _trace(self, is_due: bool, action: Callable[[], None], log: StepLog) -> None:
         """Begins or ends a trace while the devices have nothing to do; that time does not count."""
@@ -127,9 +153,10 @@ class Loop:
         self._progress.at(step, Doing.SAVING)
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
-        self._checkpoints.save(
-            step, checkpointed(self._setup, method, state, step), metadata, self._observers.trackers.flush
-        )
+        with self._spent.on("saving_seconds"):
+            self._checkpoints.save(
+                step, checkpointed(self._setup, method, state, step), metadata, self._observers.trackers.flush
+            )
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
@@ -137,6 +164,8 @@ class Loop:
         model = self._trained[method.name](state.method)
         if self._evaluate is not None:
             self.evaluation = self._evaluate(model, config.evaluation.batches, self._progress.still)
+        if self._tasks is not None:
+            self.evaluation |= self._tasks(model, lambda done, total: self._progress.still())
         if self._measure is not None and method is self._setup.method:
             self.evaluation |= self._measure(state)
         if self._sampler is not None:

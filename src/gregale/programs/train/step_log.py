@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -14,7 +15,9 @@ from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.utilisation import peak_tokens_per_second
 from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.memory import memory_in_use
 from gregale.programs.train.observers import Observers
+from gregale.programs.train.spent import Spent
 from gregale.programs.train.traffic import Traffic
 from gregale.services.tracking import Rate
 from gregale.training.state import Report
@@ -35,9 +38,10 @@ class StepLog:
     - `skipped`: of the steps that were read, how many were skipped, by the replica that skipped most
     """
 
-    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: Consumed):
+    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: Consumed, spent: Spent):
         self._setup, self._observers, self._traffic, self._consumed = setup, observers, traffic, consumed
-        self._pending: deque[tuple[int, Report]] = deque()
+        self._spent, self._devices = spent, setup.layout.mesh.local_devices
+        self._pending: deque[tuple[int, Report, Mapping[str, float]]] = deque()
         self._peak = peak_tokens_per_second(setup)
         self.done = traffic.first_step
         self.skipped = 0
@@ -51,9 +55,9 @@ class StepLog:
         """Begins to measure anew, so that time spent on other things does not count."""
         self._rate = Rate(time.monotonic(), self.done)
 
-    def took(self, step: int, report: Report) -> None:
-        """Takes the report of a step that was handed to the device."""
-        self._pending.append((step, self._shared(report) if self._shared else report))
+    def took(self, step: int, report: Report, inspected: Mapping[str, float]) -> None:
+        """Takes the report of a step that was handed to the device; one that was inspected is logged in any case."""
+        self._pending.append((step, self._shared(report) if self._shared else report, inspected))
         while len(self._pending) > STEPS_AHEAD:
             self._log(*self._pending.popleft())
 
@@ -62,7 +66,7 @@ class StepLog:
         while self._pending:
             self._log(*self._pending.popleft())
 
-    def _log(self, step: int, report: Report) -> None:
+    def _log(self, step: int, report: Report, inspected: Mapping[str, float]) -> None:
         config = self._setup.config
         with self._observers.progress.waiting():
             report = jax.device_get(report)
@@ -71,7 +75,7 @@ class StepLog:
         self._outer = report.metrics.outer or self._outer
         self.skipped, in_a_row = int(np.max(report.skipped)), int(np.max(report.skipped_in_a_row))
         check_finite(step, report, config.max_skipped)
-        if step % config.log_every and step != config.steps:
+        if step % config.log_every and step != config.steps and not inspected:
             return
         values = {
             **measured(report),
@@ -81,7 +85,10 @@ class StepLog:
             "tokens_per_second": self._rate.tokens_per_second,
             **({"mfu": self._rate.tokens_per_second / self._peak} if self._peak else {}),
             "step_seconds": self._rate.step_seconds,
+            **self._spent.figures(),
+            **memory_in_use(self._devices),
             **self._traffic.figures(step),
+            **inspected,
         }
         self._outer = None
         self._observers.trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))

@@ -92,7 +92,7 @@ def _bytes_of(data: jax.Array) -> np.ndarray:
     return np.ascontiguousarray(on_host).reshape(-1).view(np.uint8)
 
 
-def parts(pieces: list[np.ndarray], part_bytes: int) -> Iterator[list[memoryview]]:
+def parts(pieces: Iterable[np.ndarray], part_bytes: int) -> Iterator[list[memoryview]]:
     """The parts of a stream in their order, each as the views that make it up."""
     part: list[memoryview] = []
     room = part_bytes

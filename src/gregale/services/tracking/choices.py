@@ -11,7 +11,7 @@ import draccus
 
 from gregale.errors import UserError
 from gregale.services.tracking.console import Console
-from gregale.services.tracking.jsonl import jsonl_tracker
+from gregale.services.tracking.jsonl import JsonlTracker
 from gregale.services.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
 from gregale.settings import Settings
 
@@ -161,6 +161,6 @@ def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Conso
     if not is_writer:
         return Trackers([])
     check_installed(configs)
-    jsonl = jsonl_tracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
+    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
     others = (Guarded(config.open(run), console.message) for config in configs)
     return Trackers([console, jsonl, *others], flush=jsonl.flush)

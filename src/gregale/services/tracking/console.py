@@ -97,11 +97,11 @@ class Console:
         seconds, speed = values.get("step_seconds"), values.get("tokens_per_second")
         begin = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
         if step == self._first:
-            return "  ".join([*begin, f"{_duration(seconds)}, compiling included"] if seconds else begin)
+            return "  ".join([*begin, f"{duration(seconds)}, compiling included"] if seconds else begin)
         middle = [f"{speed:,.0f} tokens/s"] if speed else []
         middle += [f"MFU {mfu:.1%}"] if (mfu := values.get("mfu")) else []
         middle += [_figure(name, values[name]) for name in self._fields if name in values]
-        end = [f"ETA {_duration(seconds * max(self._steps - step, 0))}"] if seconds else []
+        end = [f"ETA {duration(seconds * max(self._steps - step, 0))}"] if seconds else []
         room = self._rich.width - len("- step ") - _bar_width(self._rich.width) - 1
         while self._is_live and middle and len("  ".join([*begin, *middle, *end])) > room:
             middle.pop()
@@ -153,7 +153,7 @@ def _figure(name: str, value: float | int | None) -> str:
     return f"{label} {value:.4g}" if "loss" not in name else f"{label} {value:.4f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """`2h 05m`, `3m 20s`, `45s`."""
     whole = round(seconds)
     if whole >= 3600:

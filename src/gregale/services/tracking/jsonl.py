@@ -1,177 +1,38 @@
-"""`metrics.jsonl`: one JSON object a line, in a file that is appended to or in an object that is written anew."""
+"""`metrics.jsonl`: the figures of a run, one JSON object a line, on a disk or in an object store."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
-from threading import Event, Lock, Thread
 
-from gregale.errors import UserError
-from gregale.files import reason, write_bytes
+from gregale.services.lines import History, lines_at
 from gregale.services.tracking.tracker import Values, finite
-from gregale.storage import Place, Remote, StoreError
-
-_FLUSH_SECONDS = 30.0
-_MOST_BYTES_PER_SECOND = 100_000  # over a long time, that the lines of a run in a store may take of its connection
-
-
-def jsonl_tracker(place: Place, resumed_from: int, report: Callable[[str], None]) -> "JsonlTracker | ObjectTracker":
-    """The tracker of a place; arguments as those of the two classes."""
-    if isinstance(place, Remote):
-        return ObjectTracker(place, resumed_from, report)
-    return JsonlTracker(place, resumed_from, report)
+from gregale.storage import Place
 
 
 class JsonlTracker:
-    """Appends one object a call, in one write, so that a killed process leaves at most its last line torn.
+    """Writes a line a call. NaN and infinities are written as null: JSON has no such numbers."""
 
-    NaN and infinities are written as null: JSON has no such numbers. Lines that a full disk does not take are kept and
-    written, whole and in their order, as soon as it does.
-    """
-
-    def __init__(self, path: Path, resumed_from: int = 0, report: Callable[[str], None] = print):
+    def __init__(self, place: Place, resumed_from: int = 0, report: Callable[[str], None] = print):
         """
         Args:
-            path: the file, made if absent.
-            resumed_from: lines of later steps are dropped, and so are torn ones: a killed process wrote them, and the
-                steps are about to be repeated.
-            report: told in one line when the file cannot be written, and when it can be again.
+            place: the file or object, made if absent.
+            resumed_from: lines of later steps are dropped, and so are torn ones.
+            report: told in one line when it cannot be written, and when it can be again.
         """
-        if path.exists():
-            _drop_lines_after(path, resumed_from)
-        self._path, self._report = path, report
-        self._file = path.open("ab", buffering=0)
-        self._whole = self._file.tell()  # bytes of whole lines
-        self._waiting: list[bytes] = []
+        self._lines = lines_at(place, History("step", resumed_from), report)
 
     def log(self, step: int, values: Values) -> None:
         """Writes `{"step": step, **values}`."""
-        waited = bool(self._waiting)
-        self._waiting.append(_line(step, values))
-        failed = self._write()
-        if failed and not waited:
-            self._report(f"{self._path} cannot be written: {failed}. Its lines are kept until there is room.")
-        if waited and not failed:
-            self._report(f"{self._path} is written again, with the lines that were kept.")
+        numbers = {name: _plain(value) for name, value in finite(values).items()}
+        self._lines.add({"step": step} | dict.fromkeys(values) | numbers)
 
     def flush(self) -> None:
-        """Nothing: lines are written as they come."""
+        """Writes what is held back; raises `StoreError` if a store does not take it."""
+        self._lines.flush()
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-            UserError: there are lines that it still does not take.
-        """
-        failed = self._write()
-        self._file.close()
-        if failed:
-            raise UserError(f"{self._path} lacks its last {len(self._waiting)} lines: {failed}.")
-
-    def _write(self) -> str | None:
-        """Writes the lines that wait, all or none; returns why it failed, if it did."""
-        content = b"".join(self._waiting)
-        try:
-            written = self._file.write(content)
-            if written < len(content):  # the disk is full now; the next write says how
-                self._file.write(content[written:])
-                raise OSError("it was written in part")
-        except OSError as error:
-            self._file.truncate(self._whole)
-            return reason(error)
-        self._whole += len(content)
-        self._waiting.clear()
-        return None
-
-
-class ObjectTracker:
-    """Keeps all lines, and writes the object anew in the background, for a store appends nothing.
-
-    That happens every 30 seconds, more rarely when the object is large, and before a checkpoint counts: a killed
-    process leaves whole lines, and all of those that the newest checkpoint has behind it.
-    """
-
-    def __init__(self, place: Remote, resumed_from: int = 0, report: Callable[[str], None] = print):
-        """As `JsonlTracker`. Raises `StoreError` if the store does not give the lines that there are."""
-        self._place, self._report = place, report
-        try:
-            before = place.read_bytes().splitlines(keepends=True)
-        except FileNotFoundError:
-            before = []
-        kept = [line for line in before if _is_of_history(line, resumed_from)]
-        self._lines, self._written = kept, -1 if kept != before else len(kept)
-        self._size = sum(map(len, kept))
-        self._adding, self._writing = Lock(), Lock()
-        self._ended = Event()
-        self._thread = Thread(target=self._write_at_times, daemon=True, name="metrics")
-        self._thread.start()
-
-    def log(self, step: int, values: Values) -> None:
-        """Takes `{"step": step, **values}`."""
-        line = _line(step, values)
-        with self._adding:
-            self._lines.append(line)
-            self._size += len(line)
-
-    def flush(self) -> None:
-        """Writes the object if there are other lines than it has; raises `StoreError` if it cannot be written."""
-        with self._writing:
-            with self._adding:
-                count = len(self._lines)
-            if count != self._written:
-                self._place.write_bytes(b"".join(self._lines[:count]))
-                self._written = count
-
-    def close(self) -> None:
-        """Writes what is left.
-
-        Raises:
-            UserError: the store does not take it.
-        """
-        self._ended.set()
-        self._thread.join()
-        try:
-            self.flush()
-        except StoreError as error:
-            raise UserError(
-                f"{self._place} lacks its last {len(self._lines) - max(self._written, 0)} lines. {error}"
-            ) from error
-
-    def _write_at_times(self) -> None:
-        has_failed = False
-        while not self._ended.wait(max(_FLUSH_SECONDS, self._size / _MOST_BYTES_PER_SECOND)):
-            try:
-                self.flush()
-            except StoreError as error:
-                if not has_failed:
-                    self._report(f"{error} Its lines are kept until it can be written.")
-                has_failed = True
-            else:
-                if has_failed:
-                    self._report(f"{self._place} is written again, with the lines that were kept.")
-                has_failed = False
-
-
-def _line(step: int, values: Values) -> bytes:
-    entry = {"step": step} | dict.fromkeys(values) | {name: _plain(value) for name, value in finite(values).items()}
-    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+        """Writes what is left; raises `UserError` if that cannot be written."""
+        self._lines.close()
 
 
 def _plain(value: float | int) -> float | int:
     """The number as Python's own, whether it was NumPy's or JAX's."""
     return value if isinstance(value, int) else float(value)
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Rewrites the file without the later and the torn lines, under a temporary name first."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_of_history(line, step)]
-    if kept == lines:
-        return
-    write_bytes(path, b"".join(kept))
-
-
-def _is_of_history(line: bytes, last_step: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= last_step
-    except (ValueError, KeyError, TypeError):
-        return False

@@ -1,0 +1,49 @@
+"""What is looked at in a step beside its loss: how large parameters, gradients and updates are, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from gregale.axes.layout import LAYERS, is_named
+
+Tree = Any
+Probe = Callable[[Tree, Tree], Tree]
+"""probe(model, batch) -> named arrays: what else is looked at, of the model and the batch that a step computes with."""
+
+
+class Inspected(NamedTuple):
+    """Sums of squares, in float32, of what a step computes with: trees like the parameters, of [layers] or scalars.
+
+    Where replicas train apart, each array has a leading [replica].
+    """
+
+    parameters: Tree  # before the step
+    gradients: Tree  # averaged, before clipping
+    updates: Tree  # parameters after the step less those before
+    probed: Tree  # what the probe returned
+
+
+def inspected(before: Tree, gradients: Tree, after: Tree, probed: Tree) -> Inspected:
+    """The sums for parameters before and after a step, and the gradients that it averaged."""
+
+    def update(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new.astype(jnp.float32) - old.astype(jnp.float32)
+
+    return Inspected(squares(before), squares(gradients), squares(jax.tree.map(update, after, before)), probed)
+
+
+def squares(tree: Tree) -> Tree:
+    """The sum of squares of each array, over all axes but `layers`."""
+
+    def one(leaf) -> NamedArray:
+        names = leaf.axis_names if is_named(leaf) else ()
+        array = leaf.array if is_named(leaf) else leaf
+        over = tuple(place for place in range(array.ndim) if names[place : place + 1] != (LAYERS,))
+        return NamedArray(jnp.sum(jnp.square(array.astype(jnp.float32)), axis=over), tuple({LAYERS} & set(names)))
+
+    return jax.tree.map(one, tree, is_leaf=is_named)

@@ -1,0 +1,63 @@
+"""How the next token is drawn from a model's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from gregale.settings import Range, Settings, at_least, whole
+
+
+@dataclass(frozen=True)
+class Sampling(Settings):
+    """How the next token is drawn from the model's probabilities."""
+
+    temperature: float = field(
+        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+    )
+    top_k: int | None = field(
+        default=None, metadata={"help": "draw from this many likeliest tokens only; null: all", "range": whole(1)}
+    )
+    top_p: float | None = field(
+        default=None,
+        metadata={
+            "help": "draw from the likeliest tokens of this total probability; null: all",
+            "range": Range(0, 1, above=True),
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the draws", "range": whole(0)})
+
+
+def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+    """One token of those that `allowed` leaves, by their probabilities; at temperature 0 the likeliest one.
+
+    Arguments:
+    - `logits`: [vocab], float32
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits)
+    return jax.random.categorical(key, allowed(logits, sampling))
+
+
+def allowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """logits / temperature, then the `top_k` likeliest of these, then the nucleus of `top_p` of these; others are -inf.
+
+    The nucleus is the smallest set of likeliest tokens whose probabilities, among those that `top_k` leaves, add up to
+    at least `top_p` (Holtzman et al., arXiv 1904.09751). This is the order of transformers' warpers.
+
+    Arguments:
+    - `logits`: [vocab], float32
+    - `sampling`: with a temperature above 0
+    """
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        least = jax.lax.top_k(logits, min(sampling.top_k, logits.size))[0][-1]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        order = jnp.argsort(-logits)
+        probabilities = jax.nn.softmax(logits[order])
+        before = jnp.cumsum(probabilities) - probabilities
+        logits = logits.at[order].set(jnp.where(before < sampling.top_p, logits[order], -jnp.inf))
+    return logits

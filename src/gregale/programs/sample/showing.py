@@ -1,0 +1,140 @@
+"""What `gregale sample` writes: a text as it comes, results as JSON lines, and how fast they came."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TextIO
+
+from gregale.data.sources.base import expand
+from gregale.errors import UserError
+from gregale.storage import is_url
+from gregale.streams import LastingStream
+
+# What a terminal would act upon: control characters are shown by their pictures, but for tabs and the ends of lines.
+PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
+PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class Screen:
+    """Standard output, at once; to a terminal without what it would act upon, else as it is."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._shown = stream, PICTURES if stream.isatty() else {}
+
+    def write(self, text: str) -> None:
+        self._stream.write(text.translate(self._shown) if self._shown else text)
+        self._stream.flush()
+
+
+class Results:
+    """Results as JSON lines, in the order of the prompts, each as soon as those before it are there."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._next = stream, 0
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._ascii = (stream.encoding or "").lower().replace("-", "") != "utf8"  # which can write every character
+
+    def add(self, number: int, result: dict[str, Any]) -> None:
+        """The result of a prompt."""
+        self._waiting[number] = result
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Writes those that wait for others, which will not come."""
+        for number in sorted(self._waiting):
+            self._write(self._waiting.pop(number))
+        self._stream.flush()
+
+    def _write(self, result: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(result, ensure_ascii=self._ascii) + "\n")
+
+
+@contextmanager
+def results_to(out: str | None) -> Iterator[Results]:
+    """Results that go to a file, or to standard output; when the work is interrupted, those that are there.
+
+    Until then the file has another name (`.partial-` and a number at its end), which it keeps if the work fails or the
+    process is killed.
+
+    Raises `UserError` if the file exists, or cannot be made.
+    """
+    if out is None:
+        results = Results(sys.stdout)
+        try:
+            yield results
+        finally:
+            results.finish()
+        return
+    if is_url(out):
+        raise UserError(f"out: {out} is a URL; results go to a file of this machine, or to standard output.")
+    path = Path(expand(out))
+    if path.exists():
+        raise UserError(f"out: {path} exists already, and would be overwritten. Give another name, or remove it.")
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        file = open(partial, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"out: {path} cannot be written: {error.strerror}.") from None
+    is_right = False
+    try:
+        with file:
+            results = Results(file)
+            try:
+                yield results
+            finally:
+                results.finish()
+        is_right = True
+    except KeyboardInterrupt:
+        is_right = True
+        raise
+    finally:
+        if not partial.stat().st_size:
+            partial.unlink()
+        elif is_right:
+            os.replace(partial, path)
+
+
+class Pace:
+    """How many tokens came, and how fast: until the first ones, which programs are compiled for, and after them."""
+
+    def __init__(self, compiled_blocks: int = 2):
+        self._began, self._first_s, self._first_tokens = perf_counter(), 0.0, 0
+        self._blocks, self._compiled_blocks, self._tokens, self._s = 0, compiled_blocks, 0, 0.0
+
+    def at(self, tokens: int) -> None:
+        """A block has come, and there are so many tokens in all."""
+        self._tokens, self._s, self._blocks = tokens, perf_counter() - self._began, self._blocks + 1
+        if self._blocks <= self._compiled_blocks:
+            self._first_s, self._first_tokens = self._s, tokens
+
+    def __str__(self) -> str:
+        """`120 tokens: the first after 2.13 s, then 312 tokens/s`."""
+        later, later_s = self._tokens - self._first_tokens, self._s - self._first_s
+        rate = f", then {later / later_s:,.4g} tokens/s" if later > 0 and later_s > 0 else ""
+        return f"{self._tokens:,} token{'s' * (self._tokens != 1)}: the first after {self._first_s:.2f} s{rate}"
+
+
+class Status:
+    """A line on standard error that is written over and over on a terminal, and stays away elsewhere."""
+
+    def __init__(self):
+        self._is_shown, self._stream = sys.stderr.isatty(), LastingStream(sys.stderr)
+
+    def show(self, words: str) -> None:
+        if self._is_shown:
+            self._stream.write(f"\r\x1b[K{words}")
+            self._stream.flush()
+
+    def end(self, words: str) -> None:
+        """The last words, which stay; elsewhere they are a line too."""
+        self._stream.write(f"\r\x1b[K{words}\n" if self._is_shown else f"{words}\n")
+        self._stream.flush()

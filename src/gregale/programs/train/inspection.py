@@ -1,0 +1,109 @@
+"""Figures of each layer: norms of parameters and gradients, update-to-weight ratios, the largest attention logits.
+
+They come from a program of their own, which computes what the next step computes and leaves the state as it is: the
+step's program is the same whether it is inspected or not.
+
+    inspector = Inspector(setup, method)
+    figures = inspector(state, batch)  # before the step that takes this batch
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from haliax import NamedArray
+
+from gregale.axes.layout import LAYERS, is_named
+from gregale.methods.inspection import Inspected, Probe
+from gregale.methods.method import Method
+from gregale.programs.run.setup import Setup
+from gregale.training.state import TrainState
+
+Tree = Any
+LOGITS = "attention_logit_max"
+
+
+class Inspector:
+    """Inspects the steps of a method; compiled once."""
+
+    def __init__(self, setup: Setup, method: Method):
+        self._by_array = setup.config.inspect.each == "array"
+        self._inspected = jax.jit(
+            partial(method.inspected, probe=_probe(setup, method)),
+            out_shardings=setup.layout.sharding((), {}),
+            compiler_options=setup.compiler_options,
+        )
+
+    def __call__(self, state: TrainState, batch: Tree) -> dict[str, float]:
+        """The figures of the step that takes this batch; waits for the devices."""
+        return figures(jax.device_get(self._inspected(state.method, batch)), self._by_array)
+
+
+def _probe(setup: Setup, method: Method) -> Probe:
+    """The largest attention logits, if the model can tell them."""
+    execution = setup.evaluation_execution(method.inside)
+
+    def probe(model, batch: Tree) -> Tree:
+        return model.attention_logit_maxima(batch, execution) if hasattr(model, "attention_logit_maxima") else None
+
+    return probe
+
+
+def figures(found: Inspected, by_array: bool) -> dict[str, float]:
+    """The figures by name: `parameter_norm/layer.3`, `grad_norm/layer.3`, `update_ratio/layer.3` and so on.
+
+    Without a layer's name that of all together, but for the gradient, whose norm a step reports itself. Where replicas
+    train apart, norms and ratios are the replicas' mean and logits the largest of all.
+
+    - `found`: as NumPy arrays
+    - `by_array`: for each array of a layer, `layer.3.attention.query.weight`, in place of each layer
+    """
+    parameters, gradients, updates = (_added(tree, by_array) for tree in found[:3])
+    told: dict[str, float] = {}
+    for name, norms in {"parameter_norm": parameters, "grad_norm": gradients}.items():
+        told |= {f"{name}/{part}" if part else name: _mean(np.sqrt(square)) for part, square in norms.items()}
+    del told["grad_norm"]
+    for part, square in updates.items():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            told[f"update_ratio/{part}" if part else "update_ratio"] = _mean(np.sqrt(square / parameters[part]))
+    if found.probed is not None:
+        largest = np.max(found.probed.array.reshape(-1, found.probed.array.shape[-1]), axis=0)  # [layers]
+        told[LOGITS] = _float(np.max(largest))
+        told |= {f"{LOGITS}/layer.{layer}": _float(value) for layer, value in enumerate(largest)}
+    return told
+
+
+def _added(tree: Tree, by_array: bool) -> dict[str, np.ndarray]:
+    """Sums of squares by the name of a layer or an array, each a scalar or [replica]; all together under no name."""
+    sums: dict[str, np.ndarray] = {}
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)[0]
+    parts = [part for path, leaf in leaves for part in _parts(_words(path), leaf, by_array)]
+    for name, square in (*parts, *(("", square) for _, square in parts)):
+        sums[name] = sums.get(name, 0.0) + square
+    return sums
+
+
+def _parts(words: list[str], leaf: NamedArray, by_array: bool) -> list[tuple[str, np.ndarray]]:
+    """The sums of squares of an array, by layer if it is a stack of them."""
+    values = np.asarray(leaf.array, np.float64)
+    if LAYERS not in leaf.axis_names:
+        return [(".".join(words if by_array else words[:1]), values)]
+    inside = ".".join(["", *words[1:]]) if by_array else ""
+    return [(f"layer.{layer}{inside}", values[..., layer]) for layer in range(values.shape[-1])]
+
+
+def _words(path: tuple) -> list[str]:
+    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+
+
+def _mean(values: np.ndarray) -> float:
+    return _float(np.mean(values))
+
+
+def _float(value: Any) -> float:
+    """NaN where there is no number: a ratio to nothing, an overflow."""
+    return float(value) if math.isfinite(value) else math.nan

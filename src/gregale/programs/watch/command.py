@@ -1,0 +1,151 @@
+"""`gregale watch`: follows a run, or the islands of a fleet, until it is complete or Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.live import Live
+
+from gregale.programs.watch.follower import Follower, Snapshot, told
+from gregale.programs.watch.view import fleet_view, plain_line, view_of
+from gregale.services.command import Command
+from gregale.services.run_places import RunPlaces, find_run
+from gregale.services.run_summary import State
+from gregale.settings import Settings, between
+from gregale.storage import Remote, StoreError
+from gregale.streams import LastingStream
+
+SECONDS, STORE_SECONDS = 1.0, 10.0
+PLAIN_SECONDS = 5.0
+FLEET, COORDINATOR = ".islands", "lighthouse"
+
+
+@dataclass(frozen=True)
+class WatchOptions(Settings):
+    """Options of the command."""
+
+    run: str = field(metadata={"help": "the run: its directory or URL, or its name under runs/; or a fleet's name"})
+    seconds: float | None = field(
+        default=None,
+        metadata={
+            "help": "between two looks; null: 1, and 10 at a run in a store",
+            "range": between(0.1, 3600),
+        },
+    )
+    once: bool = field(default=False, metadata={"help": "show how it is now, and end"})
+
+
+def main(options: WatchOptions) -> int:
+    """Shows the run until it is complete; 0 then and after Ctrl-C, 128 + the signal's number after another one."""
+    runs = runs_of(options.run)
+    followers = [Follower(run) for run in runs]
+    seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, Remote) else SECONDS)
+    with stopped_by_signals() as stop, Screen() as screen:
+        while True:
+            try:
+                looks = [follower.look() for follower in followers]
+            except StoreError as error:  # out of order for now
+                screen.message(str(error))
+            else:
+                for event in (event for _, events in looks for event in events):
+                    screen.message(event)
+                snapshots = [snapshot for snapshot, _ in looks]
+                complete = all(each.summary.state is State.COMPLETE for each in snapshots)
+                screen.show(snapshots, is_last=complete or options.once)
+                if complete or options.once:
+                    return 0
+            if stop.wait(seconds):
+                return stop.code
+
+
+def runs_of(name: str) -> list[RunPlaces]:
+    """The run of a name, or the runs of a fleet's islands: those that `gregale islands` has logs of."""
+    for folder in (Path(f"{name}{FLEET}"), Path("runs") / f"{name}{FLEET}", Path(name), Path("runs") / name):
+        if folder.name.endswith(FLEET):
+            logs = sorted(folder.glob("*.log"))
+            islands = [folder.parent / log.stem for log in logs if log.stem != COORDINATOR]
+            if found := [RunPlaces(island) for island in islands if island.is_dir()]:
+                return found
+    return [find_run(name)]
+
+
+class Screen:
+    """A view that is redrawn on a terminal; plain lines elsewhere, some seconds apart and only if there is news."""
+
+    def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):
+        stream = LastingStream(file or sys.stdout)
+        self._console = Console(file=cast(TextIO, stream))
+        self._live: Live | None = None
+        if stream.isatty() and self._console.is_interactive:
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+        self._plain_seconds = plain_seconds
+        self._said: dict[str, tuple[str, float]] = {}
+
+    def show(self, snapshots: Sequence[Snapshot], is_last: bool = False) -> None:
+        """Shows one run, or several side by side; `is_last`: as it will stand."""
+        if self._live is not None:
+            several = len(snapshots) > 1
+            view = fleet_view(snapshots, self._console) if several else view_of(snapshots[0], self._console)
+            self._live.update(view, refresh=True)
+            return
+        for each in snapshots:
+            name, line, now = each.summary.path, plain_line(each), time.monotonic()
+            said, when = self._said.get(name, ("", -self._plain_seconds))
+            if line != said and (is_last or now - when >= self._plain_seconds):
+                self._said[name] = line, now
+                self.message(line)
+                if not said and each.summary.state in (State.STOPPED, State.DAMAGED):
+                    self.message(told(each.summary))
+
+    def message(self, text: str) -> None:
+        """Shows a line, above the view if there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class Stop:
+    """Whether somebody wants it to end; `code` is what the command returns then."""
+
+    def __init__(self) -> None:
+        self._event, self.code = Event(), 0
+
+    def take(self, number: int, _: object) -> None:
+        """Takes a signal: Ctrl-C is how one stops watching, and no failure."""
+        self.code = 0 if number == signal.SIGINT else 128 + number
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[Stop]:
+    """Inside, signals end the watching between two looks, so that the terminal is given back as it was."""
+    stop = Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop.take) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+COMMAND = Command(main=main, options=WatchOptions, positional=("run",))

@@ -1,0 +1,123 @@
+"""Looks at a run again and again: what it has written, how it stands, what has happened since the last look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gregale.services.history import Figures, FiguresReader, read_entries
+from gregale.services.run_places import RunPlaces
+from gregale.services.run_summary import State, Summary, summary_of
+
+Entry = Mapping[str, Any]
+
+WINDOW = 200  # lines back from which the speed is taken
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at a moment.
+
+    - `starts`: the entries of starts.jsonl
+    - `silent_seconds`: since a line was seen to come; None before one was
+    """
+
+    summary: Summary
+    figures: Figures
+    starts: tuple[Entry, ...] = ()
+    silent_seconds: float | None = None
+
+    @property
+    def start(self) -> Entry:
+        """The newest start."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Until the last step, at the speed of late, pauses included; None if that is not known."""
+        summary = self.summary
+        if summary.state is not State.RUNNING or summary.steps is None:
+            return None
+        seconds = seconds_a_step(self.figures)
+        return None if seconds is None else seconds * max(summary.steps - summary.step, 0)
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a figure; None if there is none."""
+        column = self.figures.get(name)
+        return None if column is None or column.values[-1] != column.values[-1] else float(column.values[-1])
+
+
+def seconds_a_step(figures: Figures) -> float | None:
+    """What a step has taken of late, pauses for evaluations and checkpoints included, since the newest start."""
+    elapsed = figures.get("elapsed_seconds")
+    if elapsed is not None:
+        values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
+        falls = (values[1:] < values[:-1]).nonzero()[0]  # each begins at 0
+        first = falls[-1] + 1 if len(falls) else 0
+        if steps[-1] > steps[first]:
+            return float((values[-1] - values[first]) / (steps[-1] - steps[first]))
+    seconds = figures.get("step_seconds")
+    return None if seconds is None or not seconds.values[-1] > 0 else float(seconds.values[-1])
+
+
+class Follower:
+    """Follows one run.
+
+    - `clock`: the time in seconds
+    """
+
+    def __init__(self, run: RunPlaces, clock: Callable[[], float] = time.monotonic):
+        self.run = run
+        self._reader, self._clock = FiguresReader(run.metrics), clock
+        self._lines, self._came = -1, None
+        self._before: Snapshot | None = None
+
+    def look(self) -> tuple[Snapshot, list[str]]:
+        """The run as it is now, and what has happened since the last look, in lines."""
+        summary, figures = summary_of(self.run), self._reader.read()
+        if figures.lines != self._lines:
+            self._came = None if self._lines < 0 else self._clock()
+            self._lines = figures.lines
+        silent = None if self._came is None else self._clock() - self._came
+        now = Snapshot(summary, figures, read_entries(self.run.starts)[0], silent)
+        events = [] if self._before is None else happened(self._before, now)
+        self._before = now
+        return now, events
+
+
+def happened(before: Snapshot, now: Snapshot) -> list[str]:
+    """What lies between two looks: starts, evaluations, ends."""
+    name, events = now.summary.name, []
+    if len(now.starts) > len(before.starts):
+        events.append(f"{name} goes on after step {now.start.get('step', 0)}, on {devices(now.start)}.")
+    evaluated = [each.figures.get("eval_loss") for each in (before, now)]
+    if evaluated[1] is not None and (evaluated[0] is None or evaluated[1].steps[-1] > evaluated[0].steps[-1]):
+        loss = now.last("eval_loss")
+        events.append(f"{name} step {evaluated[1].steps[-1]}: eval loss {'none' if loss is None else f'{loss:.4f}'}")
+    if now.summary.state is not before.summary.state:
+        events.append(told(now.summary))
+    return events
+
+
+def told(summary: Summary) -> str:
+    """How a run stands, in a sentence."""
+    at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
+    if summary.state is State.COMPLETE:
+        return f"{summary.name} is complete, {at}."
+    if summary.state is State.DAMAGED:
+        return f"{summary.name} is damaged, {at}: {summary.problem}"
+    if summary.state is State.STOPPED:
+        return f"{summary.name} has stopped, {at}; `gregale train` with its configuration goes on."
+    return f"{summary.name} is {summary.state}, {at}."
+
+
+def devices(start: Entry) -> str:
+    """On what a run was started: `8 TPU v5e (replica 2 x data 4)`."""
+    count, kind, mesh = (start.get(name) for name in ("devices", "device_kind", "mesh"))
+    if count is None:
+        return "devices that it did not name"
+    sizes = mesh.items() if isinstance(mesh, Mapping) else ()
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes if size != 1)
+    return f"{count} {kind}" + (f" ({shown})" if shown else "")

@@ -1,0 +1,162 @@
+"""How a run, or the islands of a fleet, look in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gregale.programs.watch.follower import Snapshot, devices
+from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
+from gregale.services.run_summary import State
+from gregale.services.tracking.console import duration
+from gregale.services.tracking.metrics import EVALUATION, metric_of
+
+CURVES = (
+    *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
+    *("loss_spread", "outer_grad_cosine", "goodput", "members", "update_ratio", "attention_logit_max"),
+)
+SPENT = {"data_seconds": "data", "evaluation_seconds": "evaluation", "saving_seconds": "saving"}
+SPENT_ELSE = {"inspection_seconds": "inspection", "waiting_seconds": "network", "healing_seconds": "healing"}
+COLOURS = {State.RUNNING: "green", State.COMPLETE: "cyan", State.STOPPED: "yellow", State.DAMAGED: "red"}
+LINES_BESIDE = 8  # that a view has beside its curves
+SILENT = 10  # times the duration of a step, after which it is said that nothing comes
+SILENT_SECONDS = 30.0
+
+
+def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
+    """One run: how far it is, its curves, where its time goes, on what it runs."""
+    summary = snapshot.summary
+    parts: list[RenderableType] = [headline(snapshot)]
+    if summary.steps:
+        bar = Table.grid()  # for the end of its line, which a bar by itself does not write
+        bar.add_row(ProgressBar(total=summary.steps, completed=summary.step, width=min(console.width - 2, 78)))
+        parts.append(bar)
+    parts.append(curves(snapshot, console))
+    parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in facts(snapshot)]
+    problems = [*snapshot.figures.problems, *([summary.problem] if summary.problem else [])]
+    return Group(*parts, *(Text(problem, style="red") for problem in dict.fromkeys(problems)))
+
+
+def headline(snapshot: Snapshot) -> Text:
+    """`quickstart  running  step 250 of 500 (50%)  ETA 1m 48s`."""
+    summary = snapshot.summary
+    line = Text(overflow="ellipsis", no_wrap=True)
+    line.append(summary.name, style="bold").append("  ").append(summary.state, style=COLOURS.get(summary.state, ""))
+    line.append(f"  {progress(snapshot)}")
+    silent, seconds = snapshot.silent_seconds, snapshot.last("step_seconds") or 0.0
+    if summary.state is State.RUNNING and silent is not None and silent > max(SILENT * seconds, SILENT_SECONDS):
+        line.append(f"  nothing new for {duration(silent)}", style="yellow")
+    return line
+
+
+def progress(snapshot: Snapshot) -> str:
+    """How far a run is, in words."""
+    summary, remaining = snapshot.summary, snapshot.remaining_seconds
+    if summary.state is State.RUNNING and not summary.step:
+        return "no step yet: preparing data or compiling"
+    share = f" of {summary.steps:,} ({summary.step / summary.steps:.0%})" if summary.steps else ""
+    return f"step {summary.step:,}{share}" + ("" if remaining is None else f"  ETA {duration(remaining)}")
+
+
+def curves(snapshot: Snapshot, console: Console) -> Table:
+    """A line for each figure: its name, its curve, its newest value."""
+    names = [name for name in CURVES if name in snapshot.figures]
+    names += [name for name in snapshot.figures if name not in names and _is_evaluated(name)]
+    table = Table.grid(padding=(0, 1))
+    for justify in ("left", "left", "right"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name in names[: max(console.height - LINES_BESIDE, 3)]:
+        column = snapshot.figures[name]
+        width = max(console.width - 36, 8)
+        curve = sparkline(column.values, min(width, 60), bars_of(console))
+        table.add_row(name.replace("_", " ")[:22], Text(curve, style="cyan"), in_unit(name, snapshot.last(name)))
+    return table
+
+
+def facts(snapshot: Snapshot) -> list[str]:
+    """Where the time goes, what memory is in use, on what it runs."""
+    lines = []
+    if elapsed := snapshot.last("elapsed_seconds"):
+        spent = {word: seconds for name, word in SPENT.items() if (seconds := snapshot.last(name)) is not None}
+        spent |= {word: seconds for name, word in SPENT_ELSE.items() if (seconds := snapshot.last(name))}
+        steps = max(elapsed - sum(spent.values()), 0.0)
+        shares = ", ".join(f"{word} {seconds / elapsed:.0%}" for word, seconds in {"steps": steps, **spent}.items())
+        lines.append(f"{duration(elapsed)} since it was started: {shares}")
+    sent = snapshot.summary.bytes_sent
+    used = {"host": "host_memory_bytes", "device": "device_memory_bytes", "at most": "device_memory_peak_bytes"}
+    memory = [f"{word} {decimal(int(size))}" for word, name in used.items() if (size := snapshot.last(name))]
+    memory += [f"sent over the slow link {decimal(int(sent))}"] if sent else []
+    lines += [f"memory: {', '.join(memory)}"] if memory else []
+    if snapshot.starts:
+        method = f", {snapshot.summary.method}" if snapshot.summary.method else ""
+        again = f", started {len(snapshot.starts)} times" if len(snapshot.starts) > 1 else ""
+        lines.append(f"{devices(snapshot.start)}{method}{again}")
+    return lines
+
+
+def fleet_view(snapshots: Sequence[Snapshot], console: Console) -> RenderableType:
+    """Several runs side by side: a line each, with the curve of its loss."""
+    table = Table()
+    for heading in ("island", "state", "step", "loss", "", "tokens/s", "round", "members", "waited"):
+        table.add_column(heading, justify="left" if heading in ("island", "state", "") else "right", no_wrap=True)
+    for each in snapshots:
+        summary, loss = each.summary, each.figures.get("loss")
+        curve = "" if loss is None else sparkline(loss.values, max(console.width - 90, 8), bars_of(console))
+        waited = each.last("waiting_seconds")
+        table.add_row(
+            Text(summary.name),
+            Text(summary.state, style=COLOURS.get(summary.state, "")),
+            f"{summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else ""),
+            in_unit("loss", each.last("loss")),
+            Text(curve, style="cyan"),
+            in_unit("tokens_per_second", each.last("tokens_per_second")),
+            in_unit("round", each.last("round")),
+            in_unit("members", each.last("members")),
+            "" if waited is None else duration(waited),
+        )
+    return table
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """A run in a line, where there is no terminal."""
+    parts = [f"{snapshot.summary.name} {snapshot.summary.state}", progress(snapshot)]
+    for name, label in {"loss": "loss ", "eval_loss": "eval loss ", "tokens_per_second": "", "mfu": "MFU "}.items():
+        if (value := snapshot.last(name)) is not None:
+            parts.append(f"{label}{in_unit(name, value)}")
+    return "  ".join(parts)
+
+
+def in_unit(name: str, value: float | None) -> str:
+    """A value as people read it."""
+    metric = metric_of(name)
+    unit = "" if metric is None else metric.unit
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return decimal(int(value))
+    if unit == "share of 1":
+        return f"{value:.1%}"
+    if unit == "tokens/s":
+        return f"{value:,.0f} tokens/s"
+    if unit in ("nats a token", "bits a byte"):
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+
+
+def bars_of(console: Console) -> str:
+    """What curves are drawn with: the terminal's encoding may lack the bars."""
+    try:
+        BARS.encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return BARS
+
+
+def _is_evaluated(name: str) -> bool:
+    metric = metric_of(name)
+    return metric is not None and metric.when == EVALUATION

@@ -1,0 +1,75 @@
+"""The configuration of a run on several hosts: how its processes find one another, and how long they wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gregale.errors import KeyedError
+from gregale.settings import Settings, between, check_path, shown, whole
+
+AUTO = "auto"
+MOST_TIMEOUT_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Settings):
+    """How the processes of a run on several hosts find one another."""
+
+    coordinator: str | None = field(
+        default=None,
+        metadata={
+            "help": "HOST:PORT of process 0; auto: the cluster knows it",
+            "aliases": ("coordinator_address", "master_addr"),
+        },
+    )
+    processes: int = field(
+        default=1,
+        metadata={"help": "number of processes", "range": whole(1), "aliases": ("num_processes", "world_size")},
+    )
+    process: int = field(
+        default=0,
+        metadata={"help": "this process's number, from 0", "range": whole(0), "aliases": ("process_id", "rank")},
+    )
+    join_seconds: float = field(
+        default=300.0,
+        metadata={
+            "help": "within which all processes come",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
+    timeout_seconds: float = field(
+        default=60.0,
+        metadata={
+            "help": "silence after which a process is lost",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
+    hang_seconds: float | None = field(
+        default=600.0,
+        metadata={
+            "help": "a longer step is a hang; null: no bound",
+            "range": between(1, MOST_TIMEOUT_SECONDS),
+        },
+    )
+
+    token_file: str | None = field(
+        default=None,
+        metadata={"help": "file with a secret that processes prove; null: no proof"},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.token_file is not None:
+            check_path("token_file", self.token_file)
+        if self.process >= self.processes:
+            raise KeyedError(
+                "process",
+                f"is {self.process}",
+                f"; the {self.processes} processes have the numbers 0 to {self.processes - 1}.",
+            )
+        if self.coordinator not in (None, AUTO) and not self.coordinator.rpartition(":")[2].isdecimal():
+            raise KeyedError(
+                "coordinator",
+                f"is {shown(self.coordinator)}",
+                f"; it has to be HOST:PORT, for example 10.0.0.2:8476, or {AUTO} where the cluster knows it.",
+            )

@@ -1,0 +1,188 @@
+"""Lines of JSON, `metrics.jsonl` and `rounds.jsonl`: in a file that is appended to, or in an object written anew.
+
+    lines = lines_at(run / "metrics.jsonl", History("step", 100), print)
+    lines.add({"step": 101, "loss": 2.0})
+    lines.flush()  # before a checkpoint counts
+    lines.close()
+
+What was written of later steps than 100 goes when it is opened so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Any, NamedTuple
+
+from gregale.errors import UserError
+from gregale.files import reason, write_bytes
+from gregale.storage import Place, Remote, StoreError
+
+FLUSH_SECONDS = 30.0
+_MOST_BYTES_PER_SECOND = 100_000  # over a long time, that the lines of a run in a store may take of its connection
+
+
+class History(NamedTuple):
+    """Which lines stay when they are gone on with: those whose number under `key` is at most `last`, and whole.
+
+    The others were written by a killed process, and what they tell of is about to be repeated.
+    """
+
+    key: str
+    last: int
+
+    def has(self, line: bytes) -> bool:
+        """Whether a line stays."""
+        try:
+            return line.endswith(b"\n") and json.loads(line)[self.key] <= self.last
+        except (ValueError, KeyError, TypeError):
+            return False
+
+
+def lines_at(place: Place, history: History, report: Callable[[str], None]) -> FileLines | ObjectLines:
+    """The lines of a place; arguments as those of the two classes."""
+    if isinstance(place, Remote):
+        return ObjectLines(place, history, report)
+    return FileLines(place, history, report)
+
+
+class FileLines:
+    """Appends one object a call, in one write, so that a killed process leaves at most its last line torn.
+
+    Lines that a full disk does not take are kept and written, whole and in their order, as soon as it does.
+    """
+
+    def __init__(self, path: Path, history: History, report: Callable[[str], None]):
+        """
+        Args:
+            path: the file, made if absent.
+            history: which of its lines stay.
+            report: told in one line when the file cannot be written, and when it can be again.
+        """
+        if path.exists():
+            _keep(path, history)
+        self._path, self._report = path, report
+        self._file = path.open("ab", buffering=0)
+        self._whole = self._file.tell()  # bytes of whole lines
+        self._waiting: list[bytes] = []
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Writes an object as a line."""
+        waited = bool(self._waiting)
+        self._waiting.append(_line(entry))
+        failed = self._write()
+        if failed and not waited:
+            self._report(f"{self._path} cannot be written: {failed}. Its lines are kept until there is room.")
+        if waited and not failed:
+            self._report(f"{self._path} is written again, with the lines that were kept.")
+
+    def flush(self) -> None:
+        """Nothing: lines are written as they come."""
+
+    def close(self) -> None:
+        """Closes the file.
+
+        Raises:
+            UserError: there are lines that it still does not take.
+        """
+        failed = self._write()
+        self._file.close()
+        if failed:
+            raise UserError(f"{self._path} lacks its last {len(self._waiting)} lines: {failed}.")
+
+    def _write(self) -> str | None:
+        """Writes the lines that wait, all or none; returns why it failed, if it did."""
+        content = b"".join(self._waiting)
+        try:
+            written = self._file.write(content)
+            if written < len(content):  # the disk is full now; the next write says how
+                self._file.write(content[written:])
+                raise OSError("it was written in part")
+        except OSError as error:
+            self._file.truncate(self._whole)
+            return reason(error)
+        self._whole += len(content)
+        self._waiting.clear()
+        return None
+
+
+class ObjectLines:
+    """Keeps all lines, and writes the object anew in the background, for a store appends nothing.
+
+    That happens every 30 seconds, more rarely when the object is large, and before a checkpoint counts: a killed
+    process leaves whole lines, and all of those that the newest checkpoint has behind it.
+    """
+
+    def __init__(self, place: Remote, history: History, report: Callable[[str], None]):
+        """As `FileLines`. Raises `StoreError` if the store does not give the lines that there are."""
+        self._place, self._report = place, report
+        try:
+            before = place.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            before = []
+        kept = [line for line in before if history.has(line)]
+        self._lines, self._written = kept, -1 if kept != before else len(kept)
+        self._size = sum(map(len, kept))
+        self._adding, self._writing = Lock(), Lock()
+        self._ended = Event()
+        self._thread = Thread(target=self._write_at_times, daemon=True, name="lines")
+        self._thread.start()
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Takes an object as a line; any thread may."""
+        line = _line(entry)
+        with self._adding:
+            self._lines.append(line)
+            self._size += len(line)
+
+    def flush(self) -> None:
+        """Writes the object if there are other lines than it has; raises `StoreError` if it cannot be written."""
+        with self._writing:
+            with self._adding:
+                count = len(self._lines)
+            if count != self._written:
+                self._place.write_bytes(b"".join(self._lines[:count]))
+                self._written = count
+
+    def close(self) -> None:
+        """Writes what is left.
+
+        Raises:
+            UserError: the store does not take it.
+        """
+        self._ended.set()
+        self._thread.join()
+        try:
+            self.flush()
+        except StoreError as error:
+            raise UserError(
+                f"{self._place} lacks its last {len(self._lines) - max(self._written, 0)} lines. {error}"
+            ) from error
+
+    def _write_at_times(self) -> None:
+        has_failed = False
+        while not self._ended.wait(max(FLUSH_SECONDS, self._size / _MOST_BYTES_PER_SECOND)):
+            try:
+                self.flush()
+            except StoreError as error:
+                if not has_failed:
+                    self._report(f"{error} Its lines are kept until it can be written.")
+                has_failed = True
+            else:
+                if has_failed:
+                    self._report(f"{self._place} is written again, with the lines that were kept.")
+                has_failed = False
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, allow_nan=False).encode() + b"\n"
+
+
+def _keep(path: Path, history: History) -> None:
+    """Rewrites the file without the lines that go, under a temporary name first."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if history.has(line)]
+    if kept != lines:
+        write_bytes(path, b"".join(kept))

@@ -1,0 +1,100 @@
+"""Every figure that a run logs: its name, unit and meaning. docs/metrics.md has the table.
+
+    metric_of("loss").unit                    # "nats a token"
+    metric_of("grad_norm/layer.3").meaning    # of the family `grad_norm/<part>`
+    metric_of("nonsense")                     # None
+
+The names are the same in `metrics.jsonl`, TensorBoard, Weights & Biases and trackio.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure, or a family of them: `<...>` stands for a number or a name.
+
+    - `when`: in whose lines it is: of logged steps, of evaluations, of steps that `inspect.every` names
+    - `where`: which runs have it; empty: all of them
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    when: str = STEP
+    where: str = ""
+
+
+_REPLICAS = "replicas apart"
+_ISLANDS = "islands"
+_OF_START = "since this start of the run"
+
+METRICS = (
+    Metric("loss", "nats a token", "mean over the tokens of the step's batch, of all replicas"),
+    Metric("loss_<replica>", "nats a token", "of each replica", where=_REPLICAS),
+    Metric("loss_spread", "nats a token", "the largest replica's less the smallest's", where=_REPLICAS),
+    Metric("grad_norm", "", "norm of the averaged gradient before clipping; the replicas' mean where they are apart"),
+    Metric("outer_grad_norm", "", "of the last pseudo-gradient that was sent since the line before", where=_REPLICAS),
+    Metric("outer_grad_cosine", "", "similarity of the replicas' pseudo-gradients, mean of pairs", where=_REPLICAS),
+    Metric("learning_rate", "", "of the step's update"),
+    Metric("skipped", "steps", "left out so far because loss or gradient was not finite", where="once there are any"),
+    Metric("tokens", "tokens", "seen since the run began"),
+    Metric("tokens_per_second", "tokens/s", "of all devices, over the last 20 steps at most; pauses do not count"),
+    Metric("mfu", "share of 1", "model FLOPs utilisation: what goes into the model of the chips' peak", where="chips"),
+    Metric("step_seconds", "s", "a step, over the last 20 at most; pauses do not count"),
+    Metric("elapsed_seconds", "s", _OF_START),
+    Metric("data_seconds", "s", f"waited for batches {_OF_START}"),
+    Metric("evaluation_seconds", "s", f"spent on evaluations and samples {_OF_START}"),
+    Metric("saving_seconds", "s", f"stood still for checkpoints {_OF_START}; they are written in the background"),
+    Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`"),
+    Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory"),
+    Metric("device_memory_bytes", "bytes", "in use, of the device of process 0 that has most", where="GPU, TPU"),
+    Metric("device_memory_peak_bytes", "bytes", "the most that was in use, likewise", where="GPU, TPU"),
+    Metric("replica_bytes", "bytes", "a device has sent over `replica` since the run began"),
+    Metric("steps_since_sync", "steps", "since a fragment was last sent", where=_REPLICAS),
+    Metric("round", "", "the fleet's newest that this island knows of", where=_ISLANDS),
+    Metric("members", "islands", "in that round", where=_ISLANDS),
+    Metric("waiting_seconds", "s", "waited for the network", where=_ISLANDS),
+    Metric("healing_seconds", "s", "spent on healing", where=_ISLANDS),
+    Metric("network_bytes_sent", "bytes", "over the network", where=_ISLANDS),
+    Metric("network_bytes_received", "bytes", "over the network", where=_ISLANDS),
+    Metric("goodput", "share of 1", "of the time since the first step that was not waited or healed", where=_ISLANDS),
+    Metric("parameter_norm", "", "norm of all parameters before the step", INSPECTED),
+    Metric("parameter_norm/<part>", "", "of a layer or an array", INSPECTED),
+    Metric("grad_norm/<part>", "", "of the averaged gradient before clipping", INSPECTED),
+    Metric("update_ratio", "", "norm of the step's update / norm of the parameters", INSPECTED),
+    Metric("update_ratio/<part>", "", "of a layer or an array; null where parameters are 0", INSPECTED),
+    Metric("attention_logit_max", "", "the largest logit of attention in the batch, of all layers", INSPECTED),
+    Metric("attention_logit_max/<part>", "", "of a layer", INSPECTED),
+    Metric("eval_loss", "nats a token", "on held-out text, or on all of data.validation without one", EVALUATION),
+    Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
+    Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),
+    Metric("bits_per_byte.<source>", "bits a byte", "on a validation source", EVALUATION, "`data.validation`"),
+    Metric("quantisation_error", "", "what a message lacks, relative to its values", EVALUATION, "`reduce.measure`"),
+    Metric("feedback_norm", "", "norm of what error feedback keeps", EVALUATION, "`reduce.measure`"),
+)
+
+
+def metric_of(name: str) -> Metric | None:
+    """The metric of this name, or the family that it is of; None if there is none."""
+    return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
+
+
+@cache
+def _pattern(name: str) -> re.Pattern:
+    """What names of a metric are like: a replica is a number, all else that stands in `<...>` is any text."""
+    text = re.escape(name).replace("<replica>", r"\d+")
+    return re.compile(re.sub(r"<\w+>", ".+", text))
+
+
+def table() -> str:
+    """All of them as a table in Markdown."""
+    rows = [(f"`{each.name}`", each.when, each.unit, each.meaning, each.where) for each in METRICS]
+    lines = ["| name | lines of | unit | meaning | where |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"

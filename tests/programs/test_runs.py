@@ -1,0 +1,109 @@
+"""`gregale runs`: its table, its filters and its JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gregale.cli import main
+from gregale.programs.runs import ago
+from gregale.services.run_lock import training
+from tests.services.runs import write_run
+
+DILOCO = {"sync": {"type": "streaming_diloco"}, "reduce": {"codec": "int4"}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work") / "runs"
+    write_run(folder / "whole", 10, saved=10, evaluated=True)
+    write_run(folder / "half", 5, saved=4, **DILOCO)
+    write_run(folder / "now", 7, saved=4)
+    write_run(folder / "new", 0)
+    write_run(folder / "broken", 9, saved=8)
+    (folder / "broken" / "checkpoints" / "step-00000008" / "arrays").unlink()
+    with training(folder / "now"):
+        yield folder
+
+
+@pytest.fixture
+def listed(runs, capsys):
+    """What the command prints with some arguments."""
+
+    def run(*arguments: str) -> str:
+        assert main(["runs", str(runs), *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def names(printed: str) -> list[str]:
+    return [each["name"] for each in json.loads(printed)]
+
+
+def test_the_table_has_every_run(listed, runs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    text = listed()
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
+    assert list(rows) == ["broken", "half", "new", "now", "whole"]
+    whole = [cell.strip() for cell in rows["whole"].strip("│").split("│")]
+    assert whole[:-1] == ["whole", "complete", "10/10", "3.9000", "3.5000", "psdp", "512", "10.0 kB"]
+    assert whole[-1].endswith(" ago")
+    assert "streaming_diloco, int4" in rows["half"]
+    assert "running" in rows["now"]
+    assert "0/10" in rows["new"]
+    assert f"broken: {runs}/broken/checkpoints/step-00000008: 1 files are gone or not whole, arrays" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["broken", "half", "new", "now", "whole"]),
+        (["--state", "complete,running"], ["now", "whole"]),
+        (["--method", "*diloco*"], ["half"]),
+        (["--name", "n*"], ["new", "now"]),
+        (["--sort", "loss"], ["whole", "broken", "now", "half", "new"]),
+        (["--sort", "step", "--reverse"], ["whole", "broken", "now", "half", "new"]),
+        (["--sort", "eval_loss", "--reverse"], ["whole", "broken", "half", "new", "now"]),
+        (["--name", "none"], []),
+    ],
+)
+def test_filters_and_orders(listed, arguments, expected):
+    assert names(listed("--json", *arguments)) == expected
+
+
+def test_json_has_all_figures(listed):
+    (found,) = json.loads(listed("--json", "--name", "half"))
+    assert (found["state"], found["step"], found["steps"], found["saved"]) == ("stopped", 5, 10, 4)
+    assert (found["eval_loss"], found["mfu"], found["problem"]) == (None, None, None)
+
+
+def test_nothing_there_is_said(listed, tmp_path, capsys):
+    assert "no run is like this" in listed("--name", "none")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "no run yet" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["runs", str(tmp_path), "--state", "ended"]) == 2
+    assert "Valid choices: running, complete, stopped, damaged, imported" in capsys.readouterr().err
+
+
+def test_it_imports_no_jax(runs):
+    program = f"import sys; from gregale.cli import main; main(['runs', {str(runs)!r}]); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-9, "0 min ago"), (59, "0 min ago"), (7000, "116 min ago"), (7200, "2 h ago"), (2e5, "2 days ago")],
+)
+def test_how_long_ago(seconds, said):
+    assert ago("2026-11-22T10:00:00+00:00", 1795341600.0 + seconds) == said
+
+
+def test_what_is_no_time_is_shown():
+    assert ago("yesterday", 0.0) == "yesterday"

@@ -1,0 +1,260 @@
+"""Tasks by `gregale eval` and within a run, beside transformers asked a text at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gregale.cli import main
+from gregale.data.tasks.continuations import encoded
+from gregale.data.tasks.files import read_tasks
+from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
+from gregale.programs.run.scoring import Scorer
+from gregale.programs.run.trained import open_trained
+from tests.huggingface.hub import CONTEXT, made
+from tests.programs.tiny import WORDS, lines
+
+END = BytesTokenizer.end_of_document
+LONG = "the north wind and the sea " * 9  # four windows
+TIE = {"context": "the sea", "choices": [" wind", " gale", " gale"], "answer": 2}
+
+
+def question(number: int) -> dict[str, Any]:
+    source = np.random.default_rng(number)
+    choices = [" ".join(source.choice(WORDS, size)) for size in (1, 2, 1, 3)]
+    return {"context": " ".join(source.choice(WORDS, 5)), "choices": choices, "answer": int(source.integers(4))}
+
+
+FILES: dict[str, list[dict[str, Any]]] = {
+    "choice": [
+        {"kind": "multiple_choice", "prefix": "wind: sea. "},
+        *map(question, range(9)),
+        {"context": "na\u00efve \U0001f32c", "choices": ["\u00e9", "\u00e8", "\u00e9\u00e8 \u6d77", "e"], "answer": 1},
+        {"context": "a step \n", "choices": ["", "loss"], "answer": 0},
+        {"context": LONG, "choices": ["gale", "step by step"], "answer": 0},
+        {**TIE, "choices": TIE["choices"][1:], "answer": 1},
+    ],
+    "bare": [{"kind": "multiple_choice", "delimiter": ""}, {**TIE, "context": ""}, TIE],
+    "gap": [
+        {"kind": "cloze"},
+        {"context": "the _ and the sea", "choices": ["wind", "north wind"], "answer": 0},
+        {"context": f"{LONG}_ blew", "choices": ["east", "a"], "answer": 1},
+    ],
+    "match": [{"kind": "greedy_match"}, *({"context": "the sea the", "answer": word} for word in WORDS[:5])],
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(inputs) -> Path:
+    folder = inputs / "tasks"
+    folder.mkdir()
+    for name, records in FILES.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(inputs):
+    """A random model in transformers, and imported as `mine`."""
+    pytest.importorskip("transformers")
+    made_model = made("llama3", inputs / "hub")
+    assert main(["import", str(inputs / "hub"), str(inputs / "mine")]) == 0
+    return made_model
+
+
+def log_likelihood(model, given: bytes | list[int], text: bytes, context: int = CONTEXT) -> tuple[float, bool]:
+    """By transformers, of one text; the last tokens of what is given that the window has room for."""
+    import torch
+
+    tokens = [*(given or [END]), *text][-(context + 1) :]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens[:-1]])).logits[0].double()
+    scores = torch.log_softmax(logits, -1)[-len(text) :].numpy()
+    return float(scores[np.arange(len(text)), list(text)].sum()), bool((scores.argmax(-1) == list(text)).all())
+
+
+def stripped(context: str, continuation: str) -> tuple[bytes, bytes]:
+    kept = context.rstrip()
+    return kept.encode(), (context[len(kept) :] + continuation).encode()
+
+
+def expected_figures(model) -> dict[str, float]:
+    """All figures, by loops over lines and choices."""
+    found: dict[str, list[float]] = {}
+    for name, (settings, *records) in FILES.items():
+        for record in records:
+            start, delimiter = settings.get("prefix", ""), settings.get("delimiter", " ")
+            if settings["kind"] == "greedy_match":
+                loss, greedy = log_likelihood(model, *stripped(record["context"], f" {record['answer']}"))
+                found.setdefault(f"acc.{name}", []).append(greedy)
+                found.setdefault(f"loss.{name}", []).append(-loss)
+                continue
+            sums, means = [], []
+            for choice in record["choices"]:
+                if settings["kind"] == "cloze":
+                    before, after = record["context"].split("_")
+                    given, text = stripped(before + choice, after)
+                else:
+                    given, text = stripped(start + record["context"], delimiter + choice)
+                sums.append(log_likelihood(model, given, text)[0])
+                means.append(sums[-1] / len(choice) if choice else -math.inf)
+            found.setdefault(f"acc.{name}", []).append(sums.index(max(sums)) == record["answer"])
+            if settings["kind"] == "multiple_choice":
+                found.setdefault(f"acc_norm.{name}", []).append(means.index(max(means)) == record["answer"])
+    figures = {}
+    for key, values in found.items():
+        figure, _, name = key.partition(".")
+        mean = sum(values) / len(values)
+        error = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+        if figure == "loss":
+            figure, mean, error = "perplexity", math.exp(mean), math.exp(mean) * error
+        figures |= {f"{figure}.{name}": mean, f"{figure}_stderr.{name}": error}
+    return figures
+
+
+def test_figures_are_those_of_transformers(gregale, tasks, model, capsys):
+    capsys.readouterr()
+    files = sorted(str(path) for path in tasks.glob("*.jsonl"))
+    assert gregale("eval", "mine", "--tasks", *files, "--json") == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    expected = expected_figures(model)
+    assert figures.pop("step") == 0
+    assert figures.keys() == expected.keys()
+    for key, value in figures.items():
+        assert value == pytest.approx(expected[key], rel=1e-4), key
+    assert 0 < figures["acc.choice"] < 1, "some are right"
+    assert "choice: questions longer than the model's context, which are cut on the left: 1 of 13." in err
+    assert gregale("eval", "mine", "--tasks", str(tasks / "*.jsonl")) == 0
+    table = capsys.readouterr().out
+    assert f"{figures['acc.choice']:.4g} ± {figures['acc_stderr.choice']:.2g}" in table
+
+
+def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsys):
+    texts = ["the wind", LONG, LONG[5:] + "\u6d77", "a " * 40]
+    (inputs / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    stride = 24
+    totals, sizes = [], []
+    for text in (text.encode() for text in texts):
+        total, end = 0.0, 0
+        while end < len(text):
+            begin, end = end, min(end + (stride if end else CONTEXT), len(text))
+            total -= log_likelihood(model, [END, *text[:begin]], text[begin:end])[0]
+        totals.append(total)
+        sizes.append(len(text))
+    capsys.readouterr()
+    assert gregale("eval", "mine", "--data", "corpus.jsonl", "--stride", stride, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    loss = sum(totals) / sum(sizes)
+    error = math.sqrt(sum((t - loss * n) ** 2 for t, n in zip(totals, sizes, strict=True)) * 4 / 3) / sum(sizes)
+    expected = {"eval_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2)}
+    errors = {"eval_loss": error, "perplexity": math.exp(loss) * error, "bits_per_byte": error / math.log(2)}
+    assert figures == pytest.approx(
+        {"step": 0, **expected, **{f"{name}_stderr": value for name, value in errors.items()}}, rel=1e-4
+    )
+
+
+def refused(capsys, gregale, *arguments) -> str:
+    capsys.readouterr()
+    assert gregale(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, model, capsys):
+    wrong = inputs / "wrong.jsonl"
+
+    def told(*records: dict[str, Any]) -> str:
+        wrong.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl")
+
+    settings = {"kind": "multiple_choice", "delimiter": ""}
+    assert "wrong.jsonl, line 2: nothing is left to score" in told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
+    assert "wrong.jsonl, line 1: a choice or answer has 65 tokens" in told(
+        {**TIE, "choices": ["a" * 64, "b"], "answer": 0}
+    )
+    assert "wrong.jsonl, line 2: `answer` is 9" in told(settings, {**TIE, "answer": 9})
+    assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
+    assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")
+    several = ["--data", "text/0.txt", "corpus.jsonl"]
+    assert "several kinds: jsonl and text" in refused(capsys, gregale, "eval", "mine", *several)
+    assert "are about text" in refused(capsys, gregale, "eval", "mine", "--tasks", "a", "--stride", "4")
+
+
+@pytest.fixture(scope="module")
+def run(inputs, tasks) -> Path:
+    """A run that scores tasks beside its held-out text."""
+    steps = ["--steps", "4", "--evaluation.every", "2", "--optimizer.schedule.warmup", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(inputs)
+        chosen = ["--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+        assert main(["train", "tiny.yaml", "--name", "tasked", *steps, *chosen]) == 0
+    return inputs / "runs" / "tasked"
+
+
+def test_a_run_scores_tasks_at_each_evaluation(gregale, run, capsys):
+    first, last = (line for line in lines(run) if "eval_loss" in line)
+    assert (first["step"], last["step"]) == (2, 4)
+    names = [
+        f"{figure}{error}.{task}"
+        for task, figures in (("gap", ["acc"]), ("match", ["acc", "perplexity"]))
+        for figure in figures
+        for error in ("", "_stderr")
+    ]
+    assert list(last) == ["step", "eval_loss", "bits_per_byte", *names]
+    assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"
+    assert gregale("eval", "tasked", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == last
+    assert gregale("eval", "tasked", "--tasks", "tasks/match.jsonl", "--json") == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert alone == pytest.approx({"step": 4} | {name: last[name] for name in names if "match" in name}, rel=1e-5)
+
+
+def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, inputs):
+    """Also with a vocabulary that is filled up for the mesh: what fills it up has no probability."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer, found = load_tokenizer(run), []
+    for devices in (1, None):
+        trained = open_trained("tasked", None, devices)
+        assert trained.setup.Vocab.size > tokenizer.vocabulary_size
+        continuations = encoded(
+            [pair for task in read_tasks(["tasks/*.jsonl"]) for each in task.questions for pair in each.pairs],
+            tokenizer,
+            (),
+        )
+        found.append(Scorer(trained.setup, tokenizer)(trained.model, continuations))
+    one, several = found
+    np.testing.assert_allclose(one.log_likelihoods, several.log_likelihoods, rtol=1e-5)
+    np.testing.assert_array_equal(one.greedy, several.greedy)
+    assert gregale("export", "tasked", inputs / "out") == 0
+    exported = transformers.AutoModelForCausalLM.from_pretrained(inputs / "out", attn_implementation="eager")
+    for continuation, value, greedy in zip(continuations, *one, strict=True):
+        given, text = np.split(continuation.tokens, [-continuation.scored])
+        expected = log_likelihood(exported, given.tolist(), bytes(text.tolist()), context=32)
+        assert (value, greedy) == (pytest.approx(expected[0], rel=1e-4), expected[1])
+
+
+def test_tasks_alone_make_an_evaluation(gregale, run, capsys):
+    arguments = ["--data.held_out", "0", "--evaluation.tasks", "tasks/match.jsonl", "--steps", "2"]
+    arguments += ["--evaluation.every", "2", "--optimizer.schedule.warmup", "1"]
+    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
+    assert "Done. Tasks: match acc " in capsys.readouterr().out
+    (figures,) = [line for line in lines(run.parent / "alone") if "acc.match" in line]
+    assert "eval_loss" not in figures
+    assert gregale("eval", "alone", "--json") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
+    assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
+    assert "alone is complete" in capsys.readouterr().out
+
+
+def test_wrong_tasks_are_told_before_a_run_begins(gregale, tasks, inputs, capsys):
+    (inputs / "bad.jsonl").write_text('{"context": "a"\n')
+    error = refused(capsys, gregale, "train", "tiny.yaml", "--name", "never", "--evaluation.tasks", "bad.jsonl")
+    assert "bad.jsonl, line 1: not JSON" in error
+    assert not (inputs / "runs" / "never").exists()

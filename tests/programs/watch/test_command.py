@@ -1,0 +1,86 @@
+"""`gregale watch`: on a terminal and elsewhere, until the run is complete, is stopped by Ctrl-C, or comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from gregale.cli import main
+from gregale.programs.watch.command import runs_of
+from gregale.services.run_lock import training
+from tests.services.runs import step_line, write_lines, write_run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def test_once_shows_how_it_is(folder, capsys):
+    write_run(folder / "a", 5, saved=4)
+    assert main(["watch", "a", "--once"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a stopped  step 5 of 10 (50%)  loss 3.9500  512 tokens/s",
+        "a has stopped, step 5 of 10; `gregale train` with its configuration goes on.",
+    ]
+    assert main(["watch", "b"]) == 2
+    assert "b is not a run directory" in capsys.readouterr().err
+
+
+def test_it_follows_to_the_end(folder, capsys, monkeypatch):
+    """Plain lines come some seconds apart, and the last one in any case."""
+    run = write_run(folder / "a", 5)
+
+    def train() -> None:
+        with training(run):
+            begun.set()
+            write_lines(run, *(step_line(step) for step in range(6, 11)))
+            time.sleep(0.3)
+            write_run(folder / "b", 10, saved=10, evaluated=True)
+            write_lines(run, {"step": 10, "eval_loss": 3.25})
+            (folder / "b" / "checkpoints").rename(run / "checkpoints")
+            (folder / "b" / "newest_checkpoint.json").rename(run / "newest_checkpoint.json")
+
+    begun = threading.Event()
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    begun.wait(10)
+    assert main(["watch", "a", "--seconds", "0.1"]) == 0
+    trainer.join()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("a running  step")
+    assert "a step 10: eval loss 3.2500" in lines
+    assert "a is complete, step 10 of 10." in lines
+    assert lines[-1].startswith("a complete  step 10 of 10 (100%)  loss 3.9000")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatch, number, code):
+    write_run(folder / "a", 5)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    before = signal.getsignal(number)
+    threading.Timer(0.5, os.kill, [os.getpid(), number]).start()
+    assert main(["watch", "runs/a", "--seconds", "0.1"]) == code
+    printed = capsys.readouterr()
+    assert printed.out.count("\x1b[?25l") == printed.out.count("\x1b[?25h") == 1, "the cursor comes back"
+    assert "stopped" in printed.out
+    assert not printed.err
+    assert signal.getsignal(number) is before
+
+
+def test_a_fleet_is_its_islands(folder):
+    for name in ("f-a", "f-b"):
+        write_run(folder / name, 1)
+    (folder / "f.islands").mkdir()
+    for name in ("f-a", "f-b", "lighthouse"):
+        (folder / "f.islands" / f"{name}.log").touch()
+    for word in ("f", "runs/f", "runs/f.islands", str(folder / "f")):
+        assert [run.path.name for run in runs_of(word)] == ["f-a", "f-b"]
+    assert [run.path.name for run in runs_of("f-a")] == ["f-a"]

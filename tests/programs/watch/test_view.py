@@ -1,0 +1,112 @@
+"""What is seen of a run: on terminals of any size and encoding, of runs in any state."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from gregale.programs.watch.follower import Follower, Snapshot
+from gregale.programs.watch.view import fleet_view, plain_line, view_of
+from gregale.services.run_lock import training
+from gregale.services.run_places import RunPlaces
+from tests.services.runs import step_line, write_lines, write_run
+
+
+class Encoded(io.StringIO):
+    def __init__(self, encoding: str):
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:
+        return self._encoding
+
+
+def seen(view, width: int = 100, height: int = 40, encoding: str = "utf-8", made=view_of) -> list[str]:
+    file = Encoded(encoding)
+    console = Console(file=file, width=width, height=height)
+    console.print(made(view, console))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def running(tmp_path) -> Snapshot:
+    run = write_run(tmp_path / "a", 0, steps=200)
+    full = {"mfu": 0.41, "evaluation_seconds": 5.0, "saving_seconds": 0.0, "host_memory_bytes": 2_000_000_000}
+    write_lines(run, *(step_line(step, **full, replica_bytes=10**6) for step in range(1, 101)))
+    write_lines(run, {"step": 100, "eval_loss": 2.5, "eval_loss.news": 2.75, "bits_per_byte": 1.25})
+    with training(run):
+        return Follower(RunPlaces(run)).look()[0]
+
+
+def test_a_run_has_its_curves_and_where_its_time_goes(running):
+    lines = seen(running)
+    assert lines[0] == "a  running  step 100 of 200 (50%)  ETA 50s"
+    loss, evaluation, mfu = (
+        next(line for line in lines if line.startswith(name)).removeprefix(name).split()
+        for name in ("loss ", "eval loss.news", "mfu")
+    )
+    assert (loss[0][0], loss[0][-1], len(loss[0]), loss[1]) == ("█", "▁", 60, "3.0000")
+    assert (evaluation[-1], mfu[-1]) == ("2.7500", "41.0%")
+    assert "50s since it was started: steps 80%, data 10%, evaluation 10%, saving 0%" in lines
+    assert "memory: host 2.0 GB, sent over the slow link 1.0 MB" in lines
+    assert "8 cpu (replica 2), psdp" in lines
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 300])
+def test_no_line_is_wider_than_the_terminal(running, width):
+    assert max(map(len, seen(running, width))) <= width
+
+
+def test_a_low_terminal_has_the_first_curves(running):
+    lines = seen(running, height=12)
+    assert len(lines) <= 12
+    assert any(line.startswith("loss") for line in lines)
+
+
+def test_a_terminal_without_bars_has_other_signs(running):
+    assert "".join(seen(running, encoding="ascii")).replace("━", "").isascii()
+
+
+def test_a_run_that_stands_still_is_told(running):
+    assert "nothing new" not in seen(replace(running, silent_seconds=29.0))[0]
+    assert seen(replace(running, silent_seconds=300.0))[0].endswith("nothing new for 5m 00s")
+
+
+def test_a_run_before_its_first_step(tmp_path):
+    with training(write_run(tmp_path / "a", 0)):
+        snapshot = Follower(RunPlaces(tmp_path / "a")).look()[0]
+    assert seen(snapshot)[0] == "a  running  no step yet: preparing data or compiling"
+    assert plain_line(snapshot) == "a running  no step yet: preparing data or compiling"
+
+
+def test_damage_and_nans_are_told(tmp_path):
+    run = write_run(tmp_path / "a", 2)
+    write_lines(run, step_line(3, loss=None, learning_rate=float("nan")))
+    (run / "metrics.jsonl").open("a").write("{]\n")
+    text = "\n".join(seen(Follower(RunPlaces(run)).look()[0], 300))
+    assert "a  damaged  step 3 of 10 (30%)" in text
+    assert "1 of 4 lines are damaged, the first is line 4" in text
+
+
+def test_islands_are_side_by_side(tmp_path):
+    snapshots = []
+    for name, steps in (("fleet-a", 30), ("fleet-b", 50)):
+        run = write_run(tmp_path / name, 0, steps=60)
+        fleet = {"round": 4, "members": 2, "waiting_seconds": 3.0}
+        write_lines(run, *(step_line(step, **fleet) for step in range(1, steps + 1)))
+        snapshots.append(Follower(RunPlaces(run)).look()[0])
+    lines = [line for line in seen(snapshots, 140, made=fleet_view) if "fleet" in line]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [row[0] for row in cells] == ["fleet-a", "fleet-b"]
+    assert [row[1:4] for row in cells] == [["stopped", "30/60", "3.7000"], ["stopped", "50/60", "3.5000"]]
+    assert [row[-4:] for row in cells] == [["512 tokens/s", "4", "2", "3s"]] * 2
+
+
+def test_a_plain_line(running):
+    assert plain_line(running) == (
+        "a running  step 100 of 200 (50%)  ETA 50s  loss 3.0000  eval loss 2.5000  512 tokens/s  MFU 41.0%"
+    )

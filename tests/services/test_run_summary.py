@@ -1,0 +1,208 @@
+"""How a run stands, by what it has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.files import Holder, Taken, acquire, is_held
+from gregale.services.run_lease import _Lease
+from gregale.services.run_lock import SILENCE_SECONDS, is_being_trained, training
+from gregale.services.run_places import RunPlaces
+from gregale.services.run_summary import State, last_entries, summaries, summary_of
+from gregale.storage import Remote
+from tests.services.runs import step_line, write_lines, write_run
+
+
+def state_of(run) -> State:
+    return summary_of(RunPlaces(run)).state
+
+
+def signed_by(path: Path, holder: Holder, age_seconds: float = 0.0) -> None:
+    """A lock that nobody holds here any more."""
+    path.write_text(json.dumps(vars(holder)))
+    os.utime(path, (time.time() - age_seconds,) * 2)
+
+
+def test_a_run_in_a_few_figures(tmp_path):
+    run = write_run(tmp_path / "a", 10, saved=10, evaluated=True, reduce={"codec": "int4"})
+    found = summary_of(RunPlaces(run))
+    assert (found.name, found.state, found.problem) == ("a", State.COMPLETE, None)
+    assert (found.step, found.steps, found.saved) == (10, 10, 10)
+    assert (found.loss, found.eval_loss, found.bits_per_byte) == (3.9, 3.5, 2.0)
+    assert (found.method, found.tokens, found.bytes_sent) == ("psdp, int4", 2560, 10_000)
+    assert found.began == "2026-11-22T10:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("left", "state"),
+    [
+        ({"done": 10, "saved": 10, "evaluated": True}, State.COMPLETE),
+        ({"done": 10, "saved": 10, "evaluated": False}, State.STOPPED),  # before its evaluation was written
+        ({"done": 10, "saved": 10, "evaluated": False, "data": {"held_out": 0, "validation": {}}}, State.COMPLETE),
+        ({"done": 10, "saved": 8, "evaluated": True}, State.STOPPED),
+        ({"done": 7, "saved": 4}, State.STOPPED),
+        ({"done": 0}, State.STOPPED),
+    ],
+)
+def test_complete_or_stopped(tmp_path, left, state):
+    assert state_of(write_run(tmp_path / "a", **left)) is state
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "state"), [(20, None, State.COMPLETE), (20, 5, State.STOPPED), (9, 5, State.COMPLETE)]
+)
+def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, every, state):
+    """An evaluation after its last step is the end's, unless it was its turn."""
+    others = {"steps": steps, "evaluation": {"every": every}, "islands": {"lighthouse": "a:1"}}
+    assert state_of(write_run(tmp_path / "a", 10, saved=10, evaluated=True, **others)) is state
+
+
+def test_who_holds_the_lock_trains(tmp_path):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    with training(run):
+        assert state_of(run) is State.RUNNING
+    assert state_of(run) is State.STOPPED
+
+
+def test_a_killed_process_trains_no_more(tmp_path):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    program = f"from gregale.files import acquire, sign; f = acquire({str(run / 'lock')!r}); sign(f); input()"
+    held = subprocess.Popen([sys.executable, "-c", f"{program}; print()"], stdin=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not ((run / "lock").exists() and (run / "lock").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert state_of(run) is State.RUNNING
+    held.kill()
+    held.wait()
+    assert (run / "lock").exists()
+    assert state_of(run) is State.STOPPED
+
+
+@pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * SILENCE_SECONDS, False)])
+def test_of_another_host_the_touches_count(tmp_path, age, trained):
+    signed_by(tmp_path / "lock", Holder("elsewhere", 1, 0.0), age)
+    assert is_being_trained(tmp_path) is trained
+    signed_by(tmp_path / "lock", replace(Holder.this_process(), pid=2**22 + 1), age)
+    assert not is_being_trained(tmp_path)
+
+
+def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path):
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    assert not path.exists()
+    program = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); "
+    path.touch()
+    for seconds, refused in ((0.02, False), (30, True)):
+        command = [sys.executable, "-c", f"{program} time.sleep({seconds})", str(path)]
+        looking = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert looking.stdout is not None
+        looking.stdout.readline()
+        try:
+            acquire(path).close()
+            assert not refused
+        except Taken:
+            assert refused
+        looking.kill()
+        looking.wait()
+        looking.stdout.close()
+
+
+@pytest.mark.parametrize("store", ["s3", "gs"])
+def test_in_a_store_who_counts_trains(store, request):
+    folder: Remote = request.getfixturevalue(store)
+    assert not is_being_trained(folder)
+    with training(folder):
+        assert is_being_trained(folder)
+    dead = replace(_Lease.of_this_process(), pid=2**22 + 1)
+    (folder / "lock").write_bytes(dead.to_bytes())
+    assert not is_being_trained(folder), "a process of this machine that is gone"
+    (folder / "lock").write_bytes(replace(dead, machine="elsewhere").to_bytes())
+    assert is_being_trained(folder), "written a moment ago"
+
+
+def test_runs_in_a_store(s3, tmp_path):
+    run = write_run(tmp_path / "a", 10, saved=10, evaluated=True)
+    for path in run.rglob("*"):
+        if path.is_file():
+            (s3 / path.relative_to(tmp_path).as_posix()).write_bytes(path.read_bytes())
+    (found,) = summaries(s3)
+    assert replace(found, path="") == replace(summary_of(RunPlaces(run)), path="")
+
+
+def broken(run: Path, how: str) -> None:
+    newest = run / "checkpoints" / "step-00000004"
+    if how == "config":
+        (run / "config.yaml").write_text("steps: [")
+    if how == "no config":
+        (run / "config.yaml").unlink()
+    if how == "cut":
+        (newest / "arrays").write_bytes(b"abc")
+    if how == "gone":
+        shutil.rmtree(run / "checkpoints")
+    if how == "manifest":
+        (newest / "manifest.json").write_text("{")
+    if how == "figures":
+        write_lines(run, step_line(8))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "lo\n{"step": 10')
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("config", "config.yaml, line 1"),
+        ("no config", "there is no such configuration file"),
+        ("cut", "step-00000004: 1 files are gone or not whole, arrays among them"),
+        ("gone", "has no checkpoint any more, but one of step 4 was saved"),
+        ("manifest", "so the checkpoint of step 4 cannot"),
+        ("figures", "metrics.jsonl has 1 damaged lines among the last 9"),
+    ],
+)
+def test_damage_is_told(tmp_path, how, said):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    broken(run, how)
+    (found,) = summaries(tmp_path)
+    assert found.state is State.DAMAGED
+    assert said in str(found.problem)
+    assert found.step == (8 if how == "figures" else 7)
+    with training(run):
+        assert state_of(run) is State.RUNNING, "its files may be another process's work in progress"
+
+
+def test_only_as_much_of_the_metrics_is_read_as_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("gregale.services.run_summary._TAIL_BYTES", 1000)
+    write_lines(tmp_path, {"step": 3, "eval_loss": 1.0}, *(step_line(step) for step in range(4, 200)))
+    found = last_entries(tmp_path / "metrics.jsonl")
+    assert (found.step["step"], found.evaluation["step"], found.damage) == (199, 3, None)
+    assert last_entries(tmp_path / "none.jsonl") == ({}, {}, None)
+
+
+def test_what_is_a_run(tmp_path):
+    write_run(tmp_path / "a", 1)
+    (tmp_path / "fleet.islands").mkdir()
+    (tmp_path / "fleet.islands" / "config.yaml").write_text("name: fleet")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "lock").touch()
+    (tmp_path / "model" / "huggingface").mkdir(parents=True)
+    (tmp_path / "model" / "huggingface" / "model.safetensors").touch()
+    (tmp_path / "model" / "config.yaml").write_text("steps: 1")
+    with training(tmp_path / "begun"):
+        found = {each.name: each.state for each in summaries(tmp_path)}
+    assert found == {"a": State.STOPPED, "begun": State.RUNNING, "model": State.IMPORTED}
+    assert [each.name for each in summaries(tmp_path / "a")] == ["a"]
+    with pytest.raises(UserError, match="does not exist"):
+        summaries(tmp_path / "none")
