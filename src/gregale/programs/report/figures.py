@@ -76,10 +76,10 @@ def groups_of(runs: Sequence[Shown]) -> Iterator[tuple[str, list[Lines]]]:
 
     Those of single layers are shown of one run alone: of several they would be hundreds of lines.
     """
-    left = [
-        name for name in dict.fromkeys(name for run in runs for name in run.history.figures) if name not in LEFT_OUT
-    ]
-    left = [name for name in left if name not in silent(runs)]
+    without = LEFT_OUT.union(silent(runs))
+    left = [*dict.fromkeys(name for run in runs for name in run.history.figures if name not in without)]
+    if len(runs) > 1:
+        left = [name for name in left if OF_A_PART not in name]
     found: dict[str, list[Lines]] = {}
     for kind in KINDS:
         names = [name for name in left if re.fullmatch(kind.names, name)]
