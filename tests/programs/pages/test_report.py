@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from html import unescape
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from gregale.programs.report.command import read_plan, told_apart
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
-from gregale.services.run_directory import RunDirectory
+from gregale.services.run_lock import training
+from gregale.services.run_places import RunPlaces
 from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
@@ -22,7 +24,7 @@ EVIL = "</script><script>document.title='bad'</script><img src=x onerror=alert(1
 
 
 def page_of(*folders, **more) -> str:
-    return report_page([read_history(RunDirectory(folder)) for folder in folders], **more)
+    return report_page([read_history(RunPlaces(folder)) for folder in folders], **more)
 
 
 def data_of(page: str) -> dict:
@@ -172,6 +174,37 @@ def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
     check_looks(browser, tmp_path / "odd.html")
 
 
+def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path):
+    folder = write_run(tmp_path / "deep", steps=3)
+    lines = [{"step": 2, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1, "nobody.knows": 7}]
+    (folder / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    page = page_of(folder)
+    charts = data_of(page)["charts"]
+    assert [each["label"] for each in charts["figures-grad_norm/layer.0"]["series"]] == ["layer.0", "layer.1"]
+    assert [each["label"] for each in charts["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    assert "Of the step's update." in unescape(text_of(page))
+    several = data_of(page_of(folder, write_run(tmp_path / "other", steps=3)))["charts"]
+    assert "figures-grad_norm/layer.0" not in several
+
+
+def test_a_run_that_goes_on_is_told(tmp_path):
+    folder = write_run(tmp_path / "going", steps=20)
+    with training(folder, print):
+        assert "going is being trained: this is how far it was." in text_of(page_of(folder))
+    assert "is being trained" not in text_of(page_of(folder))
+
+
+def test_a_fleet_is_its_islands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("fleet-a", "fleet-b"):
+        write_run(tmp_path / "runs" / name, steps=3)
+    (tmp_path / "runs" / "fleet.islands").mkdir()
+    for name in ("fleet-a", "fleet-b", "lighthouse"):
+        (tmp_path / "runs" / "fleet.islands" / f"{name}.log").touch()
+    assert main(["report", "fleet"]) == 0
+    assert "The report of the 2 runs is in report.html" in capsys.readouterr().out
+
+
 def test_logarithms_of_what_is_not_positive_are_told(browser, tmp_path):
     folder = write_run(tmp_path / "flat", steps=30)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": {-s}}}\n' for s in range(1, 30)))
@@ -262,9 +295,9 @@ def test_counts_of_several_starts_go_on():
 
 def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
     folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
-    runs: list[Shown] = shown([read_history(RunDirectory(folder)) for folder in folders])
+    runs: list[Shown] = shown([read_history(RunPlaces(folder)) for folder in folders])
     assert [run.label for run in runs] == [str(folder) for folder in folders]
-    single, notes = told_apart([RunDirectory(folder) for folder in [*folders, folders[0]]])
+    single, notes = told_apart([RunPlaces(folder) for folder in [*folders, folders[0]]])
     assert len(single) == 2
     assert len(notes) == 2
 
