@@ -15,17 +15,21 @@ from gregale.services.page import Html, Page, Spans, element, notice, section
 
 
 def report_page(
-    histories: Sequence[History], plans: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = ()
+    histories: Sequence[History],
+    plans: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+    live_seconds: float | None = None,
 ) -> str:
     """The report as one HTML file.
 
     - `plans`: what `gregale plan --json` said of some of the runs, which it names
     - `notes`: what the reader should know beside what is wrong with the runs' files
+    - `live_seconds`: as of `Page`
     """
     runs = shown(histories)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.label for run in runs)}"
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = Page(title, f"Written by gregale report, {now}.", [run.on_page for run in runs], axes_of(runs))
+    about = f"Written by gregale, {datetime.now(UTC).strftime('%Y-%m-%d %H:%M:%S UTC')}."
+    page = Page(title, about, [run.on_page for run in runs], axes_of(runs), live_seconds)
     page.add(notice(*notes, *problems_of(runs)))
     if len(runs) == 1:
         page.add(facts.glance(runs[0]))

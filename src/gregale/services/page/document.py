@@ -42,10 +42,19 @@ class Page:
     """A page to which parts are added.
 
     - `runs`, `axes`: of the lines that have no axis of their own; the first axis is shown first
+    - `live_seconds`: of a page that is served, after how long it asks for itself again; None: it never does
     """
 
-    def __init__(self, title: str, about: str = "", runs: Sequence[Run] = (), axes: Sequence[Axis] = ()):
+    def __init__(
+        self,
+        title: str,
+        about: str = "",
+        runs: Sequence[Run] = (),
+        axes: Sequence[Axis] = (),
+        live_seconds: float | None = None,
+    ):
         self._title, self._about, self._runs, self._axes = title, about, tuple(runs), tuple(axes)
+        self._live_seconds = live_seconds
         self._parts: list[Html] = []
         self._charts: dict[str, Any] = {}
 
@@ -78,7 +87,7 @@ class Page:
         head = joined(
             [
                 Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
-                Html(f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">'),
+                Html(f'<meta http-equiv="Content-Security-Policy" content="{self._policy(scripts)}">'),
                 Html('<meta name="generator" content="gregale"><meta name="color-scheme" content="light dark">'),
                 element("title", self._title),
                 element("style", Html(uplot()[1]), Html(_own("page.css"))),
@@ -92,6 +101,7 @@ class Page:
                 for run in self._runs
             ],
             "charts": self._charts,
+            "live": self._live_seconds,
         }
         body = joined(
             [
@@ -102,6 +112,15 @@ class Page:
             ]
         )
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+    def _policy(self, scripts: Sequence[str]) -> str:
+        """Only these scripts run, and nothing is loaded from anywhere; a page that is served may ask for itself."""
+        digests = " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+        )
+        rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+        itself = "" if self._live_seconds is None else " connect-src 'self';"
+        return f"default-src 'none'; script-src {digests};{itself} {rest}"
 
     def _controls(self) -> Html:
         """What the reader can choose: of lines axis, scales and smoothing, of all pages the colours."""
@@ -139,15 +158,6 @@ def _inert(data: Any) -> str:
     """JSON that ends no script element and begins no comment, whatever stands in its texts."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """Only these scripts run, and nothing is loaded from anywhere."""
-    digests = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
-    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {digests}; {rest}"
 
 
 @cache

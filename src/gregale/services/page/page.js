@@ -1,10 +1,10 @@
 // Draws a page's charts with uPlot and follows its controls. All texts come as data and become text, never markup.
 "use strict";
 (() => {
-  const page = JSON.parse(document.getElementById("data").textContent);
+  let page = null;
   const root = document.documentElement;
   const controls = document.getElementById("controls");
-  const settings = { x: page.axes.length ? page.axes[0].key : "", logx: false, logy: false, smooth: 0, theme: "auto" };
+  const settings = { x: "", logx: false, logy: false, smooth: 0, theme: "auto" };
   const drawn = new Map(); // uPlot by figure
   let printing = false;
 
@@ -62,7 +62,10 @@
     return ys[low] + (ys[high] - ys[low]) * (x - xs[low]) / (xs[high] - xs[low]);
   }
 
-  for (const run of page.runs) for (const axis of Object.values(run.axes)) axis.at = xOf(axis);
+  function read(from) {
+    page = JSON.parse(from.getElementById("data").textContent);
+    for (const run of page.runs) for (const axis of Object.values(run.axes)) axis.at = xOf(axis);
+  }
 
   function placed(series, points) { // the points of a line over the axis that is chosen, null where it has none
     const steps = xOf(points);
@@ -306,8 +309,7 @@
     drawn.set(figure, DRAW[chart.kind](chart, holder));
   }
 
-  const figures = [...document.querySelectorAll("figure[data-chart]")];
-  const drawAll = () => figures.forEach(draw);
+  const drawAll = () => document.querySelectorAll("figure[data-chart]").forEach(draw);
 
   // ---- controls; what is chosen stands behind the # of the address, so that it lasts and can be passed on
 
@@ -351,6 +353,8 @@
 
   window.gregale = { drawn: figure => drawn.get(figure) }; // for the console of who looks closer
 
+  read(document);
+  if (page.axes.length) settings.x = page.axes[0].key;
   remembered();
   show();
 
@@ -376,4 +380,38 @@
     folds.splice(0).forEach(each => (each.open = false));
     show();
   });
+
+  // ---- a page that is served while its runs go on: it asks for itself, and keeps what the reader looks at
+
+  async function renewed() {
+    const answer = await fetch(location.pathname, { cache: "no-cache" });
+    const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    if (fresh.getElementById("data").textContent === document.getElementById("data").textContent) return;
+    const title = fold => fold.querySelector("summary").textContent;
+    const folds = new Map([...document.querySelectorAll("details")].map(each => [title(each), each.open]));
+    for (const each of fresh.querySelectorAll("details")) each.open = folds.get(title(each)) ?? each.open;
+    const zooms = new Map();
+    drawn.forEach((u, figure) => {
+      const { min, max } = u ? u.scales.x : {}, xs = u ? u.data[0] : [];
+      if (min > xs[0] || max < xs[xs.length - 1]) zooms.set(figure.dataset.chart, { min, max });
+    });
+    drawn.forEach(u => u?.destroy());
+    drawn.clear();
+    document.getElementById("data").textContent = fresh.getElementById("data").textContent;
+    document.querySelector("main").replaceChildren(...fresh.querySelector("main").children);
+    document.querySelector("header p").textContent = fresh.querySelector("header p").textContent;
+    read(document);
+    drawAll();
+    drawn.forEach((u, figure) => u && zooms.has(figure.dataset.chart) && u.setScale("x", zooms.get(figure.dataset.chart)));
+  }
+
+  async function renew() {
+    try {
+      await renewed();
+      setTimeout(renew, 1000 * page.live);
+    } catch {
+      document.querySelector("header p").textContent += " Its run is not watched any more: this is how it was last.";
+    }
+  }
+  if (page.live) setTimeout(renew, 1000 * page.live);
 })();
