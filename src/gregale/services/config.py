@@ -29,7 +29,7 @@ class BatchConfig(Settings):
     size: int = field(
         default=64,
         metadata={
-            "help": "sequences in a step, over all replicas and microbatches",
+            "help": "sequences in a step, of all replicas",
             "range": whole(1, 1_000_000),
             "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
         },

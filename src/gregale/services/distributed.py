@@ -54,7 +54,7 @@ class DistributedConfig(Settings):
 
     token_file: str | None = field(
         default=None,
-        metadata={"help": "file with a secret that the processes prove to each other at the start; null: no proof"},
+        metadata={"help": "file with a secret that processes prove; null: no proof"},
     )
 
     def __post_init__(self):

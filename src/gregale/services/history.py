@@ -28,6 +28,7 @@ import numpy as np
 
 from gregale.errors import UserError
 from gregale.services.parsing import read_yaml
+from gregale.services.run_lock import is_being_trained
 from gregale.services.run_places import RunPlaces
 from gregale.storage import Place, Remote, status
 
@@ -93,6 +94,7 @@ class History:
     - `config`: its configuration by dotted keys (`model.layers`); empty if it cannot be read
     - `starts`, `changes`: the entries of starts.jsonl and changes.jsonl
     - `rounds`: of an island, the entries of rounds.jsonl
+    - `is_running`: whether a process trains it now
     - `problems`: what is damaged or absent, in sentences that name the file
     """
 
@@ -104,6 +106,7 @@ class History:
     starts: tuple[Entry, ...]
     changes: tuple[Entry, ...]
     rounds: tuple[Entry, ...]
+    is_running: bool
     problems: tuple[str, ...]
 
 
@@ -111,6 +114,7 @@ def read_history(run: RunPlaces) -> History:
     """All that a run has written so far; raises `UserError` if there is no run here."""
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
+    is_running = is_being_trained(run.path)
     problems: list[str] = []
     config: dict[str, Any] = {}
     try:
@@ -122,7 +126,8 @@ def read_history(run: RunPlaces) -> History:
     problems += [*figures.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
-    return History(run.path.name, str(run.path), config, figures, samples, starts, changes, rounds, tuple(problems))
+    texts, told = (starts, changes, rounds), tuple(problems)
+    return History(run.path.name, str(run.path), config, figures, samples, *texts, is_running, told)
 
 
 class FiguresReader:

@@ -13,7 +13,8 @@ from gregale.programs.report.command import read_plan, told_apart
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
-from gregale.services.run_directory import RunDirectory
+from gregale.services.run_lock import training
+from gregale.services.run_places import RunPlaces
 from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
@@ -22,7 +23,7 @@ EVIL = "</script><script>document.title='bad'</script><img src=x onerror=alert(1
 
 
 def page_of(*folders, **more) -> str:
-    return report_page([read_history(RunDirectory(folder)) for folder in folders], **more)
+    return report_page([read_history(RunPlaces(folder)) for folder in folders], **more)
 
 
 def data_of(page: str) -> dict:
@@ -172,6 +173,24 @@ def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
     check_looks(browser, tmp_path / "odd.html")
 
 
+def test_a_run_that_goes_on_is_told(tmp_path):
+    folder = write_run(tmp_path / "going", steps=20)
+    with training(folder, print):
+        assert "going is being trained: this is how far it was." in text_of(page_of(folder))
+    assert "is being trained" not in text_of(page_of(folder))
+
+
+def test_a_fleet_is_its_islands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("fleet-a", "fleet-b"):
+        write_run(tmp_path / "runs" / name, steps=3)
+    (tmp_path / "runs" / "fleet.islands").mkdir()
+    for name in ("fleet-a", "fleet-b", "lighthouse"):
+        (tmp_path / "runs" / "fleet.islands" / f"{name}.log").touch()
+    assert main(["report", "fleet"]) == 0
+    assert "The report of the 2 runs is in report.html" in capsys.readouterr().out
+
+
 def test_logarithms_of_what_is_not_positive_are_told(browser, tmp_path):
     folder = write_run(tmp_path / "flat", steps=30)
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": {-s}}}\n' for s in range(1, 30)))
@@ -262,9 +281,9 @@ def test_counts_of_several_starts_go_on():
 
 def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
     folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
-    runs: list[Shown] = shown([read_history(RunDirectory(folder)) for folder in folders])
+    runs: list[Shown] = shown([read_history(RunPlaces(folder)) for folder in folders])
     assert [run.label for run in runs] == [str(folder) for folder in folders]
-    single, notes = told_apart([RunDirectory(folder) for folder in [*folders, folders[0]]])
+    single, notes = told_apart([RunPlaces(folder) for folder in [*folders, folders[0]]])
     assert len(single) == 2
     assert len(notes) == 2
 

@@ -13,11 +13,11 @@ from rich.filesize import decimal
 
 from gregale.errors import UserError
 from gregale.programs.report.page import report_page
-from gregale.programs.run.trained import find_run
+from gregale.programs.watch.command import runs_of
 from gregale.services.command import Command
 from gregale.services.history import read_history
 from gregale.services.page.files import check_page_path, write_page
-from gregale.services.run_directory import RunDirectory
+from gregale.services.run_places import RunPlaces
 from gregale.settings import Settings
 
 
@@ -25,7 +25,9 @@ from gregale.settings import Settings
 class ReportOptions(Settings):
     """Options of the command."""
 
-    runs: tuple[str, ...] = field(metadata={"help": "the runs: their directories or URLs, or their names under runs/"})
+    runs: tuple[str, ...] = field(
+        metadata={"help": "the runs: directories, URLs, names under runs/, or a fleet's name"}
+    )
     output: Path = field(default=Path("report.html"), metadata={"help": "where the page is written"})
     plan: tuple[Path, ...] = field(
         default=(), metadata={"help": "what `gregale plan --json` printed, to be shown beside what was measured"}
@@ -40,7 +42,7 @@ class ReportOptions(Settings):
 
 def main(options: ReportOptions) -> int:
     """Writes the page and says where it is."""
-    found, notes = told_apart([find_run(name) for name in options.runs])
+    found, notes = told_apart([run for name in options.runs for run in runs_of(name)])
     plans = [read_plan(path) for path in options.plan]
     text = report_page([read_history(run) for run in found], plans, notes)
     address = write_page(options.output, text)
@@ -50,9 +52,9 @@ def main(options: ReportOptions) -> int:
     return 0
 
 
-def told_apart(found: Sequence[RunDirectory]) -> tuple[list[RunDirectory], list[str]]:
+def told_apart(found: Sequence[RunPlaces]) -> tuple[list[RunPlaces], list[str]]:
     """Each run once, and what there is to say of those that were given twice or have the same name."""
-    single: dict[str, RunDirectory] = {}
+    single: dict[str, RunPlaces] = {}
     notes = []
     for run in found:
         key = os.path.realpath(run.path) if isinstance(run.path, Path) else str(run.path)

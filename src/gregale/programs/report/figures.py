@@ -11,6 +11,7 @@ import numpy as np
 from gregale.programs.report.runs import Shown, accumulated
 from gregale.services.history import Column, spikes_kept
 from gregale.services.page import Lines, Series, colour_of
+from gregale.services.tracking.metrics import metric_of
 
 MOST_BUCKETS = 1000  # of a line; a chart is seldom wider in pixels
 BUCKETS_IN_ALL = 2500  # of one figure, of all runs
@@ -43,24 +44,24 @@ KINDS = (
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
     Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),
-    Kind("Optimisation", "Gradient norm", r"grad_norm", "", "Before clipping."),
+    Kind("Optimisation", "Gradient norm", r"grad_norm", ""),
     Kind("Optimisation", "Learning rate", r"learning_rate", ""),
     Kind("Optimisation", "Norm of the pseudo-gradient", r"outer_grad_norm", ""),
-    Kind("Optimisation", "Agreement of the replicas", r"outer_grad_cosine", "", "Cosine of their pseudo-gradients."),
-    Kind("Optimisation", "Skipped steps", r"skipped", "", "Loss or gradient was not finite.", stairs=True),
-    Kind("Optimisation", "Lost to quantisation", r"quantisation_error", "", "Relative to a message's values."),
-    Kind("Optimisation", "Kept by error feedback", r"feedback_norm", "", "A norm."),
+    Kind("Optimisation", "Agreement of the replicas", r"outer_grad_cosine", ""),
+    Kind("Optimisation", "Skipped steps", r"skipped", "", stairs=True),
+    Kind("Optimisation", "Lost to quantisation", r"quantisation_error", ""),
+    Kind("Optimisation", "Kept by error feedback", r"feedback_norm", ""),
     Kind("Layers", "Norm of the parameters", r"parameter_norm(/.+)?", ""),
     Kind("Layers", "Norm of the gradients", r"grad_norm/.+", ""),
     Kind("Layers", "Update / weight", r"update_ratio(/.+)?", "", "Norms, of an inspected step."),
     Kind("Layers", "Largest logit of attention", r"attention_logit_max(/.+)?", ""),
     Kind("Speed", "Tokens a second", r"tokens_per_second", ""),
-    Kind("Speed", "Model FLOPs utilisation", r"mfu", "share", "The share of the chips' peak in the model's products."),
+    Kind("Speed", "Model FLOPs utilisation", r"mfu", "share"),
     Kind("Speed", "Time of a step", r"step_seconds", "seconds"),
-    Kind("Speed", "Goodput", r"goodput", "share", "The share of the time in which it neither waited nor healed."),
+    Kind("Speed", "Goodput", r"goodput", "share"),
     Kind("Speed", "Time beside the steps", r".*_seconds", "seconds", "In all, since the run began."),
     Kind("Speed", "Memory", r".*memory.*", "bytes"),
-    Kind("Network", "Sent over the slow link, of a device", r"replica_bytes", "bytes", "Since the run began."),
+    Kind("Network", "Sent over the slow link, of a device", r"replica_bytes", "bytes"),
     Kind("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
     Kind("Network", "Members of the fleet", r"members", "", stairs=True),
     Kind("Network", "Rounds", r"round", "", stairs=True),
@@ -149,7 +150,16 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
                 )
             )
     unit = _unit(names[0]) if kind.unit is None else kind.unit
-    return Lines(f"figures-{names[0]}", kind.title, series, unit, help=kind.help)
+    return Lines(f"figures-{names[0]}", kind.title, series, unit, help=kind.help or _meaning(names))
+
+
+def _meaning(names: Sequence[str]) -> str:
+    """What is known of the only figure of a chart, in a sentence."""
+    metric = metric_of(names[0]) if len(names) == 1 else None
+    if metric is None:
+        return ""
+    words = ", ".join(each for each in (metric.meaning, metric.unit) if each)
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _title(name: str) -> str:

@@ -47,9 +47,11 @@ def report_page(
 
 
 def problems_of(runs: Sequence[Shown]) -> list[str]:
-    """What is wrong with the runs' files and figures."""
+    """What is wrong with the runs' files and figures, and which of them go on."""
     found = []
     for run in runs:
+        if run.history.is_running:
+            found.append(f"{run.label} is being trained: this is how far it was.")
         found += run.history.problems
         if not len(run.history.figures):
             found.append(f"{run.label} has no figures yet: its first step is not done, or nothing was written.")
