@@ -14,8 +14,9 @@ from threading import Lock
 
 from gregale.programs.report.page import report_page
 from gregale.services.history import ROUNDS, read_history
+from gregale.services.run_lock import is_being_trained
 from gregale.services.run_places import RunPlaces
-from gregale.storage import Place, Status, StoreError, status
+from gregale.storage import StoreError, status
 
 LIVE_SECONDS = 5.0
 REST = 4.0  # a page that took a second to make is not made again for four
@@ -28,7 +29,7 @@ class LivePage:
         self._runs, self._live_seconds = tuple(runs), live_seconds
         self._lock = Lock()
         self._page = b""
-        self._of: list[Status | None] | None = None
+        self._of: list[tuple[object, ...]] | None = None
         self._not_before = 0.0
 
     def now(self) -> bytes:
@@ -44,7 +45,7 @@ class LivePage:
             return self._page
 
     def _make(self) -> None:
-        begin, found = time.monotonic(), [status(place) for run in self._runs for place in _read_places(run)]
+        begin, found = time.monotonic(), [_looks(run) for run in self._runs]
         if found == self._of:
             return
         histories = [read_history(run) for run in self._runs]
@@ -54,5 +55,7 @@ class LivePage:
         self._not_before = now + REST * (now - begin)
 
 
-def _read_places(run: RunPlaces) -> tuple[Place, ...]:
-    return (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+def _looks(run: RunPlaces) -> tuple[object, ...]:
+    """What is another one when the page is."""
+    places = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+    return (*map(status, places), is_being_trained(run.path))
