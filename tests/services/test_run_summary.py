@@ -58,6 +58,14 @@ def test_complete_or_stopped(tmp_path, left, state):
     assert state_of(write_run(tmp_path / "a", **left)) is state
 
 
+def test_a_run_with_tasks_alone_is_complete_when_they_are_scored(tmp_path):
+    tasks = {"data": {"held_out": 0, "validation": {}}, "evaluation": {"every": None, "tasks": ["a.jsonl"]}}
+    run = write_run(tmp_path / "a", 10, saved=10, **tasks)
+    assert state_of(run) is State.STOPPED
+    write_lines(run, {"step": 10, "acc.a": 0.5, "acc_stderr.a": 0.1})
+    assert state_of(run) is State.COMPLETE
+
+
 @pytest.mark.parametrize(
     ("steps", "every", "state"), [(20, None, State.COMPLETE), (20, 5, State.STOPPED), (9, 5, State.COMPLETE)]
 )

@@ -282,7 +282,7 @@ def test_tensorboard_gets_the_scalars(tmp_path):
 
 
 def test_tensorboard_has_every_name_as_it_is(tmp_path):
-    names = [re.sub(r"<(\w+)>", "0", metric.name) for metric in METRICS]
+    names = [re.sub(r"<\w+>", "0", metric.name) for metric in METRICS]
     with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(io.StringIO()), True) as trackers:
         trackers.log(1, dict.fromkeys(names, 1.0))
     (path,) = (tmp_path / "tensorboard").iterdir()

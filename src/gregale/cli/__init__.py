@@ -41,7 +41,7 @@ PROGRAMS = {
         "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"
     ),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
-    "watch": Program("gregale.programs.watch.command", "follow a run in the terminal while it trains"),
+    "watch": Program("gregale.programs.watch.command", "follow a run while it trains, in the terminal or on a page"),
     "runs": Program("gregale.programs.runs", "list the runs of a folder: how they stand and what they have come to"),
     "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),

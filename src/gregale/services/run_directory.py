@@ -18,7 +18,7 @@ from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPlaces, is_evaluation
 from gregale.storage import Patience, Place, Remote, StoreError, write_bytes
 
 _AT_ONCE = Patience(seconds=5.0, silence_seconds=5.0)
@@ -153,13 +153,6 @@ class RunDirectory(RunPlaces):
         except FileNotFoundError:
             return []
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
-def is_evaluation(line: dict) -> bool:
-    """Whether a line of metrics.jsonl has an evaluation, of text or of tasks alone, that was a number."""
-    if "eval_loss" in line:
-        return line["eval_loss"] is not None
-    return any(value is not None for name, value in line.items() if name.startswith("acc."))
 
 
 def _free_name(path: Place) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gregale.errors import UserError
 from gregale.services.run_lock import LOCK
@@ -93,3 +95,10 @@ def find_run(name: str) -> RunPlaces:
     known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
     hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
     raise UserError(f"{name} is not a run directory: {found}. {hint}")
+
+
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has an evaluation, of text or of tasks alone, that was a number."""
+    if "eval_loss" in line:
+        return line["eval_loss"] is not None
+    return any(value is not None for name, value in line.items() if name.startswith("acc."))

@@ -23,7 +23,7 @@ from gregale.services.checkpoint.retention import committed_steps, folder_name
 from gregale.services.history import flat
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPlaces, is_evaluation
 from gregale.storage import Place, Remote, StoreError, files_below, read_range, status
 
 Entry = Mapping[str, Any]
@@ -162,7 +162,7 @@ def last_entries(metrics: Place) -> Tail:
         entries = [entry for line in reversed(lines) if (entry := _entry(line)) is not None]
         torn = len(lines) - len(entries)
         step = next((entry for entry in entries if "loss" in entry), {})
-        evaluation = next((entry for entry in entries if "eval_loss" in entry), {})
+        evaluation = next((entry for entry in entries if "loss" not in entry), {})
         if (step and evaluation) or tail >= min(size, _MOST_TAIL_BYTES):
             return Tail(step, evaluation, f"{torn} damaged lines among the last {len(lines)}" if torn else None)
         tail *= 8
@@ -198,8 +198,9 @@ def _is_complete(config: Entry, saved: int | None, step: Entry, evaluation: Entr
     steps = config.get("steps")
     if saved is None or type(steps) is not int:
         return False
-    evaluates = bool(config.get("data.held_out")) or any(key.startswith("data.validation.") for key in config)
-    last = evaluation.get("step") == saved and evaluation.get("eval_loss") is not None
+    evaluates = bool(config.get("data.held_out") or config.get("evaluation.tasks"))
+    evaluates = evaluates or any(key.startswith("data.validation.") for key in config)
+    last = evaluation.get("step") == saved and is_evaluation(evaluation)
     if config.get("islands.lighthouse") is None:
         return saved >= steps and (last or not evaluates)
     every = config.get("evaluation.every")

@@ -1,15 +1,14 @@
 """The page of a run that goes on, over the loopback interface."""
 
 import json
-import urllib.error
-import urllib.request
+from urllib.parse import urlsplit
 
 import pytest
 
-from gregale.errors import UserError
-from gregale.programs.report.serving import LivePage, served
-from gregale.services.run_directory import RunDirectory
-from tests.programs.pages.browser import Tab
+from gregale.programs.report.serving import LivePage
+from gregale.programs.watch.web import HERE, Server
+from gregale.services.run_places import RunPlaces
+from tests.programs.pages.browser import DESK, Tab
 from tests.programs.pages.looking import figure_of
 from tests.programs.pages.made_up import figures, write_run
 
@@ -25,7 +24,8 @@ def grow(folder, steps: int) -> None:
 
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):
-    with served([RunDirectory(folder)], live_seconds=0.2) as address, Tab(browser, address, (1280, 900), False) as tab:
+    page = LivePage([RunPlaces(folder)], live_seconds=0.2)
+    with Server(page.now, HERE, 0) as server, Tab(browser, server.address, DESK, False) as tab:
         scales = f"gregale.drawn({figure_of('figures-loss')}).scales.x.max"
         assert tab.value(scales) == 100
         tab.value("document.querySelectorAll('details').forEach(each => each.open = !each.open)")
@@ -33,32 +33,35 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
         before = tab.value(folds)
         tab.choose("logy", True)
         tab.value(f"gregale.drawn({figure_of('figures-grad_norm')}).setScale('x', {{min: 10, max: 20}})")
+        norm = f"gregale.drawn({figure_of('figures-grad_norm')})"
+        tab.value(f"{norm}.setSeries(1, {{show: false}})")
         grow(folder, 150)
         wait = f"new Promise(done => {{ const look = () => {scales} > 100 ? done(1) : setTimeout(look, 50); look(); }})"
         tab.value(wait)
         assert tab.value(scales) == 150
         assert tab.value(f"gregale.drawn({figure_of('figures-grad_norm')}).scales.x.max") == 20
+        assert tab.value(f"{norm}.series[1].show") is False
         assert tab.value(folds) == before
         assert tab.value("document.getElementById('logy').checked")
         assert tab.errors == []
-        assert set(tab.requests) <= {address}
+        assert set(tab.requests) <= {server.address}
 
 
-def test_only_the_page_is_answered_and_only_here(folder):
-    with served([RunDirectory(folder)]) as address:
-        with urllib.request.urlopen(address) as answer:
-            assert b"going" in answer.read()
-        for path, host, code in (("config.yaml", None, 404), ("", "gregale.example:80", 403)):
-            request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(request)
-            assert refused.value.code == code
-        with pytest.raises(UserError, match="cannot be listened on"):
-            served([], int(address.rpartition(":")[2].strip("/"))).__enter__()
+def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
+    page = LivePage([RunPlaces(folder)], live_seconds=0.1)
+    told = "document.querySelector('header p').textContent.includes('not watched any more')"
+    with Server(page.now, HERE, 0) as server:
+        port = urlsplit(server.address).port or 0
+        tab = Tab(browser, server.address, DESK, False)
+    with tab:
+        wait = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
+        tab.value(wait.format(told))
+        with Server(page.now, HERE, port):
+            tab.value(wait.format(f"!{told}"))
 
 
 def test_a_page_is_made_again_only_when_its_run_has_written(folder):
-    page = LivePage([RunDirectory(folder)])
+    page = LivePage([RunPlaces(folder)])
     first = page.now()
     page._not_before = 0.0
     assert page.now() is first

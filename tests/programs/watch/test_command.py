@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
+from contextlib import suppress
 
 import pytest
 
@@ -14,6 +16,7 @@ from gregale.cli import main
 from gregale.programs.watch.command import runs_of
 from gregale.services.run_lock import training
 from tests.services.runs import step_line, write_lines, write_run
+from tests.stores import free_port
 
 
 @pytest.fixture
@@ -73,6 +76,29 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
     assert "stopped" in printed.out
     assert not printed.err
     assert signal.getsignal(number) is before
+
+
+def test_a_page_is_served_until_ctrl_c(folder, capsys):
+    """Also when the run is complete: somebody looks at it."""
+    write_run(folder / "a", 10, saved=10, evaluated=True)
+    port, pages = free_port(), []
+
+    def read() -> None:
+        until = time.monotonic() + 60
+        while not pages and time.monotonic() < until:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+                pages.append(answer.read().decode())
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert main(["watch", "a", "--web", "--port", str(port), "--seconds", "0.1"]) == 0
+    reader.join()
+    assert "connect-src 'self'" in pages[0]
+    assert f"The page is at http://127.0.0.1:{port}/" in capsys.readouterr().out
+    assert main(["watch", "a", "--web", "--once"]) == 2
+    assert "once and web are both given" in capsys.readouterr().err
 
 
 def test_a_fleet_is_its_islands(folder):

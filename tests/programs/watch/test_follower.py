@@ -27,10 +27,12 @@ def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
         snapshot, events = follower.look()
         assert (snapshot.summary.state, snapshot.summary.step, events) == (State.RUNNING, 3, [])
         assert (snapshot.silent_seconds, snapshot.remaining_seconds) == (None, 7 * 0.5)
-        write_lines(run, step_line(4), {"step": 4, "eval_loss": 2.5}, step_line(5))
+        write_lines(
+            run, step_line(4), {"step": 4, "eval_loss": 2.5, "acc.sums": 0.75, "acc_stderr.sums": 0.1}, step_line(5)
+        )
         snapshot, events = follower.look()
         assert (snapshot.last("loss"), snapshot.silent_seconds) == (3.95, 0.0)
-        assert events == ["a step 4: eval loss 2.5000"]
+        assert events == ["a step 4: eval loss 2.5000, acc.sums 75.0%"]
         now += 8
         assert follower.look()[0].silent_seconds == 8.0
     snapshot, events = follower.look()

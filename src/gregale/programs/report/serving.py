@@ -1,69 +1,35 @@
-"""The page of runs for a browser on this machine, made anew while they go on.
+"""The page of runs that go on, made anew while they do.
 
-    with served(runs, port=0) as address:
-        print(address)                # http://127.0.0.1:43211/
-        wait_for_the_end()
+    page = LivePage(runs)
+    page.now()                        # HTML, for `gregale.programs.watch.web`
 
-It listens on the loopback interface alone, answers nothing but the page, and changes nothing. The page asks for itself
-every few seconds and keeps what its reader has chosen, zoomed and unfolded.
+The page asks for itself every few seconds and keeps what its reader has chosen, zoomed and unfolded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from collections.abc import Sequence
+from threading import Lock
 
-from gregale.errors import UserError
-from gregale.files import reason
 from gregale.programs.report.page import report_page
 from gregale.services.history import ROUNDS, read_history
-from gregale.services.run_directory import RunDirectory
-from gregale.storage import Place, Status, StoreError, status
+from gregale.services.run_lock import is_being_trained
+from gregale.services.run_places import RunPlaces
+from gregale.storage import StoreError, status
 
 LIVE_SECONDS = 5.0
 REST = 4.0  # a page that took a second to make is not made again for four
-HERE = "127.0.0.1"
-
-
-@contextmanager
-def served(runs: Sequence[RunDirectory], port: int = 0, live_seconds: float = LIVE_SECONDS) -> Iterator[str]:
-    """Serves the page of runs meanwhile; yields its address. A port of 0 is any free one.
-
-    Raises `UserError` if the port cannot be had.
-    """
-    page = LivePage(runs, live_seconds)
-
-    class Answers(_Answers):
-        def content(self) -> bytes:
-            return page.now()
-
-    try:
-        server = ThreadingHTTPServer((HERE, port), Answers)
-    except OSError as error:
-        raise UserError(f"port {port} cannot be listened on: {reason(error)}. Port 0 is any free one.") from None
-    server.daemon_threads = True
-    thread = Thread(target=server.serve_forever, daemon=True, name="page")
-    thread.start()
-    try:
-        yield f"http://{HERE}:{server.server_port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class LivePage:
     """The page of runs as they are: it is made when somebody asks and their files have changed."""
 
-    def __init__(self, runs: Sequence[RunDirectory], live_seconds: float = LIVE_SECONDS):
+    def __init__(self, runs: Sequence[RunPlaces], live_seconds: float = LIVE_SECONDS):
         self._runs, self._live_seconds = tuple(runs), live_seconds
         self._lock = Lock()
         self._page = b""
-        self._of: list[Status | None] | None = None
+        self._of: list[tuple[object, ...]] | None = None
         self._not_before = 0.0
 
     def now(self) -> bytes:
@@ -79,7 +45,7 @@ class LivePage:
             return self._page
 
     def _make(self) -> None:
-        begin, found = time.monotonic(), [status(place) for run in self._runs for place in _read_places(run)]
+        begin, found = time.monotonic(), [_looks(run) for run in self._runs]
         if found == self._of:
             return
         histories = [read_history(run) for run in self._runs]
@@ -89,35 +55,7 @@ class LivePage:
         self._not_before = now + REST * (now - begin)
 
 
-class _Answers(BaseHTTPRequestHandler):
-    """Gives the page at `/` to whoever asks for it by an address of this machine."""
-
-    def content(self) -> bytes:
-        raise NotImplementedError
-
-    def do_GET(self) -> None:
-        # A page of another site that names this machine by a name of its own is not answered.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (HERE, "localhost"):
-            self.send_error(HTTPStatus.FORBIDDEN)
-            return
-        if self.path != "/":
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
-        try:
-            content = self.content()
-        except (UserError, OSError) as error:
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
-            return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: the terminal shows the run."""
-
-
-def _read_places(run: RunDirectory) -> tuple[Place, ...]:
-    return (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+def _looks(run: RunPlaces) -> tuple[object, ...]:
+    """What is another one when the page is."""
+    places = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
+    return (*map(status, places), is_being_trained(run.path))

@@ -6,23 +6,27 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
 
+from gregale.errors import UserError
 from gregale.programs.watch.follower import Follower, Snapshot, told
 from gregale.programs.watch.view import fleet_view, plain_line, view_of
 from gregale.services.command import Command
 from gregale.services.run_places import RunPlaces, find_run
 from gregale.services.run_summary import State
-from gregale.settings import Settings, between
+from gregale.settings import Settings, between, whole
 from gregale.storage import Remote, StoreError
 from gregale.streams import LastingStream
+
+if TYPE_CHECKING:
+    from gregale.programs.watch.web import Server
 
 SECONDS, STORE_SECONDS = 1.0, 10.0
 PLAIN_SECONDS = 5.0
@@ -42,6 +46,16 @@ class WatchOptions(Settings):
         },
     )
     once: bool = field(default=False, metadata={"help": "show how it is now, and end"})
+    web: bool = field(default=False, metadata={"help": "serve a page too, to a browser on this machine, until Ctrl-C"})
+    port: int = field(default=0, metadata={"help": "of the page; 0: any that is free", "range": whole(0, 65_535)})
+    address: str = field(
+        default="127.0.0.1", metadata={"help": "where the page is served; beyond this machine, below a secret path"}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.once and self.web:
+            raise UserError("once and web are both given: a page is served until Ctrl-C; leave one out.")
 
 
 def main(options: WatchOptions) -> int:
@@ -49,7 +63,10 @@ def main(options: WatchOptions) -> int:
     runs = runs_of(options.run)
     followers = [Follower(run) for run in runs]
     seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, Remote) else SECONDS)
-    with stopped_by_signals() as stop, Screen() as screen:
+    with ExitStack() as stack:
+        stop, screen = stack.enter_context(stopped_by_signals()), stack.enter_context(Screen())
+        if options.web:
+            screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
             try:
                 looks = [follower.look() for follower in followers]
@@ -60,11 +77,22 @@ def main(options: WatchOptions) -> int:
                     screen.message(event)
                 snapshots = [snapshot for snapshot, _ in looks]
                 complete = all(each.summary.state is State.COMPLETE for each in snapshots)
-                screen.show(snapshots, is_last=complete or options.once)
-                if complete or options.once:
+                ends = options.once or (complete and not options.web)
+                screen.show(snapshots, is_last=ends)
+                if ends:
                     return 0
             if stop.wait(seconds):
                 return stop.code
+
+
+def served(runs: Sequence[RunPlaces], options: WatchOptions) -> Server:
+    """A server of the page of runs. Raises `UserError` if the page cannot be made or served."""
+    from gregale.programs.report.serving import LivePage  # late: the terminal needs none of it
+    from gregale.programs.watch.web import Server
+
+    page = LivePage(runs)
+    page.now()
+    return Server(page.now, options.address, options.port)
 
 
 def runs_of(name: str) -> list[RunPlaces]:

@@ -10,6 +10,7 @@ from typing import Any
 from gregale.services.history import Figures, FiguresReader, read_entries
 from gregale.services.run_places import RunPlaces
 from gregale.services.run_summary import State, Summary, summary_of
+from gregale.services.tracking.metrics import EVALUATION, in_unit, metric_of
 
 Entry = Mapping[str, Any]
 
@@ -92,13 +93,24 @@ def happened(before: Snapshot, now: Snapshot) -> list[str]:
     name, events = now.summary.name, []
     if len(now.starts) > len(before.starts):
         events.append(f"{name} goes on after step {now.start.get('step', 0)}, on {devices(now.start)}.")
-    evaluated = [each.figures.get("eval_loss") for each in (before, now)]
-    if evaluated[1] is not None and (evaluated[0] is None or evaluated[1].steps[-1] > evaluated[0].steps[-1]):
-        loss = now.last("eval_loss")
-        events.append(f"{name} step {evaluated[1].steps[-1]}: eval loss {'none' if loss is None else f'{loss:.4f}'}")
+    if (step := evaluated_step(now.figures)) > evaluated_step(before.figures):
+        figures = (each for each in evaluations(now.figures) if now.figures[each].steps[-1] == step)
+        words = (f"{each.replace('_', ' ')} {in_unit(each, now.last(each))}" for each in figures)
+        events.append(f"{name} step {step:,}: {', '.join(words)}")
     if now.summary.state is not before.summary.state:
         events.append(told(now.summary))
     return events
+
+
+def evaluations(figures: Figures) -> list[str]:
+    """The names of the figures of evaluations, without their standard errors."""
+    found = ((name, metric_of(name)) for name in figures if "_stderr." not in name)
+    return [name for name, metric in found if metric is not None and metric.when == EVALUATION]
+
+
+def evaluated_step(figures: Figures) -> int:
+    """The step of the newest evaluation; 0 before the first."""
+    return max((int(figures[name].steps[-1]) for name in evaluations(figures)), default=0)
 
 
 def told(summary: Summary) -> str:

@@ -10,11 +10,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gregale.programs.watch.follower import Snapshot, devices
+from gregale.programs.watch.follower import Snapshot, devices, evaluations
 from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.services.run_summary import State
 from gregale.services.tracking.console import duration
-from gregale.services.tracking.metrics import EVALUATION, metric_of
+from gregale.services.tracking.metrics import in_unit
 
 CURVES = (
     *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
@@ -66,7 +66,7 @@ def progress(snapshot: Snapshot) -> str:
 def curves(snapshot: Snapshot, console: Console) -> Table:
     """A line for each figure: its name, its curve, its newest value."""
     names = [name for name in CURVES if name in snapshot.figures]
-    names += [name for name in snapshot.figures if name not in names and _is_evaluated(name)]
+    names += [name for name in evaluations(snapshot.figures) if name not in names]
     table = Table.grid(padding=(0, 1))
     for justify in ("left", "left", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -131,23 +131,6 @@ def plain_line(snapshot: Snapshot) -> str:
     return "  ".join(parts)
 
 
-def in_unit(name: str, value: float | None) -> str:
-    """A value as people read it."""
-    metric = metric_of(name)
-    unit = "" if metric is None else metric.unit
-    if value is None:
-        return ""
-    if unit == "bytes":
-        return decimal(int(value))
-    if unit == "share of 1":
-        return f"{value:.1%}"
-    if unit == "tokens/s":
-        return f"{value:,.0f} tokens/s"
-    if unit in ("nats a token", "bits a byte"):
-        return f"{value:.4f}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
-
-
 def bars_of(console: Console) -> str:
     """What curves are drawn with: the terminal's encoding may lack the bars."""
     try:
@@ -155,8 +138,3 @@ def bars_of(console: Console) -> str:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return BARS
-
-
-def _is_evaluated(name: str) -> bool:
-    metric = metric_of(name)
-    return metric is not None and metric.when == EVALUATION

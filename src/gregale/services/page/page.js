@@ -385,13 +385,15 @@
 
   async function renewed() {
     const answer = await fetch(location.pathname, { cache: "no-cache" });
+    if (!answer.ok) throw new Error(await answer.text());
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     if (fresh.getElementById("data").textContent === document.getElementById("data").textContent) return;
     const title = fold => fold.querySelector("summary").textContent;
     const folds = new Map([...document.querySelectorAll("details")].map(each => [title(each), each.open]));
     for (const each of fresh.querySelectorAll("details")) each.open = folds.get(title(each)) ?? each.open;
-    const zooms = new Map();
+    const zooms = new Map(), hidden = new Map(), height = scrollY;
     drawn.forEach((u, figure) => {
+      if (u) hidden.set(figure.dataset.chart, u.series.filter(each => !each.show).map(each => each.label));
       const { min, max } = u ? u.scales.x : {}, xs = u ? u.data[0] : [];
       if (min > xs[0] || max < xs[xs.length - 1]) zooms.set(figure.dataset.chart, { min, max });
     });
@@ -402,16 +404,28 @@
     document.querySelector("header p").textContent = fresh.querySelector("header p").textContent;
     read(document);
     drawAll();
-    drawn.forEach((u, figure) => u && zooms.has(figure.dataset.chart) && u.setScale("x", zooms.get(figure.dataset.chart)));
+    drawn.forEach((u, figure) => {
+      const chart = figure.dataset.chart;
+      if (u && zooms.has(chart)) u.setScale("x", zooms.get(chart));
+      if (u) u.series.forEach((each, place) => { if (hidden.get(chart)?.includes(each.label)) u.setSeries(place, { show: false }); });
+    });
+    scrollTo(scrollX, height);
   }
 
-  async function renew() {
+  let pressed = false, lost = "";
+  addEventListener("pointerdown", () => (pressed = true));
+  for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => (pressed = false));
+
+  async function renew() { // not under a finger that chooses a range, and not for nobody
+    const about = document.querySelector("header p");
     try {
-      await renewed();
-      setTimeout(renew, 1000 * page.live);
+      if (!pressed && !document.hidden) await renewed();
+      about.textContent = about.textContent.replace(lost, "");
+      lost = "";
     } catch {
-      document.querySelector("header p").textContent += " Its run is not watched any more: this is how it was last.";
+      if (!lost) about.textContent += (lost = " Its run is not watched any more: this is how it was last.");
     }
+    setTimeout(renew, 1000 * page.live);
   }
   if (page.live) setTimeout(renew, 1000 * page.live);
 })();

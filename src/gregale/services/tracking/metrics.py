@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+from rich.filesize import decimal
+
 STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
 
 
@@ -33,6 +35,7 @@ class Metric:
 
 _REPLICAS = "replicas apart"
 _ISLANDS = "islands"
+_TASKS = "[`evaluation.tasks`](evaluation.md#tasks)"
 _OF_START = "since this start of the run"
 
 METRICS = (
@@ -76,6 +79,10 @@ METRICS = (
     Metric("bits_per_byte", "bits a byte", "the same by bytes of text, whatever the tokenizer", EVALUATION),
     Metric("eval_loss.<source>", "nats a token", "on a validation source", EVALUATION, "`data.validation`"),
     Metric("bits_per_byte.<source>", "bits a byte", "on a validation source", EVALUATION, "`data.validation`"),
+    Metric("acc.<task>", "share of 1", "of the questions of a task that are answered right", EVALUATION, _TASKS),
+    Metric("acc_norm.<task>", "share of 1", "the same by log-likelihoods a character", EVALUATION, _TASKS),
+    Metric("perplexity.<task>", "", "of a task's answers", EVALUATION, _TASKS),
+    Metric("<figure>_stderr.<task>", "", "standard error of each of these", EVALUATION, _TASKS),
     Metric("quantisation_error", "", "what a message lacks, relative to its values", EVALUATION, "`reduce.measure`"),
     Metric("feedback_norm", "", "norm of what error feedback keeps", EVALUATION, "`reduce.measure`"),
 )
@@ -91,6 +98,23 @@ def _pattern(name: str) -> re.Pattern:
     """What names of a metric are like: a replica is a number, all else that stands in `<...>` is any text."""
     text = re.escape(name).replace("<replica>", r"\d+")
     return re.compile(re.sub(r"<\w+>", ".+", text))
+
+
+def in_unit(name: str, value: float | None) -> str:
+    """A value of a metric as people read it; nothing for None."""
+    metric = metric_of(name)
+    unit = "" if metric is None else metric.unit
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return decimal(int(value))
+    if unit == "share of 1":
+        return f"{value:.1%}"
+    if unit == "tokens/s":
+        return f"{value:,.0f} tokens/s"
+    if unit in ("nats a token", "bits a byte"):
+        return f"{value:.4f}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
 
 
 def table() -> str:

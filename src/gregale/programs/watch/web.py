@@ -1,0 +1,151 @@
+"""A page over HTTP, for the reader on this machine: who is elsewhere needs a secret, and other pages get nothing.
+
+    with Server(page.now, "127.0.0.1", 0) as server:
+        print(server.address)                # http://127.0.0.1:40321/
+        ...                                  # it answers in threads of its own until the block ends
+
+A page of another site may send a reader's browser here, by a name that leads to this machine (DNS rebinding). So on
+loopback only its own names are answered to. On any other address everything lies below a secret path. A browser that
+has the page as it is now is told so in a few bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from secrets import token_urlsafe
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from gregale.errors import UserError
+
+Content = Callable[[], bytes]
+"""The page as it is now; asked by several threads."""
+
+HERE = "127.0.0.1"
+NAMES = ("localhost", HERE, "::1")
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+TEXT = {"Content-Type": "text/plain; charset=utf-8"}
+
+
+class Server:
+    """Serves one page."""
+
+    def __init__(self, content: Content, host: str, port: int):
+        """
+        - `host`: the address to listen at
+        - `port`: 0: any that is free
+
+        Raises `UserError` if nothing can listen there.
+        """
+        self.is_local = is_loopback(host)
+        self._prefix = "/" if self.is_local else f"/{token_urlsafe(16)}/"
+        try:
+            self._server = _Listening(content, self._prefix, self.is_local, (host, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"address {host}, port {port}: nothing can listen there: {why}. Give another one."
+            ) from None
+        self._thread = Thread(target=self._server.serve_forever, daemon=True, name="web")
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds the page."""
+        address, port = self._server.server_address[:2]
+        host = socket.gethostname() if address in ("0.0.0.0", "::") else str(address)
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{port}{self._prefix}"
+
+    def __enter__(self) -> Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Listening(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, content: Content, prefix: str, is_local: bool, address: tuple[str, int]):
+        self.content, self.prefix, self.is_local = content, prefix, is_local
+        self.address_family = _family(address[0])
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a reader who goes away while he is answered is no failure."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Listening
+    timeout = 60  # seconds that a connection may be silent; it ends with its answer
+
+    def do_GET(self) -> None:
+        """Answers with the page."""
+        if self.server.is_local and not _names_loopback(self.headers.get("Host", "")):
+            self._answer(HTTPStatus.FORBIDDEN, b"This page is for the names of this machine only, such as 127.0.0.1.")
+            return
+        path = urlsplit(self.path).path.encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(path, self.server.prefix.encode()):
+            self._answer(HTTPStatus.NOT_FOUND, b"There is nothing here.")
+            return
+        try:
+            content = self.server.content()
+        except (UserError, OSError) as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error).encode())
+            return
+        tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
+        else:
+            self._answer(HTTPStatus.OK, content, {"ETag": tag, "Content-Type": "text/html; charset=utf-8"})
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: requests are not worth a line."""
+
+    def _answer(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str] = TEXT) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, **headers}.items():
+            self.send_header(name, value)
+        if status is not HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether a request's Host is a name of loopback, with any port: one that a tunnel leads here may be another."""
+    try:
+        return urlsplit(f"//{host}").hostname in NAMES
+    except ValueError:
+        return False
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,113 @@
+"""Who gets the page, and who does not."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.programs.watch.web import HEADERS, Server, is_loopback
+
+
+class Written:
+    """A page that may change, or fail."""
+
+    def __init__(self) -> None:
+        self.text, self.fails = "<p>the page</p>", False
+
+    def now(self) -> bytes:
+        if self.fails:
+            raise UserError("the store is out of order.")
+        return self.text.encode()
+
+
+@pytest.fixture
+def page() -> Written:
+    return Written()
+
+
+@pytest.fixture
+def local(page):
+    with Server(page.now, "127.0.0.1", 0) as server:
+        yield server
+
+
+def answer(
+    server: Server,
+    path: str = "",
+    host: str | None = None,
+    method: str = "GET",
+    beneath: str | None = None,
+    tag: str | None = None,
+):
+    """Status, headers and text of an answer; `beneath`: in place of the server's own path."""
+    parts = urlsplit(server.address)
+    connection = http.client.HTTPConnection("127.0.0.1", parts.port, timeout=30)
+    given = {"Host": host, "If-None-Match": tag}
+    headers = {name: value for name, value in given.items() if value is not None}
+    connection.request(method, (parts.path if beneath is None else beneath) + path, headers=headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, dict(response.getheaders()), text
+
+
+def test_the_page_comes_once_until_it_is_another_one(local, page):
+    status, headers, text = answer(local)
+    assert (status, text, headers["Content-Type"]) == (200, "<p>the page</p>", "text/html; charset=utf-8")
+    assert headers.items() >= HEADERS.items()
+    assert answer(local, method="HEAD")[::2] == (200, "")
+    tag = headers["ETag"]
+    assert answer(local, tag=tag)[::2] == (304, "")
+    page.text = "<p>another</p>"
+    assert answer(local, tag=tag)[::2] == (200, "<p>another</p>")
+    assert answer(local, "?a=b")[0] == 200
+    assert answer(local, "other")[0] == 404
+    assert answer(local, method="POST")[0] == 501
+    page.fails = True
+    assert answer(local)[::2] == (503, "the store is out of order.")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:99", "[::1]:8080", "127.0.0.1:1"])
+def test_loopback_answers_to_its_names(local, host):
+    assert answer(local, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[", "10.0.0.1", "a@b"]
+)
+def test_loopback_answers_to_no_other_name(local, host):
+    """A page of evil.example, whose name leads here, would read what is served."""
+    status, _, text = answer(local, host=host)
+    assert status == 403
+    assert "the page" not in text
+
+
+def test_elsewhere_all_lies_below_a_secret(page):
+    with Server(page.now, "0.0.0.0", 0) as server, Server(page.now, "0.0.0.0", 0) as other:
+        path = urlsplit(server.address).path
+        assert len(path) > 20
+        assert path != urlsplit(other.address).path
+        assert urlsplit(server.address).hostname == socket.gethostname().lower()
+        assert answer(server, host="evil.example")[0] == 200, "who knows the secret may come by any name"
+        for beneath in ("/", path[:-1], path[:-2] + "/", "/" + "a" * (len(path) - 2) + "/", "/%C3%A9/"):
+            status, _, text = answer(server, beneath=beneath)
+            assert (status, text) == (404, "There is nothing here.")
+
+
+def test_where_nothing_can_listen(local):
+    with pytest.raises(UserError, match="nothing can listen there: Address already in use"):
+        Server(Written().now, "127.0.0.1", urlsplit(local.address).port or 0)
+    with pytest.raises(UserError, match="nothing can listen there"):
+        Server(Written().now, "no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"),
+    [("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)],
+)
+def test_what_is_loopback(host, is_local):
+    assert is_loopback(host) is is_local
