@@ -21,7 +21,7 @@ from gregale.programs.sample.sampler import PATIENCE_S, Sampler, Where, beside_t
 from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to, say
 from gregale.services.command import Command
 from gregale.services.run_directory import RunDirectory
-from gregale.settings import whole
+from gregale.settings import shown, whole
 
 ONE_DEVICE = MeshConfig(data=1)
 
@@ -62,9 +62,9 @@ class SampleOptions(Sampling):
         if not self.run:
             raise UserError('run is missing. Usage: gregale sample RUN ["PROMPT"]')
         if self.prompt and self.prompts is not None:
-            raise UserError(f"a prompt and prompts {self.prompts} are both given; leave one out.")
+            raise UserError(f"a prompt and prompts {shown(self.prompts)} are both given; leave one out.")
         if self.out is not None and self.prompts is None:
-            raise UserError(f"out is {self.out}, which is for the results of `prompts`; a single text is printed.")
+            raise UserError(f"out is {shown(self.out)}, which is for results of `prompts`; a single text is printed.")
         if "" in self.stop:
             raise UserError("stop has an empty string, which would end every text before it begins.")
         others = [axis for axis in ("island", "replica", "stage") if getattr(self.mesh, axis) != 1]

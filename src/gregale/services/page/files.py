@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.files import write_bytes
+from gregale.settings import shown
 
 SUFFIXES = (".html", ".htm")
 
@@ -13,9 +14,11 @@ SUFFIXES = (".html", ".htm")
 def check_page_path(path: Path, key: str) -> None:
     """Raises `UserError` for a path that is no place for a page, before anything is computed."""
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"{key}: {path} is to be a page; its name has to end with .html.")
+        raise UserError(f"{key}: {shown(str(path))} is to be a page; its name has to end with .html.")
     if not path.parent.is_dir():
-        raise UserError(f"{key}: {path} cannot be written, there is no folder {path.parent}; `mkdir -p` makes it.")
+        raise UserError(
+            f"{key}: {shown(str(path))} cannot be written, there is no folder {shown(str(path.parent))}: `mkdir -p`."
+        )
 
 
 def write_page(path: Path, text: str) -> str:
