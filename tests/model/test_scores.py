@@ -58,7 +58,7 @@ def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     assert greedy[1:3].all()
 
 
-@pytest.mark.parametrize("name", [list(CONFIGS)[0], list(CONFIGS)[-1]])
+@pytest.mark.parametrize("name", ["llama2", list(CONFIGS)[-1]])
 def test_the_scores_of_a_model_are_its_losses(name):
     """Whatever a model does with its logits has to be in both: the plainest one, and the one that came last."""
     model, run = made(name), one_device(loss_block=5)
