@@ -12,7 +12,9 @@ from haliax import Axis
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
 from gregale.model.scores import target_scores
-from tests.mesh.support import layout_of, placed
+from tests.mesh.support import layout_of, one_device, placed
+from tests.model import oracle
+from tests.model.test_llama import BATCH_OF_TOKENS, CONFIGS, VOCABULARY, made
 
 Rows, Position, Embed, Vocab = Axis(BATCH, 8), Axis("position", 7), Axis("embed", 16), Axis("vocab", 24)
 TOKENS = 19  # the other columns fill the head up
@@ -54,3 +56,14 @@ def test_it_is_the_plain_softmax_over_the_tokens(data, model, block):
     np.testing.assert_array_equal(likeliest.array, greedy)
     assert likeliest.array[0].tolist() == [True, False] * 3 + [True], "of equal ones the first is the likeliest"
     assert greedy[1:3].all()
+
+
+@pytest.mark.parametrize("name", ["llama2", list(CONFIGS)[-1]])
+def test_the_scores_of_a_model_are_its_losses(name):
+    """Whatever a model does with its logits has to be in both: the plainest one, and the one that came last."""
+    model, run = made(name), one_device(loss_block=5)
+    scores, _ = jax.jit(lambda batch: model.scores(batch, VOCABULARY, run))(BATCH_OF_TOKENS)
+    losses = jax.jit(lambda batch: oracle.losses(oracle.plain_weights(model), batch, model.config))(
+        oracle.plain_batch(BATCH_OF_TOKENS)
+    )
+    np.testing.assert_allclose(-scores.array, losses, rtol=1e-5, atol=1e-5)
