@@ -80,7 +80,8 @@ def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> 
         end = step + schedule.delay
         text = f"Sent after step {step:,}, mixed in after step {end:,}."
         rows[fragment].append(Span(step, max(end, step + schedule.period / 200), 0, text))
-    tau = f", mixed in {schedule.delay} steps later" if schedule.delay else ""
+    later = "1 step" if schedule.delay == 1 else f"{schedule.delay} steps"
+    tau = f", mixed in {later} later" if schedule.delay else ""
     return Spans(
         key,
         f"Schedule of {label}",

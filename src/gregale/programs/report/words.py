@@ -25,7 +25,9 @@ def in_words(value: float | None, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """`2 h 05 min`, `3 min 20 s`, `4.25 s`."""
+    """`2 h 05 min`, `3 min 20 s`, `4.25 s`, `12 ms`, `3.1 µs`."""
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
     if seconds < 60:
         return f"{seconds:.3g} s"
     whole = round(seconds)

@@ -32,6 +32,8 @@
   }
 
   function duration(seconds, digits) { // the two largest parts, without one that is 0
+    if (seconds !== 0 && Math.abs(seconds) < 1e-3) return `${short(1e6 * seconds, digits)} µs`;
+    if (seconds !== 0 && Math.abs(seconds) < 0.1) return `${short(1e3 * seconds, digits)} ms`;
     if (Math.abs(seconds) < 60) return `${short(seconds, digits)} s`;
     const whole = Math.round(seconds), units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
     const first = units.findIndex(([size]) => whole >= size);
@@ -106,7 +108,7 @@
   probe.hidden = true;
   document.body.append(probe);
 
-  const SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900,
+  const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => each * 10 ** power)), 10, 15, 30, 60, 120, 300, 600, 900,
     1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
 
   const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
