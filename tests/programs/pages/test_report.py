@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from html import unescape
 
 import numpy as np
 import pytest
@@ -171,6 +172,19 @@ def test_damage_gaps_and_what_is_being_written_are_told(browser, tmp_path):
     assert "odd: `loss` is no number at 2 of its 102 steps, first at step 101." in text
     (tmp_path / "odd.html").write_text(page, encoding="utf-8")
     check_looks(browser, tmp_path / "odd.html")
+
+
+def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path):
+    folder = write_run(tmp_path / "deep", steps=3)
+    lines = [{"step": 2, "grad_norm/layer.0": 1.0, "grad_norm/layer.1": 2.0, "learning_rate": 0.1, "nobody.knows": 7}]
+    (folder / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    page = page_of(folder)
+    charts = data_of(page)["charts"]
+    assert [each["label"] for each in charts["figures-grad_norm/layer.0"]["series"]] == ["layer.0", "layer.1"]
+    assert [each["label"] for each in charts["figures-nobody.knows"]["series"]] == ["nobody.knows"]
+    assert "Of the step's update." in unescape(text_of(page))
+    several = data_of(page_of(folder, write_run(tmp_path / "other", steps=3)))["charts"]
+    assert "figures-grad_norm/layer.0" not in several
 
 
 def test_a_run_that_goes_on_is_told(tmp_path):

@@ -76,10 +76,10 @@ def groups_of(runs: Sequence[Shown]) -> Iterator[tuple[str, list[Lines]]]:
 
     Those of single layers are shown of one run alone: of several they would be hundreds of lines.
     """
-    left = [
-        name for name in dict.fromkeys(name for run in runs for name in run.history.figures) if name not in LEFT_OUT
-    ]
-    left = [name for name in left if name not in silent(runs)]
+    without = LEFT_OUT.union(silent(runs))
+    left = [*dict.fromkeys(name for run in runs for name in run.history.figures if name not in without)]
+    if len(runs) > 1:
+        left = [name for name in left if OF_A_PART not in name]
     found: dict[str, list[Lines]] = {}
     for kind in KINDS:
         names = [name for name in left if re.fullmatch(kind.names, name)]
@@ -136,7 +136,7 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
                 continue
             if name.endswith("_seconds") and name != "step_seconds":
                 column = accumulated(column)
-            label = name if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
+            label = _short(name) if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
             series.append(
                 line(
                     run,
@@ -153,12 +153,17 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
     return Lines(f"figures-{names[0]}", kind.title, series, unit, help=kind.help or _meaning(names))
 
 
+def _short(name: str) -> str:
+    """A figure of a layer by the layer's name, under whose heading it stands."""
+    return name.partition(OF_A_PART)[2] or name
+
+
 def _meaning(names: Sequence[str]) -> str:
     """What is known of the only figure of a chart, in a sentence."""
     metric = metric_of(names[0]) if len(names) == 1 else None
     if metric is None:
         return ""
-    words = ", ".join(each for each in (metric.meaning, metric.unit) if each)
+    words = metric.meaning.replace("`", "")
     return f"{words[:1].upper()}{words[1:]}."
 
 
