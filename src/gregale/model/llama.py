@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.nn import Linear
 
-from gregale.axes.layout import LAYERS, is_named, is_parameter
+from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
 from gregale.model.attention import Attention, linear
 from gregale.model.cache import POSITION, Cache, Turn, slots_of
 from gregale.model.config import LlamaConfig
