@@ -21,8 +21,10 @@ from gregale.cli.invocation import invoke
 from gregale.data.tokenizers import BpeConfig, FileConfig
 from gregale.errors import UserError
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
+from gregale.huggingface.names import parameters_of
 from gregale.huggingface.safetensors import read_header
-from gregale.programs.run.trained import open_trained
+from gregale.programs.run.opened import opened
+from gregale.programs.run.trained import find_run, on_devices, open_trained, set_up_run
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.settings import Settings
@@ -138,14 +140,20 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
     [
         ["--sync.type", "diloco", "--sync.period", "2"],
         ["--sync.type", "streaming_diloco", "--sync.period", "2", "--sync.fragments", "2", "--sync.delay", "1"],
-        ["--mesh.replica", "1", "--mesh.stage", "2", "--pipeline.repeats", "1"],
+        ["--mesh.stage", "2", "--mesh.replica", "1", "--pipeline.repeats", "1"],
+        ["--mesh.model", "2", "--mesh.data", "2", "--model.vocabulary_multiple", "8"],
     ],
-    ids=["diloco", "streaming", "pipeline"],
+    ids=["diloco", "streaming", "pipeline", "split vocabulary"],
 )
 def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
-    name = f"with-{options[1]}-{len(options)}"
+    name = f"with-{options[0].split('.')[1]}-{options[1]}"
     assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
     assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
+    whole, run = parameters_of(open_trained(name, None, 2).model), find_run(name)
+    config = on_devices(run.read_config(), 2)
+    with opened(run, set_up_run(run, config, 2), None) as found:
+        for path, leaf in whole.items():  # what is read one by one is the model that is evaluated
+            np.testing.assert_array_equal(found.read(path).array, leaf.array, err_msg=path)
 
 
 def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -50,6 +50,10 @@ class Slot:
         """Of the hub's tensor."""
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(prod(sizes[name] for name in group) for group in self.groups)
+
+    def cut_to(self, rows: int) -> Slot:
+        """The same with so many rows of a vocabulary, without those that fill it up."""
+        return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
 
     def name(self, layer: int | None) -> str:
         return self.hub.format(layer=layer)

@@ -24,17 +24,17 @@ def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], Named
     """What reads a folder's model under `params`, one parameter by its path at a time; every process its own shards.
 
     Arguments:
-    - `model`: the abstract one, with the dtypes that are wanted
+    - `model`: the abstract one, with the dtypes that are wanted; rows that fill up its vocabulary are zeros
 
     Raises `UserError` if the folder holds another model.
     """
-    slots = slots_of(model, folder.family)
+    slots = [slot.cut_to(folder.model.vocabulary or 0) for slot in slots_of(model, folder.family)]
     folder.check(slots)
     by_path, leaves = {slot.path: slot for slot in slots}, parameters_of(model)
 
     def read(path: str) -> NamedArray:
         leaf = leaves[path]
-        shard: Any = partial(_shard, by_path[path], folder.tensors, leaf.array.dtype)
+        shard: Any = partial(_shard, by_path[path], folder.tensors, leaf.array)
         sharding = layout.sharding(leaf.axes, layout.params)
         return NamedArray(jax.make_array_from_callback(leaf.array.shape, sharding, shard), leaf.axis_names)
 
@@ -54,15 +54,19 @@ def read_model(folder: Folder, model: Tree, layout: Layout, report: Report = sil
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_named)
 
 
-def _shard(slot: Slot, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a parameter, [*index], read from the files."""
+def _shard(
+    slot: Slot, tensors: Mapping[str, Tensor], leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]
+) -> np.ndarray:
+    """A part of a parameter, [*index], read from the files; zeros where the parameter has more rows than they."""
+    shape = [len(range(size)[part]) for size, part in zip(leaf.shape, index, strict=True)]
     if slot.layers is None:
-        return np.ascontiguousarray(slot.as_parameter(tensors[slot.hub].mapped())[index], dtype)
+        found = slot.as_parameter(tensors[slot.hub].mapped())[index]
+        found = np.ascontiguousarray(found, leaf.dtype)
+        missing = [(0, wanted - size) for wanted, size in zip(shape, found.shape, strict=True)]
+        return np.pad(found, missing) if found.shape != tuple(shape) else found
     assert slot.axes[0].name == LAYERS
-    layers = range(slot.layers)[index[0]]
-    shape = [len(range(axis.size)[part]) for axis, part in zip(slot.axes[1:], index[1:], strict=True)]
-    found = np.empty((len(layers), *shape), dtype)
-    for row, layer in zip(found, layers, strict=True):
+    found = np.empty(shape, leaf.dtype)
+    for row, layer in zip(found, range(slot.layers)[index[0]], strict=True):
         row[...] = slot.as_parameter(tensors[slot.name(layer)].mapped())[index[1:]]
     return found
 

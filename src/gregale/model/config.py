@@ -24,6 +24,17 @@ QK_NORM_OVER = ("head", "heads")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
+class Logits(NamedTuple):
+    """What becomes of the products with the head.
+
+    - `cap`: bounds them by tanh; None: nothing does
+    - `rows`: of the head that are tokens; those after them fill it up, and have no logits. None: all
+    """
+
+    cap: float | None = None
+    rows: int | None = None
+
+
 class LayerKind(NamedTuple):
     """What may differ between the layers of a stack.
 
@@ -128,6 +139,10 @@ class LlamaConfig(Sizes):
     @property
     def score_cap(self) -> float | None:
         return self.score_softcap
+
+    @property
+    def logits(self) -> Logits:
+        return Logits(self.logit_softcap, self.vocabulary if self.vocabulary_multiple > 1 else None)
 
     @property
     def window_of_all(self) -> int | None:

@@ -195,8 +195,8 @@ class Llama(eqx.Module):
         """
         hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
         mask = batch["loss_mask"]
-        head, cap = self.output_head(execution), self.config.logit_softcap
-        loss = next_token_loss(hidden, head, batch["targets"], mask, execution, cap)
+        head = self.output_head(execution)
+        loss = next_token_loss(hidden, head, batch["targets"], mask, execution, self.config.logits)
         return loss, hax.sum(mask).scalar()
 
     def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
@@ -270,9 +270,10 @@ class Llama(eqx.Module):
 
     def logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
         """Of what `hidden` gives: [..., Embed] -> [..., Vocab], float32."""
-        head, cap = self.output_head(execution), self.config.logit_softcap
+        head, (cap, rows) = self.output_head(execution), self.config.logits
         found = hax.dot(hidden, head, axis=self.config.Embed, preferred_element_type=jnp.float32)
-        return NamedArray(capped(found.array, cap), found.axis_names)
+        bounded = NamedArray(capped(found.array, cap), found.axis_names)
+        return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
 
 
 def norm(config: LlamaConfig) -> RmsNorm:

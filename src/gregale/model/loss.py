@@ -13,8 +13,11 @@ from jax.sharding import PartitionSpec
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
 from gregale.axes.vocabulary import loss_blocks
+from gregale.model.config import Logits
 from gregale.model.execution import Execution
 from gregale.model.kernels.plain import capped
+
+ALL = Logits()
 
 
 def next_token_loss(
@@ -23,7 +26,7 @@ def next_token_loss(
     targets: NamedArray,
     weights: NamedArray,
     execution: Execution,
-    cap: float | None = None,
+    logits: Logits = ALL,
 ) -> jax.Array:
     """Sum over tokens of weight * -log softmax(logits)[target] with logits = hidden . head, a float32 scalar.
 
@@ -40,12 +43,12 @@ def next_token_loss(
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)
     - `weights`: [batch, position], float; 0 leaves a token out
-    - `cap`: logits are cap * tanh(hidden . head / cap); None: as they are
+    - `logits`: what is made of hidden . head
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
-    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block, cap)
+    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block, logits)
     return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
 
 
@@ -58,7 +61,7 @@ class HeadLoss:
     Vocab: Axis
     layout: Layout
     block: int
-    cap: float | None = None
+    logits: Logits = ALL
 
     @property
     def token_mesh_axes(self) -> tuple[str, ...]:
@@ -91,17 +94,19 @@ class HeadLoss:
     def of_block(self, hidden, head, targets, weights):
         """Loss of one block, and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
         axes = self.vocab_mesh_axes
-        logits = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), self.cap)
+        cap, rows = self.logits
+        bounded = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), cap)
+        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
+        logits = bounded if rows is None else jnp.where(first + jnp.arange(head.shape[1]) < rows, bounded, -jnp.inf)
         top = jnp.max(logits, axis=-1)
         top = jax.lax.pmax(top, axes) if axes else top
-        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
         is_target = (targets[:, None] - first) == jnp.arange(head.shape[1])
         exponentials = jnp.exp(logits - top[:, None])
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
         loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
         by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
-        return loss, by_logits if self.cap is None else by_logits * (1 - jnp.square(logits / self.cap))
+        return loss, by_logits if cap is None else by_logits * (1 - jnp.square(bounded / cap))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

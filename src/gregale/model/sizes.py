@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from haliax import Axis
 
 from gregale.axes.layout import EMBED, LAYERS
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.model.base import SHAPE, ModelConfig
 from gregale.settings import whole
 
@@ -79,6 +79,10 @@ class Sizes(ModelConfig):
             "fixed": SHAPE,
         },
     )
+    vocabulary_multiple: int = field(
+        default=1,
+        metadata={"help": "vocabulary is filled up to it, without logits", "range": whole(1), "fixed": SHAPE},
+    )
     tied_head: bool = field(
         default=False,
         metadata={
@@ -90,6 +94,12 @@ class Sizes(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.vocabulary_multiple > 1 and self.vocabulary is None:
+            raise KeyedError(
+                "vocabulary_multiple",
+                f"is {self.vocabulary_multiple}",
+                ", but vocabulary is null, which is the tokenizer's and filled up already; give the rows of a table.",
+            )
         if self.head_size is None and self.hidden % self.heads:
             raise UserError(
                 f"model.hidden is {self.hidden} and model.heads is {self.heads}: {self.hidden} / {self.heads} = "

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax
 import ml_dtypes
 import numpy as np
-from haliax import Axis
 
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
@@ -117,7 +116,7 @@ def main(options: ExportOptions) -> int:
         dtype_name = options.dtype or came_with.dtype
         dtype = np.dtype(DTYPES[dtype_name])
         rows = model.vocabulary or tokenizer.vocabulary_size
-        slots = [cut_to(slot, rows) for slot in slots_of(setup.model, family)]
+        slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
         sizes = bytes_of(slots, dtype)
         files = files_for(sizes, options.shard_gigabytes, came_with)
         found = stack.enter_context(opened(run, setup, options.step))
@@ -173,11 +172,6 @@ def write_tensors(
         for slot in slots:
             writer.write(slot, found.read(slot.path))
         writer.finish()
-
-
-def cut_to(slot: Slot, rows: int) -> Slot:
-    """A slot without the padding of the vocabulary."""
-    return replace(slot, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in slot.axes))
 
 
 def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: CameWith) -> dict[str, list[str]]:
