@@ -151,7 +151,7 @@ def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
     assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
     whole, run = parameters_of(open_trained(name, None, 2).model), find_run(name)
     config = on_devices(run.read_config(), 2)
-    with opened(run, set_up_run(run, config, 2), None) as found:
+    with opened(run, set_up_run(run, config), None) as found:
         for path, leaf in whole.items():  # what is read one by one is the model that is evaluated
             np.testing.assert_array_equal(found.read(path).array, leaf.array, err_msg=path)
 

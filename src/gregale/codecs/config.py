@@ -21,9 +21,7 @@ class FeedbackConfig(Settings):
     The kept error is `beta * old + (1 - beta) * new`.
     """
 
-    beta: float = field(
-        default=0.8, metadata={"help": "decay of the kept error; 0: the last step's", "range": DECAY}
-    )
+    beta: float = field(default=0.8, metadata={"help": "decay of the kept error; 0: the last step's", "range": DECAY})
     reset_every: int | None = field(
         default=None, metadata={"help": "steps after which it is zeroed; null: never", "range": whole(1)}
     )

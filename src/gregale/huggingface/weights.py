@@ -34,7 +34,8 @@ def reader(folder: Folder, model: Tree, layout: Layout) -> Callable[[str], Named
 
     def read(path: str) -> NamedArray:
         leaf = leaves[path]
-        shard: Any = partial(_shard, by_path[path], folder.tensors, leaf.array)
+        array: Any = leaf.array
+        shard: Any = partial(_shard, by_path[path], folder.tensors, array)
         sharding = layout.sharding(leaf.axes, layout.params)
         return NamedArray(jax.make_array_from_callback(leaf.array.shape, sharding, shard), leaf.axis_names)
 

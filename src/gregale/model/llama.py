@@ -89,9 +89,7 @@ class Block(eqx.Module):
         x = execution.placed(x + self._attended(attended, execution))
         return execution.placed(x + self._fed(x, execution))
 
-    def prefill(
-        self, x, positions, segments, slots: int, kind: Kind, execution: Execution
-    ) -> tuple[NamedArray, Cache]:
+    def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         taken = self.attends_to(x, execution)
         attended = self.attention.prefill(taken, positions, segments, slots, kind, execution)
         return self._after(x, *attended, execution)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
+from gregale.services.memory import give_back_memory
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
@@ -171,6 +172,7 @@ def write_tensors(
         writer = Writer(plans, layout, dtype, written)
         for slot in slots:
             writer.write(slot, found.read(slot.path))
+            give_back_memory()
         writer.finish()
 
 
