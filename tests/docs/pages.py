@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Pages that are carried out from begin to end, their commands too (`test_walks`).
+WALKS = [ROOT / "docs" / "from_huggingface.md", ROOT / "docs" / "to_huggingface.md"]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -14,9 +16,14 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def fences(text: str) -> list[tuple[str, str]]:
+    """The fenced blocks of a page, each with its language before it."""
+    return [(language, body) for _, language, body in FENCE.findall(text)]
+
+
 def blocks(text: str, *languages: str) -> list[str]:
     """The fenced blocks of a page in one of some languages."""
-    return [body for _, language, body in FENCE.findall(text) if language in languages]
+    return [body for language, body in fences(text) if language in languages]
 
 
 def pages_with(*languages: str) -> list[Path]:

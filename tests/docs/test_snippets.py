@@ -17,12 +17,12 @@ from gregale.cli.invocation import invoke
 from gregale.errors import UserError
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
-from tests.docs.pages import PAGES, ROOT, blocks, commands, name, pages_with
+from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, name, pages_with
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=name)
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in WALKS], ids=name)
 def test_python_runs_as_a_reader_would_run_it(page, tmp_path):
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(blocks(page.read_text(), "python")))
@@ -46,6 +46,7 @@ def check_command(line: str) -> None:
 SHOWN = [
     pytest.param(line, id=f"{name(page)}: {line[:60]}")
     for page in PAGES
+    if page not in WALKS
     for line in commands(page.read_text())
     if line.startswith(("gregale ", ".venv/bin/gregale "))
 ]

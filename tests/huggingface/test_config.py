@@ -34,9 +34,16 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ),
         ({"rope_scaling": {"type": "linear"}}, "is damaged: .*rotary scaling.*'factor'"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "1 of 2 layers have a sliding window",
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["chunked_attention", "full_attention"],
+            },
+            r"layer_types has 2 entries \(chunked_attention, full_attention\)",
         ),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "is damaged"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
     ],
 )
 def test_what_cannot_be_said_is_refused_with_its_key(changes, words):
@@ -51,12 +58,24 @@ def test_old_and_new_forms_of_the_rotary_frequencies_are_the_same():
     assert read_config(LLAMA | old, "") == read_config(LLAMA | new, "")
 
 
+def test_older_forms_of_gemma_3_are_the_same():
+    """As the first ones on the hub say it, and as transformers 5 does."""
+    gemma = {**SIZES, "model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 8}
+    old = {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 2e4, "rope_scaling": None}
+    rotary = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+    kinds = ["full_attention" if layer in (2, 5) else "sliding_attention" for layer in range(7)]
+    _, config = read_config(gemma | old, "")
+    assert config == read_config(gemma | {"layer_types": kinds, "rope_parameters": rotary}, "")[1]
+    assert (config.full_layers, config.kind_numbers) == ((2, 5), (0, 0, 1, 0, 0, 1, 0))
+    assert [(kind.window, kind.rotary_base) for kind in config.kinds] == [(8, 2e4), (None, 1e6)]
+
+
 def test_a_model_goes_out_as_a_family_that_can_be_it():
     plain = LlamaConfig()
     assert family_that_has(plain).model_type == "llama"
     assert family_that_has(plain, "mistral").model_type == "mistral"
     assert family_that_has(replace(plain, sliding_window=8), "llama").model_type == "mistral"
     for name, family in FAMILIES.items():
-        assert family_that_has(replace(plain, **family.block), name) == family
+        assert family_that_has(family.config(**family.block), name) == family
     with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):
         family_that_has(replace(plain, qk_norm=True, attention_bias=True))

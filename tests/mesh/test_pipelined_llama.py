@@ -109,3 +109,15 @@ def test_replicas_that_diloco_joins_have_pipelines(exact):
     weights = [token_batch(seed=0)["loss_mask"].array[half].sum() for half in np.split(np.arange(ROWS), 2)]
     np.testing.assert_allclose(np.average(found.losses[0], weights=weights), exact.losses[0], atol=1e-5)
     assert found.audit.over(REPLICA) == ()
+
+
+def test_layers_of_two_kinds_go_through_stages():
+    """A stage has layers with a window and one without, under a `vmap` over stages."""
+    model = replace(PLAIN.model, sliding_window=3, full_layers=(1,))
+    exact, found, blind = (
+        trained(replace(config, model=model, steps=1))
+        for config, model in ((PLAIN, model), (PIPELINED, model), (PLAIN, replace(model, full_layers=())))
+    )
+    np.testing.assert_allclose(found.losses, exact.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.norms, exact.norms, rtol=1e-4)
+    assert abs(exact.losses[0] - blind.losses[0]) > 1e-4

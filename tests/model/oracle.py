@@ -24,7 +24,9 @@ def plain_weights(model: Llama) -> Weights:
         "norm": model.norm.weight,
         "head": model.head,
         "attention_norm": blocks.attention_norm.weight,
+        "attention_out_norm": blocks.attention_out_norm and blocks.attention_out_norm.weight,
         "mlp_norm": blocks.mlp_norm.weight,
+        "mlp_out_norm": blocks.mlp_out_norm and blocks.mlp_out_norm.weight,
         "query": attention.query.weight,
         "key": attention.key.weight,
         "value": attention.value.weight,
@@ -60,18 +62,29 @@ def rotary_frequency(pair: int, half: int, base: float, scaling: RotaryScaling |
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def rotate(x, positions, config: LlamaConfig):
+def has_window(layer: int, config: LlamaConfig) -> bool:
+    return config.sliding_window is not None and layer not in config.full_layers
+
+
+def rotate(x, positions, config: LlamaConfig, layer: int = 0):
     """Rotary embedding as a product of complex numbers: [position, head_size]."""
     half = x.shape[-1] // 2
-    frequency = np.array([rotary_frequency(i, half, config.rotary_base, config.rotary_scaling) for i in range(half)])
+    base, scaling = config.rotary_base, config.rotary_scaling
+    if has_window(layer, config) and config.window_rotary_base is not None:
+        base, scaling = config.window_rotary_base, None
+    frequency = np.array([rotary_frequency(i, half, base, scaling) for i in range(half)])
     angles = positions[:, None] * frequency.astype(jnp.promote_types(x.dtype, jnp.float32))[None, :]
     turn = jnp.exp(1j * angles)
     turned = (x[:, :half] + 1j * x[:, half:]) * turn
     return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
 
 
-def rms_norm(x, weight, epsilon: float):
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight
+def rms_norm(x, weight, config: LlamaConfig):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * (weight + config.norm_offset)
+
+
+def bounded(x, cap: float | None):
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfig):
@@ -79,7 +92,7 @@ def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfi
     length = x.shape[0]
     place = np.arange(length)
     sees = place[:, None] >= place[None, :]
-    if config.sliding_window is not None:
+    if has_window(layer, config):
         sees &= place[:, None] - place[None, :] < config.sliding_window
     sees = sees & (segments[:, None] == segments[None, :])
 
@@ -93,19 +106,19 @@ def attention(x, w: Weights, layer: int, positions, segments, config: LlamaConfi
             heads = w[name].shape[2]
             together = jnp.concatenate([before_norm(name, each) for each in range(heads)], axis=-1)
             scale = w[f"{name}_norm"][layer].reshape(-1)
-            projected = jnp.split(rms_norm(together, scale, config.norm_epsilon), heads, axis=-1)[head]
+            projected = jnp.split(rms_norm(together, scale, config), heads, axis=-1)[head]
         elif config.qk_norm and name != "value":
-            projected = rms_norm(projected, w[f"{name}_norm"][layer], config.norm_epsilon)
+            projected = rms_norm(projected, w[f"{name}_norm"][layer], config)
         return projected
 
     kv_heads = config.kv_heads or config.heads
-    keys = [rotate(project("key", head), positions, config) for head in range(kv_heads)]
+    keys = [rotate(project("key", head), positions, config, layer) for head in range(kv_heads)]
     values = [project("value", head) for head in range(kv_heads)]
     result = jnp.zeros_like(x)
     for head in range(config.heads):
         shared = head // (config.heads // kv_heads)
-        query = rotate(project("query", head), positions, config)
-        scores = query @ keys[shared].T / query.shape[-1] ** 0.5
+        query = rotate(project("query", head), positions, config, layer)
+        scores = bounded(query @ keys[shared].T / (config.score_width or query.shape[-1]) ** 0.5, config.score_softcap)
         probabilities = jax.nn.softmax(jnp.where(sees, scores, -jnp.inf), axis=-1)
         result = result + probabilities @ values[shared] @ w["out"][layer, head]
     return result
@@ -119,17 +132,24 @@ def logits(w: Weights, tokens, positions, segments, config: LlamaConfig):
 
     def feed(x, layer: int):
         gate, up = x @ w["gate"][layer], x @ w["up"][layer]
-        return (gate / (1 + jnp.exp(-gate)) * up) @ w["down"][layer]
+        if config.activation == "gelu":
+            active = gate / 2 * (1 + jnp.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        else:
+            active = gate / (1 + jnp.exp(-gate))
+        return (active * up) @ w["down"][layer]
 
-    x = w["embedding"][tokens]
+    x = w["embedding"][tokens] * (config.hidden**0.5 if config.scaled_embedding else 1)
     for layer in range(config.layers):
-        for scale, half in (("attention_norm", attend), ("mlp_norm", feed)):
+        for name, half in (("attention", attend), ("mlp", feed)):
+            scale = w[f"{name}_norm"][layer]
             if config.norms == "after":
-                x = x + rms_norm(half(x, layer), w[scale][layer], config.norm_epsilon)
+                x = x + rms_norm(half(x, layer), scale, config)
+            elif config.norms == "before":
+                x = x + half(rms_norm(x, scale, config), layer)
             else:
-                x = x + half(rms_norm(x, w[scale][layer], config.norm_epsilon), layer)
+                x = x + rms_norm(half(rms_norm(x, scale, config), layer), w[f"{name}_out_norm"][layer], config)
     head = w["embedding"].T if config.tied_head else w["head"]
-    return rms_norm(x, w["norm"], config.norm_epsilon) @ head
+    return bounded(rms_norm(x, w["norm"], config) @ head, config.logit_softcap)
 
 
 def losses(w: Weights, batch: Weights, config: LlamaConfig):

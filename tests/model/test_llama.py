@@ -13,7 +13,7 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH
 from gregale.errors import UserError
-from gregale.model.config import REMAT, ComputeConfig, LlamaConfig
+from gregale.model.config import REMAT, ComputeConfig, GemmaConfig, LlamaConfig
 from gregale.model.execution import UNROLL, execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
 from gregale.model.kernels.plain import PLAIN
@@ -33,6 +33,27 @@ CONFIGS = {
     "qwen3": replace(BASE, kv_heads=2, head_size=8, qk_norm=True, tied_head=True, sliding_window=20),
     "olmo2": replace(
         BASE, kv_heads=2, norms="after", qk_norm=True, qk_norm_over="heads", rotary_scaling=LinearScaling(factor=4.0)
+    ),
+    "gemma": GemmaConfig(
+        layers=2,
+        hidden=16,
+        heads=4,
+        mlp=24,
+        init_scale=0.3,
+        kv_heads=2,
+        tied_head=True,
+        activation="gelu",
+        norms="around",
+        norm_offset=1.0,
+        qk_norm=True,
+        scaled_embedding=True,
+        sliding_window=3,
+        full_layers=(1,),
+        window_rotary_base=50.0,
+        rotary_scaling=STRETCHED,
+        score_width=7.0,
+        score_softcap=2.0,
+        logit_softcap=3.0,
     ),
 }
 ROWS, POSITIONS, VOCABULARY = 2, 12, 32
@@ -78,6 +99,7 @@ CASES = [
     ("mistral", False, PLAIN),
     ("qwen3", True, PLAIN),
     ("olmo2", True, PLAIN),
+    ("gemma", True, PLAIN),
 ]
 
 
@@ -110,6 +132,13 @@ def test_every_option_changes_the_loss():
     for name, changed in changes.items():
         assert abs(oracle.loss(full, batch, changed)[0] - before) > 1e-2, name
     assert abs(oracle.loss(full, without(batch, "segment_ids"), config)[0] - before) > 1e-2
+    model = made("gemma")
+    full, config = oracle.plain_weights(model), model.config
+    before = oracle.loss(full, batch, config)[0]
+    for name in ("activation", "norms", "norm_offset", "full_layers", "window_rotary_base", "score_width"):
+        assert abs(oracle.loss(full, batch, replace(config, **{name: getattr(BASE, name)}))[0] - before) > 1e-2, name
+    for name in ("score_softcap", "logit_softcap", "scaled_embedding"):
+        assert abs(oracle.loss(full, batch, replace(config, **{name: getattr(BASE, name)}))[0] - before) > 1e-2, name
 
 
 @pytest.fixture(scope="module")

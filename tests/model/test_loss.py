@@ -13,6 +13,7 @@ from haliax import Axis
 
 from gregale.audit.hlo import parse
 from gregale.axes.layout import BATCH
+from gregale.model.config import Logits
 from gregale.model.execution import Execution
 from gregale.model.loss import next_token_loss
 from tests.mesh.support import assert_trees_close, layout_of, one_device, placed
@@ -68,6 +69,28 @@ def test_devices_give_the_plain_loss(data, model):
     expected, expected_gradients = both(plain, arguments)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert_trees_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (1, 8)])
+def test_capped_logits_and_rows_without_any(data, model):
+    """As `model.logit_softcap` and `model.vocabulary_multiple` have it: 20 of 24 rows are tokens."""
+    hidden, head, targets, weights = inputs()
+    arguments = (hidden, head, targets % 20, weights)
+    layout = layout_of(1, data, model)
+    run = Execution(layout=layout.inside_replica(), loss_block=5)
+
+    def ours(*arguments):
+        return next_token_loss(*arguments, run, Logits(cap=2.0, rows=20)) * SCALE
+
+    def expected(hidden, head, targets, weights):
+        logits = 2.0 * jnp.tanh(hidden.array @ head.array / 2.0)[..., :20]
+        at_target = jnp.take_along_axis(jax.nn.log_softmax(logits), targets.array[..., None], axis=-1)[..., 0]
+        return -jnp.sum(weights.array * at_target) * SCALE
+
+    loss, gradients = both(ours, placed(arguments, layout, layout.compute))
+    wanted, wanted_gradients = both(expected, arguments)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert_trees_close(gradients, wanted_gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_large_logits_do_not_overflow():

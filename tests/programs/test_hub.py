@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import sys
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import jax
 import numpy as np
 import pytest
 
+from gregale.cli.invocation import invoke
+from gregale.data.tokenizers import BpeConfig, FileConfig
 from gregale.errors import UserError
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
+from gregale.huggingface.names import parameters_of
 from gregale.huggingface.safetensors import read_header
-from gregale.programs.run.trained import open_trained
+from gregale.programs.run.opened import opened
+from gregale.programs.run.trained import find_run, on_devices, open_trained, set_up_run
+from gregale.services.command import Command
+from gregale.services.config import TrainConfig
+from gregale.settings import Settings
 from tests.huggingface.hub import made
 from tests.programs.tiny import losses, write_config
 
@@ -126,14 +139,21 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
     "options",
     [
         ["--sync.type", "diloco", "--sync.period", "2"],
-        ["--mesh.replica", "1", "--mesh.stage", "2", "--pipeline.repeats", "1"],
+        ["--sync.type", "streaming_diloco", "--sync.period", "2", "--sync.fragments", "2", "--sync.delay", "1"],
+        ["--mesh.stage", "2", "--mesh.replica", "1", "--pipeline.repeats", "1"],
+        ["--mesh.model", "2", "--mesh.data", "2", "--model.vocabulary_multiple", "8"],
     ],
-    ids=["diloco", "pipeline"],
+    ids=["diloco", "streaming", "pipeline", "split vocabulary"],
 )
 def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
-    name = "with-" + options[0].partition(".")[2]
+    name = f"with-{options[0].split('.')[1]}-{options[1]}"
     assert gregale("train", "on.yaml", "--name", name, "--start_from", "mine", "--steps", "2", *options) == 0
     assert dict(losses(inputs / "runs" / name))[1] == pytest.approx(dict(losses(on_from_it))[1], abs=1e-4)
+    whole, run = parameters_of(open_trained(name, None, 2).model), find_run(name)
+    config = on_devices(run.read_config(), 2)
+    with opened(run, set_up_run(run, config), None) as found:
+        for path, leaf in whole.items():  # what is read one by one is the model that is evaluated
+            np.testing.assert_array_equal(found.read(path).array, leaf.array, err_msg=path)
 
 
 def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):
@@ -245,8 +265,8 @@ def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, i
     assert "--data" in capsys.readouterr().err
     assert gregale("import", inputs / "hub", imported) == 2
     assert "exists already" in capsys.readouterr().err
-    assert gregale("import", "org/name", inputs / "new") == 2
-    assert "org/name is not a folder. A model of the hub has to be downloaded first" in capsys.readouterr().err
+    assert gregale("import", "nowhere", inputs / "new") == 2
+    assert "nowhere is not a folder, and no name of a model on the hub" in capsys.readouterr().err
     with pytest.raises(UserError, match="and its disk has"), made_whole(inputs / "large", 2**60):
         pass
 
@@ -260,3 +280,117 @@ def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, 
     assert gregale("export", tmp_path / "mine", tmp_path / "out", "--dtype", "float16") == 2
     assert "too large for float16" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def cache(hub, tmp_path, monkeypatch) -> Path:
+    """A cache of the hub with two versions of a repository `org/tiny`, and nothing else to be had."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in (("main", "1" * 40), ("v2", "2" * 40)):
+        (repository / "refs" / name).write_text(commit)
+        shutil.copytree(hub, repository / "snapshots" / commit)
+    (repository / "snapshots" / ("1" * 40) / "tokenizer.json").unlink()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_a_name_of_the_hub_is_taken_from_its_cache(gregale, cache, tmp_path, hub, capsys):
+    assert gregale("import", "org/tiny@v2", tmp_path / "mine") == 0
+    assert tensors(tmp_path / "mine" / "huggingface") == tensors(hub)
+    assert "name: tiny\n" in (tmp_path / "mine" / "config.yaml").read_text()
+    for name, words in (
+        ("org/tiny", "has no tokenizer.json"),
+        ("org/other", "org/other is no folder here, and HF_HUB_OFFLINE says not to ask the hub; the cache does not"),
+        ("org/tiny@v3", "org/tiny@v3 is no folder here, and HF_HUB_OFFLINE says"),
+    ):
+        capsys.readouterr()
+        assert gregale("import", name, tmp_path / "new") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (404, "RepoNotFound", "the hub has no repository org/other that your token may read"),
+        (403, "GatedRepo", "only to who has accepted its conditions"),
+        (404, "RevisionNotFound", "org/other has no branch, tag or commit v9"),
+        (418, "", r"the hub did not give it \(HfHubHTTPError: .*418.*the cache does not have it"),
+    ],
+)
+def test_what_the_hub_answers_is_told_in_one_line(gregale, tmp_path, monkeypatch, capsys, status, code, words):
+    from huggingface_hub import constants
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert gregale("import", "org/other@v9", tmp_path / "new") == 2
+        server.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(words, line)
+
+
+def test_without_the_library_the_extra_is_named(gregale, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert gregale("import", "org/other", tmp_path / "new") == 2
+    assert "needs the extra `hf`: pip install 'gregale[hf]'" in capsys.readouterr().err
+
+
+def configured(*arguments: str) -> TrainConfig:
+    """The configuration that a program gets."""
+    found = []
+    command = Command(main=lambda _, config: found.append(config) or 0, options=Nothing, config=TrainConfig)
+    assert invoke("train", replace(command, positional=("config",)), ["tiny.yaml", *arguments]) == 0
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Nothing(Settings):
+    """No options."""
+
+
+def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, monkeypatch):
+    monkeypatch.chdir(inputs)
+    tiny = configured("--data.tokenizer.type", "bytes")
+    (inputs / "shape.yaml").write_text((inputs / "tiny.yaml").read_text())
+    write_config(inputs, "tiny.yaml", model={"type": "huggingface", "path": str(hub)})
+    try:
+        config = configured()
+        assert config.model == open_folder(hub).model
+        assert config.data.tokenizer == FileConfig(str(hub / "tokenizer.json"), "<|end_of_document|>")
+        assert replace(config, model=tiny.model, data=tiny.data) == tiny
+        assert configured("--model.tokenizer", "false").data == tiny.data
+        bpe = configured("--data.tokenizer.type", "bpe", "--model.path", "org/tiny")
+        assert (bpe.model, bpe.data.tokenizer) == (config.model, BpeConfig())
+        with pytest.raises(UserError, match=r"model\.path: org/tiny@v3 is no folder here"):
+            configured("--model.path", "org/tiny@v3")
+    finally:
+        (inputs / "shape.yaml").rename(inputs / "tiny.yaml")
+
+
+def test_a_disk_that_fills_up_leaves_nothing(gregale, imported, tmp_path, monkeypatch, capsys):
+    """After the room was looked at: another program has taken it."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert gregale("export", imported, tmp_path / "out") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

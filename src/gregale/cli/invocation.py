@@ -40,7 +40,10 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     options = load(command.options, None, mine)
     if command.config is None:
         return command.main(options)
-    return command.main(options, load(command.config, path, [pair for pair in pairs if pair not in mine]))
+    config = load(command.config, path, [pair for pair in pairs if pair not in mine])
+    from gregale.services.completed import completed  # late: only who has a configuration imports JAX
+
+    return command.main(options, completed(config))
 
 
 def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 from gregale.errors import KeyedError, UserError
@@ -25,7 +26,9 @@ OTHERS = {
     "initializer_range": "init_scale",
 }
 DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
-ONLY = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+LOCAL_BASE = "rope_local_base_freq"  # of layers with a window
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
@@ -47,57 +50,87 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
     for key in SIZES:
         if not isinstance(size := given.get(key), int) or size < 1:
             raise UserError(f"{place}: {key} is {size!r}; it has to be there, and a whole number above 0.")
-    for key, only in ONLY.items():
+    for key, only in (ONLY | dict(family.only)).items():
         if given.get(key, only) not in (only, None):
             raise UserError(f"{place}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")
     try:
-        base, scaling = _rotary(given, place)
-        return family, LlamaConfig(
-            **{ours: given[key] for key, ours in (SIZES | OTHERS).items() if key in given},
-            **family.block,
-            sliding_window=_window(given, family, place),
-            rotary_base=base,
-            rotary_scaling=scaling,
-        )
+        fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
+        fields |= {**family.block, **_windows(given, family, place)}
+        local = fields["sliding_window"] is not None and LOCAL_BASE in family.keys
+        return family, family.config(**fields, **_rotary(given, local, place))
     except KeyedError as error:
         raise UserError(f"{place}: {error}") from None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise UserError(
             f"{place} is damaged: a number, or a part of the rotary scaling, is not what it has to be ({error})."
         ) from None
 
 
-def _rotary(given: Mapping[str, Any], place: str) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling: of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`."""
+def _plain_keys(family: Family) -> dict[str, str]:
+    """The keys whose values are those of our fields."""
+    own = {key: ours for key, ours in family.keys.items() if key != LOCAL_BASE}
+    return SIZES | OTHERS | own
+
+
+def _rotary(given: Mapping[str, Any], local_too: bool, place: str) -> dict[str, Any]:
+    """Bases and scaling: of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`.
+
+    The former may be by the kind of a layer. With `local_too` those with a window may have a base of their own.
+    """
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    local = {"rope_theta": given.get(LOCAL_BASE)}
+    if FULL in rope or SLIDING in rope:
+        rope, local = (rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})})
     base = float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
+    found = {"rotary_base": base, "rotary_scaling": _scaling(rope, place)}
+    if not local_too or local["rope_theta"] is None:
+        return found
+    local_base, local_scaling = float(local["rope_theta"]), _scaling(local, place)
+    if (local_base, local_scaling) == (base, found["rotary_scaling"]):
+        return found
+    if local_scaling is not None:
+        raise UserError(f"{place}: layers with a window have a rotary scaling of their own; Gregale has none there.")
+    return {**found, "window_rotary_base": local_base}
+
+
+def _scaling(rope: Mapping[str, Any], place: str) -> RotaryScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return base, None
+        return None
     if kind == "linear":
-        return base, LinearScaling(factor=float(rope["factor"]))
+        return LinearScaling(factor=float(rope["factor"]))
     if kind == "llama3":
-        return base, Llama3Scaling(
+        return Llama3Scaling(
             factor=float(rope["factor"]), **{ours: rope[key] for key, ours in LLAMA3.items() if key in rope}
         )
     raise UserError(f"{place}: the rotary scaling is of type {kind!r}; Gregale has default, linear and llama3.")
 
 
-def _window(given: Mapping[str, Any], family: Family, place: str) -> int | None:
-    """The sliding window of all layers."""
+def _windows(given: Mapping[str, Any], family: Family, place: str) -> dict[str, Any]:
+    """The sliding window, and the layers without it."""
+    none = {"sliding_window": None, "full_layers": ()}
     if family.window is None or not given.get(family.window) or given.get("sliding_window") is None:
-        return None
-    layers = given["num_hidden_layers"]
-    kinds = given.get("layer_types")
-    if kinds is None:
-        first = given.get("max_window_layers", 28) if family.window == "use_sliding_window" else 0
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    if len(set(kinds)) > 1:
-        count = sum(kind == "sliding_attention" for kind in kinds)
+        return none
+    kinds = given.get("layer_types") if family.has_layer_types else None
+    kinds = _layer_types(given, family) if kinds is None else kinds
+    if len(kinds) != given["num_hidden_layers"] or not set(kinds) <= {FULL, SLIDING}:
         raise UserError(
-            f"{place}: {count} of {layers} layers have a sliding window; Gregale's have it all, or none has it."
+            f"{place}: layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}); it needs one "
+            f"for each of the {given['num_hidden_layers']} layers, and Gregale computes {FULL} and {SLIDING}."
         )
-    return given["sliding_window"] if kinds[0] == "sliding_attention" else None
+    full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    return none if len(full) == len(kinds) else {"sliding_window": given["sliding_window"], "full_layers": full}
+
+
+def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
+    """What transformers takes for the `layer_types` of an older config.json, which has a rule in their place."""
+    every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", family.full_every))
+    first = given.get("max_window_layers", 28) if family.window == "use_sliding_window" else 0
+
+    def is_full(layer: int) -> bool:
+        return layer < first or (family.full_every is not None and (layer + 1) % every == 0)
+
+    return [FULL if is_full(layer) else SLIDING for layer in range(given["num_hidden_layers"])]
 
 
 def written_config(config: LlamaConfig, family: Family, vocabulary: int, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,31 +142,53 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
     - `before`: the config.json that the model came with; keys that say nothing of its shape stay, and so does the form
       in which it says the rotary frequencies
     """
-    fields = {key: getattr(config, ours) for key, ours in (SIZES | OTHERS).items()}
+    fields = {key: getattr(config, ours) for key, ours in _plain_keys(family).items()}
     fields |= {
         "vocab_size": vocabulary,
         "num_key_value_heads": config.KvHeads.size,
         "head_dim": config.HeadSize.size,
-        "hidden_act": "silu",
+        **family.only,
     }
-    if family.window is not None:
-        fields["sliding_window"] = config.sliding_window
-    if family.window == "use_sliding_window":
-        kind = "full_attention" if config.sliding_window is None else "sliding_attention"
-        fields["use_sliding_window"] = config.sliding_window is not None
-        fields["max_window_layers"] = config.layers if config.sliding_window is None else 0
-        fields["layer_types"] = [kind] * config.layers
+    if "query_pre_attn_scalar" in fields:
+        width = config.score_width or config.HeadSize.size
+        fields["query_pre_attn_scalar"] = int(width) if width == int(width) else width
+    fields |= _written_windows(config, family)
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
-    return {**before, **names, **fields, **_written_rotary(config, "rope_parameters" in before)}
+    return {**before, **names, **fields, **_written_rotary(config, family, "rope_parameters" in before)}
 
 
-def _written_rotary(config: LlamaConfig, in_one: bool) -> dict[str, Any]:
+def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
+    if family.window is None:
+        return {}
+    window, full = config.sliding_window, config.full_layers
+    fields: dict[str, Any] = {"sliding_window": window}
+    if family.has_layer_types:
+        fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
+    if family.window == "use_sliding_window":
+        fields["use_sliding_window"] = window is not None
+        fields["max_window_layers"] = config.layers if window is None else _first_sliding(full)
+    return fields
+
+
+def _first_sliding(full: tuple[int, ...]) -> int:
+    """How many of the first layers see all tokens."""
+    return next(layer for layer in count() if layer not in full)
+
+
+def _written_rotary(config: LlamaConfig, family: Family, in_one: bool) -> dict[str, Any]:
+    """As `before` said it: `in_one` place, or in `rope_theta` and `rope_scaling`."""
     scaling, rope = config.rotary_scaling, {}
     if isinstance(scaling, LinearScaling):
         rope = {"rope_type": "linear", "factor": scaling.factor}
     elif isinstance(scaling, Llama3Scaling):
         own = {key: getattr(scaling, ours) for key, ours in LLAMA3.items()}
         rope = {"rope_type": "llama3", "factor": scaling.factor, **own}
-    if in_one:
-        return {"rope_parameters": {"rope_type": "default", **rope, "rope_theta": config.rotary_base}}
-    return {"rope_theta": config.rotary_base, "rope_scaling": rope or None}
+    base, local_base = config.rotary_base, config.window_rotary_base
+    whole = {"rope_type": "default", **rope, "rope_theta": base}
+    apart = {"rope_theta": base, "rope_scaling": rope or None}
+    if LOCAL_BASE not in family.keys:
+        return {"rope_parameters": whole} if in_one else apart
+    if in_one or (local_base is None and rope):
+        local = whole if local_base is None else {"rope_type": "default", "rope_theta": local_base}
+        return {"rope_parameters": {FULL: whole, SLIDING: local}}
+    return {**apart, LOCAL_BASE: base if local_base is None else local_base}

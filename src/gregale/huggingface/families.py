@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.model.config import LlamaConfig
+from gregale.model.config import GemmaConfig, LlamaConfig
 
 LAYER = "model.layers.{layer}."
 
@@ -39,6 +39,12 @@ NORMS_AFTER: Names = {
     "post_attention_layernorm.weight": ("attention_norm.weight", "embed"),
     "post_feedforward_layernorm.weight": ("mlp_norm.weight", "embed"),
 }
+NORMS_AROUND: Names = {
+    "input_layernorm.weight": ("attention_norm.weight", "embed"),
+    "post_attention_layernorm.weight": ("attention_out_norm.weight", "embed"),
+    "pre_feedforward_layernorm.weight": ("mlp_norm.weight", "embed"),
+    "post_feedforward_layernorm.weight": ("mlp_out_norm.weight", "embed"),
+}
 NORMS_OF_A_HEAD: Names = {
     "self_attn.q_norm.weight": ("attention.query_norm.weight", "head_size"),
     "self_attn.k_norm.weight": ("attention.key_norm.weight", "head_size"),
@@ -56,18 +62,31 @@ class Family:
     - `model_type`: in config.json
     - `architecture`: the class of transformers
     - `layer`: names of a layer's tensors, below `LAYER`
-    - `block`: fields of `LlamaConfig` that are so in every model of it; all other choices of the block are the default
+    - `config`: what a model of it is
+    - `block`: fields of it that are so in every model of it; all other choices of the block are the default
     - `window`: which key of config.json turns a sliding window on: `sliding_window` itself, or `use_sliding_window`;
       None: it has none
+    - `full_every`: without `layer_types`, every n-th layer sees all tokens; None: no such rule
+    - `keys`: of config.json, beside those that all families have -> field of `LlamaConfig`
+    - `only`: keys of config.json with the one value that can be computed, which it is given too
     - `defaults`: of keys that config.json may leave out
     """
 
     model_type: str
     architecture: str
     layer: Names
+    config: type[LlamaConfig] = LlamaConfig
     block: Mapping[str, Any] = field(default_factory=dict)
     window: str | None = None
+    full_every: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_layer_types(self) -> bool:
+        """Whether some layers may have a window and others none."""
+        return self.window == "use_sliding_window" or self.full_every is not None
 
     def names(self) -> dict[str, tuple[str, str]]:
         """All of its names; those of layers with `{layer}` in them, and with `blocks.` before the parameter."""
@@ -77,14 +96,33 @@ class Family:
     def lacks(self, config: LlamaConfig) -> list[str]:
         """The settings of a model that this family cannot have: `model.norms after`."""
         wanted = {name: getattr(DEFAULT, name) for name in BLOCK} | dict(self.block)
-        differing = [name for name in BLOCK if getattr(config, name) != wanted[name]]
-        if config.sliding_window is not None and self.window is None:
-            differing.append("sliding_window")
+        free = {*self.keys.values()}
+        free |= {"sliding_window"} if self.window is not None else set()
+        free |= {"full_layers"} if self.has_layer_types else set()
+        differing = [name for name in BLOCK if name not in free and getattr(config, name) != wanted[name]]
         return [f"model.{name} {getattr(config, name)}" for name in differing]
 
 
 DEFAULT = LlamaConfig()
-BLOCK = ("norms", "qk_norm", "qk_norm_over", "attention_bias")
+# The fields of a block that only some families have; all have the others.
+BLOCK = (
+    *("activation", "norms", "norm_offset", "qk_norm", "qk_norm_over", "attention_bias", "sliding_window"),
+    *("full_layers", "window_rotary_base", "score_width", "score_softcap", "logit_softcap", "scaled_embedding"),
+)
+GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
+GEMMA_KEYS = {
+    "query_pre_attn_scalar": "score_width",
+    "attn_logit_softcapping": "score_softcap",
+    "final_logit_softcapping": "logit_softcap",
+}
+GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+GEMMA_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 FAMILIES = {
     family.model_type: family
@@ -118,6 +156,30 @@ FAMILIES = {
             {**PROJECTIONS, **NORMS_AFTER, **NORMS_OF_ALL_HEADS},
             block={"norms": "after", "qk_norm": True, "qk_norm_over": "heads"},
             defaults={"rms_norm_eps": 1e-5},
+        ),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            {**PROJECTIONS, **NORMS_AROUND},
+            config=GemmaConfig,
+            block=GEMMA_BLOCK,
+            window="sliding_window",
+            full_every=2,
+            keys=GEMMA_KEYS,
+            only=GEMMA_ONLY,
+            defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            {**PROJECTIONS, **NORMS_AROUND, **NORMS_OF_A_HEAD},
+            config=GemmaConfig,
+            block={**GEMMA_BLOCK, "qk_norm": True},
+            window="sliding_window",
+            full_every=6,
+            keys={**GEMMA_KEYS, "rope_local_base_freq": "window_rotary_base"},
+            only=GEMMA_ONLY,
+            defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         ),
     )
 }

@@ -63,10 +63,7 @@ class Folder:
 def open_folder(path: Path) -> Folder:
     """The model in a folder; raises `UserError` if there is none, or one that is damaged or of another kind."""
     if not path.is_dir():
-        raise UserError(
-            f"{path} is not a folder. A model of the hub has to be downloaded first: "
-            "`hf download NAME --local-dir FOLDER`."
-        )
+        raise UserError(f"{path} is not a folder, and no name of a model on the hub, which is ORG/NAME.")
     saved = read_json(path / CONFIG)
     family, model = read_config(saved, str(path / CONFIG))
     return Folder(path, saved, family, model, _tensors(path))
@@ -74,10 +71,7 @@ def open_folder(path: Path) -> Folder:
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     if (path / INDEX).is_file():
-        place = read_json(path / INDEX).get("weight_map")
-        names = sorted(set(place.values())) if isinstance(place, dict) else []
-        if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
-            raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
+        names = weight_files(path)
         if missing := [name for name in names if not (path / name).is_file()]:
             raise UserError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: a download that was cut off?")
         return {name: tensor for file in names for name, tensor in read_header(path / file).items()}
@@ -91,6 +85,15 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)` of transformers."
         )
     raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
+
+
+def weight_files(path: Path) -> list[str]:
+    """The files that the index of a folder names."""
+    place = read_json(path / INDEX).get("weight_map")
+    names = sorted(set(place.values())) if isinstance(place, dict) else []
+    if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+        raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
+    return names
 
 
 def read_json(path: Place) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -51,31 +51,44 @@ class Slot:
         sizes = {axis.name: axis.size for axis in self.axes}
         return tuple(prod(sizes[name] for name in group) for group in self.groups)
 
+    def cut_to(self, rows: int) -> Slot:
+        """The same with so many rows of a vocabulary, without those that fill it up."""
+        return replace(self, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in self.axes))
+
     def name(self, layer: int | None) -> str:
         return self.hub.format(layer=layer)
 
     def names(self) -> list[str]:
         return [self.hub] if self.layers is None else [self.name(layer) for layer in range(self.layers)]
 
+    @property
+    def flat(self) -> tuple[str, ...]:
+        """Axes of the hub's tensor, those of a group one by one."""
+        return tuple(name for group in self.groups for name in group)
+
+    @property
+    def flat_shape(self) -> tuple[int, ...]:
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return tuple(sizes[name] for name in self.flat)
+
     def as_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the hub's tensor with the parameter's axes, without `layers`."""
-        flat = [name for group in self.groups for name in group]
-        sizes = {axis.name: axis.size for axis in self.axes}
-        return tensor.reshape([sizes[name] for name in flat]).transpose([flat.index(name) for name in self.own])
+        return tensor.reshape(self.flat_shape).transpose([self.flat.index(name) for name in self.own])
 
-    def as_tensor(self, part: np.ndarray) -> np.ndarray:
-        """The inverse: what the hub has of one layer's part, or of a parameter that is no layer's."""
-        flat = [name for group in self.groups for name in group]
-        return part.transpose([self.own.index(name) for name in flat]).reshape(self.shape)
+
+def path_of(path: Any) -> str:
+    """A path of a tree as a slot has it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def parameters_of(model: Any) -> dict[str, NamedArray]:
+    """A model's parameters by their paths; works on abstract ones."""
+    return {path_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]}
 
 
 def slots_of(model: Any, family: Family) -> list[Slot]:
     """The slots of a model's parameters, in the order of the family's table; works on abstract ones."""
-    leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_named)[0]
-    found: dict[str, NamedArray] = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
-    }
-    slots = []
+    slots, found = [], parameters_of(model)
     for hub, (ours, axes) in family.names().items():
         if ours in found:
             groups = tuple(tuple(group.split()) for group in axes.split(","))

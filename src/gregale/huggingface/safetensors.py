@@ -7,12 +7,12 @@ tensors, one behind the other. Nothing in it is code.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO
 
 import ml_dtypes
 import numpy as np
@@ -41,9 +41,14 @@ class Tensor:
     shape: tuple[int, ...]
     begin: int
 
-    def mapped(self) -> np.ndarray:
-        """Its values, read from the file where they are used."""
-        return np.memmap(self.path, self.dtype, "r", self.begin, self.shape)
+    @property
+    def end(self) -> int:
+        """Where it ends, in bytes."""
+        return self.begin + prod(self.shape) * self.dtype.itemsize
+
+    def mapped(self, writable: bool = False) -> np.ndarray:
+        """Its values, read from the file where they are used; `writable`: and written to it where they are set."""
+        return np.memmap(self.path, self.dtype, "r+" if writable else "r", self.begin, self.shape)
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -65,7 +70,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
-    end = max((each.begin + prod(each.shape) * each.dtype.itemsize for each in found.values()), default=size)
+    end = max((each.end for each in found.values()), default=size)
     if end != size:
         state = "cut off" if size < end else "damaged"
         raise UserError(f"{path} is {state}: by its header it has {end:,} bytes, and there are {size:,}.")
@@ -88,8 +93,27 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
     return Tensor(path, name, dtype, shape, data + begin)
 
 
-def write_header(file: IO[bytes], shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-    """The beginning of a file whose tensors follow, in this order, in this dtype."""
+@dataclass(frozen=True)
+class Plan:
+    """A file that is to be written: its beginning, and where its tensors go."""
+
+    path: Path
+    header: bytes
+    tensors: Mapping[str, Tensor]
+
+    def make(self) -> None:
+        """Makes the file, of its full size, which the disk has to have: tensors are written where they lie."""
+        with open(self.path, "wb") as file:
+            file.write(self.header)
+            file.flush()
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(tensor.end for tensor in self.tensors.values()))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+
+def plan_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> Plan:
+    """A file with tensors of one dtype, in this order; nothing is written."""
     header: dict[str, dict] = {METADATA: {"format": "pt"}}
     place = 0
     for name, shape in shapes.items():
@@ -98,7 +122,12 @@ def write_header(file: IO[bytes], shapes: Mapping[str, tuple[int, ...]], dtype: 
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
-    file.write(LENGTH.pack(len(text)) + text)
+    begin = LENGTH.size + len(text)
+    tensors = {
+        name: Tensor(path, name, dtype, tuple(shape), begin + header[name]["data_offsets"][0])
+        for name, shape in shapes.items()
+    }
+    return Plan(path, LENGTH.pack(len(text)) + text, tensors)
 
 
 def blocks(array: np.ndarray, values: int = 1 << 22) -> Iterable[np.ndarray]:

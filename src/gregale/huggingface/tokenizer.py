@@ -15,8 +15,10 @@ from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_j
 END_OF_DOCUMENT = "<|end_of_document|>"  # the name that the tokenizer of bytes gives it
 
 
-def end_of_document(folder: Path, saved: Mapping[str, Any]) -> str:
+def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> str:
     """The name of the token that ends a text: the first `eos_token_id` of generation_config.json or config.json.
+
+    - `otherwise`: what the user would give to name another one
 
     Raises `UserError` if there is no tokenizer.json, or none that has this token.
     """
@@ -33,7 +35,7 @@ def end_of_document(folder: Path, saved: Mapping[str, Any]) -> str:
     if first not in names:
         raise UserError(
             f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
-            f"the token that ends a text, --end_of_document NAME: {', '.join(list(names.values())[:20]) or 'none'}."
+            f"the token that ends a text, {otherwise}: {', '.join(list(names.values())[:20]) or 'none'}."
         )
     return names[first]
 

@@ -10,8 +10,9 @@ from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
 from gregale.model.cache import POSITION, Cache, Turn
-from gregale.model.config import LlamaConfig
+from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
+from gregale.model.kinds import Kind, by_kind
 from gregale.model.logits import largest_logits
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
@@ -40,7 +41,7 @@ class Attention(eqx.Module):
 
         def norm(Heads):
             over = c.normalised_together(Heads)
-            return None if over is None else RmsNorm.init(over, c.norm_epsilon)
+            return None if over is None else RmsNorm.init(over, c)
 
         return Attention(
             query=project(c.Heads, keys[0]),
@@ -52,45 +53,63 @@ class Attention(eqx.Module):
             config=config,
         )
 
-    def project(self, x: NamedArray, positions: NamedArray, execution: Execution):
-        """Rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize]."""
+    def project(self, x: NamedArray, positions: NamedArray, kind: Kind, execution: Execution):
+        """Rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize].
+
+        Attention divides scores by the root of a head's size; queries are scaled so that it is that of `score_width`.
+        """
         c = self.config
         q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
         q = self.query_norm(q, execution) if self.query_norm is not None else q
         k = self.key_norm(k, execution) if self.key_norm is not None else k
-        q, k = (rotate(a, positions, c, execution.kernels) for a in (q, k))
+        q, k = (rotate(a, positions, c, execution.kernels, kind) for a in (q, k))
+        if c.score_width is not None and c.score_width != c.HeadSize.size:
+            q = (q * (c.HeadSize.size / c.score_width) ** 0.5).astype(q.dtype)
         return tuple(named(execution.placed(a), name) for a, name in ((q, "query"), (k, "key"), (v, "value")))
 
-    def __call__(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
+    def __call__(
+        self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
+    ) -> NamedArray:
         """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
-        q, k, v = self.project(x, positions, execution)
-        return named(self.attended(q, k, v, segments, execution), "attention_out")
+        q, k, v = self.project(x, positions, kind, execution)
+        return named(self.attended(q, k, v, segments, kind, execution), "attention_out")
 
-    def largest_logits(self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, execution: Execution):
-        """The largest logits of the same: float32 [Batch, KvHeads]."""
-        q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, execution))
+    def largest_logits(
+        self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
+    ) -> NamedArray:
+        """The largest logits of the same, before they are capped: float32 [Batch, KvHeads]."""
+        q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, kind, execution))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
-        largest = largest_logits(q.array, k.array, ids, self.config.sliding_window)
-        return NamedArray(largest, (BATCH, self.config.KvHeads.name))
+
+        def largest(of: LayerKind, q, k, ids) -> jax.Array:
+            return largest_logits(q, k, ids, of.window)
+
+        return NamedArray(by_kind(self.config, kind, largest, q.array, k.array, ids), (BATCH, self.config.KvHeads.name))
 
     def prefill(
-        self, x: NamedArray, positions: NamedArray, segments: NamedArray, slots: int, execution: Execution
+        self, x: NamedArray, positions: NamedArray, segments: NamedArray, slots: int, kind: Kind, execution: Execution
     ) -> tuple[NamedArray, Cache]:
         """The same for prompts, and the cache that `decode` goes on with."""
-        q, k, v = self.project(x, positions, execution)
-        return self.attended(q, k, v, segments, execution), Cache.of_prompt(k, v, slots, execution)
+        q, k, v = self.project(x, positions, kind, execution)
+        return self.attended(q, k, v, segments, kind, execution), Cache.of_prompt(k, v, slots, execution)
 
-    def decode(self, x: NamedArray, cache: Cache, turn: Turn, execution: Execution) -> tuple[NamedArray, Cache]:
+    def decode(
+        self, x: NamedArray, cache: Cache, turn: Turn, kind: Kind, execution: Execution
+    ) -> tuple[NamedArray, Cache]:
         """The same for one token of each row, which follows those in the cache: [Batch, Position 1, Embed]."""
-        q, k, v = self.project(x, turn.positions, execution)
-        attended, cache = cache.attend(q, k, v, turn, execution)
+        q, k, v = self.project(x, turn.positions, kind, execution)
+        attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap)
         return execution.kernels.project(self.out, attended), cache
 
-    def attended(self, q, k, v, segments: NamedArray | None, execution: Execution) -> NamedArray:
+    def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
         """Causal attention of a whole sequence, and its output projection: [Batch, Position, Embed]."""
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
-        attended = execution.attend(q.array, k.array, v.array, ids, self.config.sliding_window)
+
+        def attend(of: LayerKind, q, k, v, ids) -> jax.Array:
+            return execution.attend(q, k, v, ids, of.window, self.config.score_softcap)
+
+        attended = by_kind(self.config, kind, attend, q.array, k.array, v.array, ids)
         return execution.kernels.project(self.out, execution.placed(NamedArray(attended, q.axis_names)))
 
 

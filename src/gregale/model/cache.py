@@ -7,6 +7,8 @@ a token's position from the row's first token on: position = place - first.
 
 from __future__ import annotations
 
+from functools import partial
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -16,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
+from gregale.model.kernels.plain import capped
 
 POSITION, SLOT = "position", "slot"
 AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer
@@ -77,7 +80,15 @@ class Cache(eqx.Module):
         widen = on.sharded(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)
 
-    def attend(self, query: NamedArray, key: NamedArray, value: NamedArray, turn: Turn, execution: Execution):
+    def attend(
+        self,
+        query: NamedArray,
+        key: NamedArray,
+        value: NamedArray,
+        turn: Turn,
+        execution: Execution,
+        cap: float | None = None,
+    ) -> tuple[NamedArray, Cache]:
         """softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
 
         Returns what it attends to, and the cache with its key and value.
@@ -85,10 +96,11 @@ class Cache(eqx.Module):
         Arguments:
         - `query`: [Batch, Position 1, Heads, HeadSize]
         - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
+        - `cap`: what bounds the scores, by tanh; None: nothing
         """
         on = Devices(execution)
         attend = on.sharded(
-            _attend,
+            partial(_attend, cap),
             (on.of_cells, on.of_cells, on.of_queries, on.of_keys, on.of_keys, on.of_seen, PartitionSpec()),
             (on.of_queries, on.of_cells, on.of_cells),
         )
@@ -124,7 +136,7 @@ def slots_of(caches) -> int:
 # What a device does with its rows and heads.
 
 
-def _attend(keys, values, query, key, value, seen, slot):
+def _attend(cap: float | None, keys, values, query, key, value, seen, slot):
     rows, _, heads, size = query.shape
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(old, _cells(new), slot, old.ndim - 2)
@@ -132,7 +144,7 @@ def _attend(keys, values, query, key, value, seen, slot):
     )
     grouped = query.reshape(*keys.shape[:-2], -1, size)
     scores = jnp.einsum("...gd,...sd->...gs", grouped, keys, preferred_element_type=jnp.float32)
-    by_row = scores.reshape(rows, heads, -1) * size**-0.5
+    by_row = capped(scores.reshape(rows, heads, -1) * size**-0.5, cap)
     weights = jax.nn.softmax(jnp.where(seen[:, None], by_row, -jnp.inf), axis=-1)
     attended = jnp.einsum("...gs,...sd->...gd", weights.reshape(scores.shape).astype(values.dtype), values)
     return attended.reshape(query.shape), keys, values

@@ -1,128 +1,70 @@
-"""Model configurations: the shape of a model, and how it is computed."""
+"""Model configurations: what a model of the Llama family is, and how it is computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
-import draccus
 import jax.numpy as jnp
 from haliax import Axis
 
-from gregale.axes.layout import EMBED, LAYERS
-from gregale.errors import UserError
+from gregale.errors import KeyedError
+from gregale.model.base import SHAPE, ModelConfig
 from gregale.model.scaling import MEANING, RotaryScaling
-from gregale.settings import Fixed, Settings, above, at_least, whole
+from gregale.model.sizes import Sizes
+from gregale.settings import Settings, above, at_least, whole
 
 REMAT = ("none", "full", "context", "context_offload", "projections", "offload")
 RULES = ("auto", "plain")
 ATTENTION = ("auto", "splash", "cudnn", "xla")
 CompilerOptions = dict[str, bool | int | float | str]
-NORMS = ("before", "after")
+NORMS = ("before", "after", "around")
+ACTIVATIONS = ("silu", "gelu")
 QK_NORM_OVER = ("head", "heads")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-SHAPE = Fixed("the saved parameters have this shape")
+class Logits(NamedTuple):
+    """What becomes of the products with the head.
+
+    - `cap`: bounds them by tanh; None: nothing does
+    - `rows`: of the head that are tokens; those after them fill it up, and have no logits. None: all
+    """
+
+    cap: float | None = None
+    rows: int | None = None
 
 
-@dataclass(frozen=True)
-class ModelConfig(Settings, draccus.ChoiceRegistry):
-    """The choice of a model architecture by `type`."""
+class LayerKind(NamedTuple):
+    """What may differ between the layers of a stack.
 
-    @classmethod
-    def default_choice_name(cls) -> str:
-        return "llama"
+    - `window`: tokens that a token sees, itself included; None: all before it
+    - `rotary_base`, `rotary_scaling`: see the keys of these names
+    """
 
-    def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        """Configuration key -> (meaning, axis) of every axis that a mesh may split, but for the vocabulary."""
-        return {}
-
-    @property
-    def head_width(self) -> int:
-        """Width of an attention head; 0: there is no attention."""
-        return 0
+    window: int | None
+    rotary_base: float
+    rotary_scaling: RotaryScaling | None
 
 
 @ModelConfig.register_subclass("llama")
 @dataclass(frozen=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(Sizes):
     """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
 
-    layers: int = field(
-        default=12,
-        metadata={
-            "help": "number of layers",
-            "range": whole(1, 100_000),
-            "aliases": ("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
-            "fixed": SHAPE,
-        },
-    )
-    hidden: int = field(
-        default=768,
-        metadata={
-            "help": "width of the residual stream",
-            "range": whole(1),
-            "aliases": ("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
-            "fixed": SHAPE,
-        },
-    )
-    heads: int = field(
-        default=12,
-        metadata={
-            "help": "query heads",
-            "range": whole(1),
-            "aliases": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
-            "fixed": SHAPE,
-        },
-    )
-    kv_heads: int | None = field(
-        default=None,
-        metadata={
-            "help": "key and value heads; null: as many as heads",
-            "range": whole(1),
-            "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
-            "fixed": SHAPE,
-        },
-    )
-    head_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "width of a head; null: hidden / heads",
-            "range": whole(1),
-            "aliases": ("head_dim", "d_head", "d_kv"),
-            "fixed": SHAPE,
-        },
-    )
-    mlp: int = field(
-        default=2048,
-        metadata={
-            "help": "width of the SwiGLU layer",
-            "range": whole(1),
-            "aliases": ("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
-            "fixed": SHAPE,
-        },
-    )
-    vocabulary: int | None = field(
-        default=None,
-        metadata={
-            "help": "embedding rows; null: the tokenizer's, padded",
-            "range": whole(1),
-            "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
-            "fixed": SHAPE,
-        },
-    )
-    tied_head: bool = field(
-        default=False,
-        metadata={
-            "help": "the output head is the embedding table",
-            "aliases": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
-            "fixed": SHAPE,
-        },
-    )
+    # What only `GemmaConfig` makes settings of.
+    activation: ClassVar[str] = "silu"
+    norm_offset: ClassVar[float] = 0.0
+    score_width: ClassVar[float | None] = None
+    score_softcap: ClassVar[float | None] = None
+    logit_softcap: ClassVar[float | None] = None
+    scaled_embedding: ClassVar[bool] = False
+    window_rotary_base: ClassVar[float | None] = None
+
     norms: str = field(
         default="before",
         metadata={
-            "help": "normalise what a layer takes, or gives (OLMo 2)",
+            "help": "normalise what a layer takes, gives, or both",
             "choices": NORMS,
             "fixed": MEANING,
         },
@@ -148,6 +90,10 @@ class LlamaConfig(ModelConfig):
             "aliases": ("window_size", "attention_window", "window"),
             "fixed": MEANING,
         },
+    )
+    full_layers: tuple[int, ...] = field(
+        default=(),
+        metadata={"help": "layers, from 0, that see all tokens", "range": whole(0), "fixed": MEANING},
     )
     norm_epsilon: float = field(
         default=1e-5,
@@ -182,43 +128,44 @@ class LlamaConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.head_size is None and self.hidden % self.heads:
-            raise UserError(
-                f"model.hidden is {self.hidden} and model.heads is {self.heads}: {self.hidden} / {self.heads} = "
-                f"{self.hidden / self.heads:.4g} is not a whole head size. Choose heads that divide {self.hidden}, or "
-                f"set model.head_size."
+        if beyond := [layer for layer in self.full_layers if layer >= self.layers]:
+            raise KeyedError(
+                "full_layers", f"names {beyond[0]}", f", and there are {self.layers} layers: 0 to {self.layers - 1}."
             )
-        if self.heads % self.KvHeads.size:
-            raise UserError(
-                f"model.heads is {self.heads} and model.kv_heads is {self.kv_heads}: each key and value head serves "
-                f"heads / kv_heads query heads, and {self.heads} / {self.kv_heads} is not a whole number."
-            )
-        if self.HeadSize.size % 2:
-            raise UserError(f"model.head_size is {self.HeadSize.size}; rotary embeddings need an even one.")
+        for name, used in (("full_layers", self.full_layers), ("window_rotary_base", self.window_rotary_base)):
+            if used and self.sliding_window is None:
+                raise KeyedError(name, f"is {used}", ", but there is no sliding_window that layers could have or lack.")
 
     @property
-    def Layers(self) -> Axis:
-        return Axis(LAYERS, self.layers)
+    def score_cap(self) -> float | None:
+        return self.score_softcap
 
     @property
-    def Embed(self) -> Axis:
-        return Axis(EMBED, self.hidden)
+    def logits(self) -> Logits:
+        return Logits(self.logit_softcap, self.vocabulary if self.vocabulary_multiple > 1 else None)
 
     @property
-    def Heads(self) -> Axis:
-        return Axis("heads", self.heads)
+    def window_of_all(self) -> int | None:
+        """The window that every layer has; None: some layer has none."""
+        return None if self.full_layers else self.sliding_window
 
     @property
-    def KvHeads(self) -> Axis:
-        return Axis("kv_heads", self.kv_heads or self.heads)
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The different kinds of layers, in the order in which they first come."""
+        return tuple(dict.fromkeys(map(self._kind, range(self.layers))))
 
     @property
-    def HeadSize(self) -> Axis:
-        return Axis("head_size", self.head_size or self.hidden // self.heads)
+    def kind_numbers(self) -> tuple[int, ...]:
+        """Of each layer its kind, as a place in `kinds`."""
+        kinds = self.kinds
+        return tuple(kinds.index(self._kind(layer)) for layer in range(self.layers))
 
-    @property
-    def head_width(self) -> int:
-        return self.HeadSize.size
+    def _kind(self, layer: int) -> LayerKind:
+        if self.sliding_window is None or layer in self.full_layers:
+            return LayerKind(None, self.rotary_base, self.rotary_scaling)
+        if self.window_rotary_base is None:
+            return LayerKind(self.sliding_window, self.rotary_base, self.rotary_scaling)
+        return LayerKind(self.sliding_window, self.window_rotary_base, None)
 
     def normalised_together(self, Heads: Axis) -> tuple[Axis, ...] | None:
         """The axes of the queries' or keys' norm, of so many heads; None: they are not normalised."""
@@ -226,18 +173,64 @@ class LlamaConfig(ModelConfig):
             return None
         return (Heads, self.HeadSize) if self.qk_norm_over == "heads" else (self.HeadSize,)
 
-    @property
-    def Mlp(self) -> Axis:
-        return Axis("mlp", self.mlp)
 
-    def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        """Configuration key -> (meaning, axis) of every axis that a mesh may split."""
-        return {
-            "model.hidden": ("the width of the residual stream", self.Embed),
-            "model.heads": ("the query heads", self.Heads),
-            "model.kv_heads": ("the key and value heads", self.KvHeads),
-            "model.mlp": ("the width of the SwiGLU layer", self.Mlp),
-        }
+@ModelConfig.register_subclass("gemma")
+@dataclass(frozen=True)
+class GemmaConfig(LlamaConfig):
+    """Llamas with what Gemma 2 and 3 have beside; their norms are `around`."""
+
+    activation: str = field(
+        default="silu",
+        metadata={
+            "help": "of the gate: SwiGLU, or GeGLU by tanh (Gemma)",
+            "choices": ACTIVATIONS,
+            "aliases": ("hidden_act", "hidden_activation", "activation_function"),
+            "fixed": MEANING,
+        },
+    )
+    norm_offset: float = field(
+        default=0.0,
+        metadata={"help": "added to the weights of RMSNorm (Gemma: 1)", "range": at_least(0), "fixed": MEANING},
+    )
+    score_width: float | None = field(
+        default=None,
+        metadata={
+            "help": "scores are divided by its root; null: head_size",
+            "range": above(0),
+            "aliases": ("query_pre_attn_scalar",),
+            "fixed": MEANING,
+        },
+    )
+    score_softcap: float | None = field(
+        default=None,
+        metadata={
+            "help": "bounds scores by tanh (Gemma 2); null: nothing",
+            "range": above(0),
+            "aliases": ("attn_logit_softcapping", "attention_softcap"),
+            "fixed": MEANING,
+        },
+    )
+    logit_softcap: float | None = field(
+        default=None,
+        metadata={
+            "help": "bounds logits by tanh (Gemma 2); null: nothing",
+            "range": above(0),
+            "aliases": ("final_logit_softcapping",),
+            "fixed": MEANING,
+        },
+    )
+    scaled_embedding: bool = field(
+        default=False, metadata={"help": "embeddings times sqrt(hidden) (Gemma)", "fixed": MEANING}
+    )
+    window_rotary_base: float | None = field(
+        default=None,
+        metadata={
+            "help": "of layers with a window, unscaled (Gemma 3)",
+            "range": at_least(1),
+            "aliases": ("rope_local_base_freq",),
+            "fixed": MEANING,
+        },
+    )
 
 
 GATHER = ("per_layer", "per_step")

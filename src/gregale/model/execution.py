@@ -75,20 +75,28 @@ class Execution:
     def placed(self, activation: NamedArray) -> NamedArray:
         return self.layout.constrain(activation, self.layout.compute)
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None):
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        window: int | None,
+        cap: float | None = None,
+    ) -> jax.Array:
         """Causal self-attention, see `Attend`; a kernel runs on each device, with its rows and its heads.
 
         The partitioner would bring all operands of a kernel together. Axes that are mapped around this (`replica`, and
         a pipeline's `stage` and `data`) stay where they lie.
         """
         if not self.kernels.opaque:
-            return self.kernels.attend(q, k, v, segments, window)
+            return self.kernels.attend(q, k, v, segments, window, cap)
         query, key, ids = (
             self.layout.spec((BATCH, "position", *rest), self.layout.compute)
             for rest in (("heads", "head_size"), ("kv_heads", "head_size"), ())
         )
         run: Any = jax.shard_map(
-            partial(self.kernels.attend, window=window),
+            partial(self.kernels.attend, window=window, cap=cap),
             mesh=self.layout.mesh,
             in_specs=(query, key, key, ids),
             out_specs=query,
@@ -139,12 +147,13 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
+    task = Task(device, config.rules, dtype, model.head_width, model.score_cap)
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,
         remat=config.remat,
         unroll=unroll,
-        kernels=kernels_for(Task(device, config.rules, dtype, model.head_width), config.attention),
+        kernels=kernels_for(task, config.attention),
         loss_block=config.loss_block,
     )
 

@@ -90,7 +90,7 @@ class Generator:
         seeds = np.asarray([prompt.seed for prompt in prompts], np.int32)
         sampling = replace(sampling, seed=0)  # a seed of its own makes no program of its own
         known, most = ids.shape[1], ids.shape[1] + count  # tokens that are known, and that are wanted in all
-        window = model.config.sliding_window
+        window = model.config.window_of_all
         slots = slots_for(known, most, window)
         tokens, caches = self.read(model, ids, first, seeds, slots=slots, sampling=sampling)
         drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)

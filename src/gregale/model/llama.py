@@ -17,17 +17,26 @@ from gregale.model.cache import POSITION, Cache, Turn, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
+from gregale.model.kernels.kernels import Kernels
+from gregale.model.kernels.plain import capped
+from gregale.model.kinds import Kind, chosen, stacked_kinds
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
 from gregale.model.scores import target_scores
 
 
+def gated(activation: str, kernels: Kernels):
+    """The product (gate, up) -> activation(gate) * up."""
+    return {"silu": kernels.swiglu, "gelu": kernels.geglu}[activation]
+
+
 class Mlp(eqx.Module):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+    """SwiGLU or GeGLU (arXiv 2002.05202): down(activation(gate(x)) * up(x))."""
 
     gate: Linear  # [Embed] -> [Mlp]
     up: Linear  # [Embed] -> [Mlp]
     down: Linear  # [Mlp] -> [Embed]
+    activation: str = eqx.field(static=True)
 
     @staticmethod
     def init(config: LlamaConfig, key) -> Mlp:
@@ -37,62 +46,81 @@ class Mlp(eqx.Module):
             gate=linear(c.Embed, c.Mlp, c.init_scale, keys[0]),
             up=linear(c.Embed, c.Mlp, c.init_scale, keys[1]),
             down=linear(c.Mlp, c.Embed, c.init_scale / (2 * c.layers) ** 0.5, keys[2]),
+            activation=c.activation,
         )
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         gate = named(execution.placed(execution.kernels.project(self.gate, x)), "gate")
         up = named(execution.placed(execution.kernels.project(self.up, x)), "up")
-        return named(execution.kernels.project(self.down, execution.kernels.swiglu(gate, up)), "mlp_out")
+        product = gated(self.activation, execution.kernels)(gate, up)
+        return named(execution.kernels.project(self.down, product), "mlp_out")
 
 
 class Block(eqx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with norms after, x + norm(attention(x)) and so on."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with norms after, x + norm(attention(x)) and so on.
+
+    With norms around, x + out_norm(attention(norm(x))) and so on.
+    """
 
     attention_norm: RmsNorm  # [Embed]
     attention: Attention
+    attention_out_norm: RmsNorm | None  # [Embed]
     mlp_norm: RmsNorm  # [Embed]
     mlp: Mlp
+    mlp_out_norm: RmsNorm | None  # [Embed]
     config: LlamaConfig = eqx.field(static=True)
 
     @staticmethod
     def init(config: LlamaConfig, key) -> Block:
         attention_key, mlp_key = jax.random.split(key)
+        around = config.norms == "around"
         return Block(
             attention_norm=norm(config),
             attention=Attention.init(config, attention_key),
+            attention_out_norm=norm(config) if around else None,
             mlp_norm=norm(config),
             mlp=Mlp.init(config, mlp_key),
+            mlp_out_norm=norm(config) if around else None,
             config=config,
         )
 
-    def __call__(self, x, positions, segments, execution: Execution) -> NamedArray:
-        attended = self.attention(self.taken(self.attention_norm, x, execution), positions, segments, execution)
-        x = execution.placed(x + self.given(self.attention_norm, attended, execution))
+    def __call__(self, x, positions, segments, kind: Kind, execution: Execution) -> NamedArray:
+        attended = self.attention(self.attends_to(x, execution), positions, segments, kind, execution)
+        x = execution.placed(x + self._attended(attended, execution))
         return execution.placed(x + self._fed(x, execution))
 
-    def prefill(self, x, positions, segments, slots: int, execution: Execution) -> tuple[NamedArray, Cache]:
-        taken = self.taken(self.attention_norm, x, execution)
-        return self._after(x, *self.attention.prefill(taken, positions, segments, slots, execution), execution)
+    def prefill(self, x, positions, segments, slots: int, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
+        taken = self.attends_to(x, execution)
+        attended = self.attention.prefill(taken, positions, segments, slots, kind, execution)
+        return self._after(x, *attended, execution)
 
-    def decode(self, x, cache: Cache, turn: Turn, execution: Execution) -> tuple[NamedArray, Cache]:
-        attended = self.attention.decode(self.taken(self.attention_norm, x, execution), cache, turn, execution)
+    def decode(self, x, cache: Cache, turn: Turn, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
+        attended = self.attention.decode(self.attends_to(x, execution), cache, turn, kind, execution)
         return self._after(x, *attended, execution)
 
     def _after(self, x, attended, cache: Cache, execution: Execution) -> tuple[NamedArray, Cache]:
-        x = x + self.given(self.attention_norm, attended, execution)
+        x = x + self._attended(attended, execution)
         return x + self._fed(x, execution), cache
 
+    def attends_to(self, x, execution: Execution) -> NamedArray:
+        """What attention takes of the stream."""
+        return self._taken(self.attention_norm, x, execution)
+
+    def _attended(self, attended, execution: Execution) -> NamedArray:
+        return self._given(self.attention_norm, self.attention_out_norm, attended, execution)
+
     def _fed(self, x, execution: Execution) -> NamedArray:
-        fed = self.mlp(self.taken(self.mlp_norm, x, execution), execution)
-        return self.given(self.mlp_norm, fed, execution)
+        fed = self.mlp(self._taken(self.mlp_norm, x, execution), execution)
+        return self._given(self.mlp_norm, self.mlp_out_norm, fed, execution)
 
-    def taken(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
+    def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
         """What half a layer takes of the stream."""
-        return norm(x, execution) if self.config.norms == "before" else x
+        return x if self.config.norms == "after" else norm(x, execution)
 
-    def given(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
+    def _given(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
         """What half a layer adds to the stream."""
-        return norm(x, execution) if self.config.norms == "after" else x
+        last = norm if self.config.norms == "after" else out_norm
+        return x if last is None else last(x, execution)
 
 
 class Llama(eqx.Module):
@@ -124,14 +152,20 @@ class Llama(eqx.Module):
         - `positions`: integers [Batch, Position], each token's place in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
         """
-        x = execution.placed(embed(self.embedding, tokens, execution))
+        x = execution.placed(self._embedded(tokens, execution))
 
-        def block(x, weights, rows, execution):
-            return execution.gathered(weights)(x, rows["positions"], rows["segments"], execution)
+        def block(x, layer, rows, execution):
+            weights = execution.gathered(layer["weights"])
+            return weights(x, rows["positions"], rows["segments"], layer["kind"], execution)
 
         rows = {"positions": positions, "segments": segments}
-        x = execution.run_layers(block, self.config.Layers, x, self.blocks, rows)
+        layers = {"weights": self.blocks, "kind": stacked_kinds(self.config)}
+        x = execution.run_layers(block, self.config.Layers, x, layers, rows)
         return execution.gathered(self.norm)(x, execution)
+
+    def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
+        x = embed(self.embedding, tokens, execution)
+        return x * self.config.hidden**0.5 if self.config.scaled_embedding else x
 
     def output_head(self, execution: Execution) -> NamedArray:
         """The gathered head [Embed, Vocab]."""
@@ -148,7 +182,8 @@ class Llama(eqx.Module):
         - `vocabulary`: rows of the tables that are tokens; those that fill them up are none
         """
         hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
-        return target_scores(hidden, self.output_head(execution), batch["targets"], vocabulary, execution)
+        head, cap = self.output_head(execution), self.config.logit_softcap
+        return target_scores(hidden, head, batch["targets"], vocabulary, execution, cap)
 
     def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
         """Sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
@@ -158,21 +193,22 @@ class Llama(eqx.Module):
         """
         hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
         mask = batch["loss_mask"]
-        loss = next_token_loss(hidden, self.output_head(execution), batch["targets"], mask, execution)
+        head = self.output_head(execution)
+        loss = next_token_loss(hidden, head, batch["targets"], mask, execution, self.config.logits)
         return loss, hax.sum(mask).scalar()
 
     def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
         """The largest attention logit of each layer on a batch as of `loss`: float32 [Layers]."""
         positions, segments = batch["positions"], batch.get("segment_ids")
 
-        def block(x, weights):
+        def block(x, weights, kind):
             ready = execution.gathered(weights)
-            taken = ready.taken(ready.attention_norm, x, execution)
-            largest = ready.attention.largest_logits(taken, positions, segments, execution)
-            return ready(x, positions, segments, execution), largest
+            taken = ready.attends_to(x, execution)
+            largest = ready.attention.largest_logits(taken, positions, segments, kind, execution)
+            return ready(x, positions, segments, kind, execution), largest
 
-        x = execution.placed(embed(self.embedding, batch["tokens"], execution))
-        _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        x = execution.placed(self._embedded(batch["tokens"], execution))
+        _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds())
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
     def unstacked(self) -> Llama:
@@ -194,17 +230,17 @@ class Llama(eqx.Module):
         Arguments:
         - `tokens`: integers [Batch, Position]; what lies before a row's first token is filling, which nothing sees
         - `first`: the place of each row's first token, integers [Batch]
-        - `slots`: as many as there are tokens at least, or as the sliding window is wide
+        - `slots`: as many as there are tokens at least, or as the sliding window of all layers is wide
         """
-        x = embed(self.embedding, tokens, execution)
+        x = self._embedded(tokens, execution)
         Position = x.resolve_axis(POSITION)
         positions = hax.arange(Position).broadcast_axis(first.axes) - first
         segments = (positions >= 0).astype(jnp.int32)
 
-        def block(x, weights):
-            return execution.gathered(weights).prefill(x, positions, segments, slots, execution)
+        def block(x, weights, kind):
+            return execution.gathered(weights).prefill(x, positions, segments, slots, kind, execution)
 
-        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks)
+        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds())
         return self._logits(x[POSITION, Position.size - 1], execution), caches
 
     def decode(
@@ -214,23 +250,33 @@ class Llama(eqx.Module):
 
         The caches hold the places before; returns the logits and the caches with this one. `first` is as for `prefill`.
         """
-        x = embed(self.embedding, tokens, execution)
-        turn = Turn.at(place, first, slots_of(caches), self.config.sliding_window)
+        x = self._embedded(tokens, execution)
+        turns = [Turn.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
 
-        def block(x, weights, cache):
-            return execution.gathered(weights).decode(x, cache, turn, execution)
+        def block(x, weights, kind, cache):
+            return execution.gathered(weights).decode(x, cache, chosen(kind, turns), kind, execution)
 
-        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, caches)
+        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds(), caches)
         return self._logits(x[POSITION, 0], execution), caches
 
+    def _kinds(self):
+        """The kind of every layer, as the blocks are: a tuple, or stacked."""
+        return self.config.kind_numbers if isinstance(self.blocks, tuple) else stacked_kinds(self.config)
+
     def _logits(self, x: NamedArray, execution: Execution) -> NamedArray:
-        x = execution.gathered(self.norm)(x, execution)
-        logits = hax.dot(x, self.output_head(execution), axis=self.config.Embed, preferred_element_type=jnp.float32)
-        return execution.placed(logits)
+        return self.logits(execution.gathered(self.norm)(x, execution), execution)
+
+    def logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
+        """Of what `hidden` gives: [..., Embed] -> [..., Vocab], float32."""
+        head, (cap, rows) = self.output_head(execution), self.config.logits
+        found = hax.dot(hidden, head, axis=self.config.Embed, preferred_element_type=jnp.float32)
+        found = execution.placed(found)
+        bounded = NamedArray(capped(found.array, cap), found.axis_names)
+        return bounded if rows is None else hax.where(hax.arange(found.resolve_axis("vocab")) < rows, bounded, -jnp.inf)
 
 
 def norm(config: LlamaConfig) -> RmsNorm:
-    return RmsNorm.init(config.Embed, config.norm_epsilon)
+    return RmsNorm.init(config.Embed, config)
 
 
 def parameter_count(model) -> int:

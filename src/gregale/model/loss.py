@@ -13,13 +13,22 @@ from jax.sharding import PartitionSpec
 from gregale.axes.gather import scattered
 from gregale.axes.layout import Layout
 from gregale.axes.vocabulary import loss_blocks
+from gregale.model.config import Logits
 from gregale.model.execution import Execution
+from gregale.model.kernels.plain import capped
+
+ALL = Logits()
 
 
 def next_token_loss(
-    hidden: NamedArray, head: NamedArray, targets: NamedArray, weights: NamedArray, execution: Execution
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    weights: NamedArray,
+    execution: Execution,
+    logits: Logits = ALL,
 ) -> jax.Array:
-    """Sum over tokens of weight * -log softmax(hidden . head)[target], a float32 scalar.
+    """Sum over tokens of weight * -log softmax(logits)[target] with logits = hidden . head, a float32 scalar.
 
     Written per device in `jax.shard_map`: a device's tokens go through the head in blocks of `execution.loss_block`,
     with the vocabulary split over `model`. When gradients are wanted, those by the logits are taken in the same pass,
@@ -34,11 +43,12 @@ def next_token_loss(
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)
     - `weights`: [batch, position], float; 0 leaves a token out
+    - `logits`: what is made of hidden . head
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
     tokens = hidden.axes[:-1]
-    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block)
+    head_loss = HeadLoss(tokens, Embed, Vocab, execution.layout, execution.loss_block, logits)
     return _loss(head_loss, hidden.array, head.array, targets.rearrange(tokens).array, weights.rearrange(tokens).array)
 
 
@@ -51,6 +61,7 @@ class HeadLoss:
     Vocab: Axis
     layout: Layout
     block: int
+    logits: Logits = ALL
 
     @property
     def token_mesh_axes(self) -> tuple[str, ...]:
@@ -81,19 +92,21 @@ class HeadLoss:
         return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
 
     def of_block(self, hidden, head, targets, weights):
-        """Loss of one block, and its gradient by the logits: scalar, [block, vocab shard], float32."""
+        """Loss of one block, and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
         axes = self.vocab_mesh_axes
-        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        cap, rows = self.logits
+        bounded = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), cap)
+        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
+        logits = bounded if rows is None else jnp.where(first + jnp.arange(head.shape[1]) < rows, bounded, -jnp.inf)
         top = jnp.max(logits, axis=-1)
         top = jax.lax.pmax(top, axes) if axes else top
-        first = jax.lax.axis_index(axes) * head.shape[1] if axes else 0
         is_target = (targets[:, None] - first) == jnp.arange(head.shape[1])
         exponentials = jnp.exp(logits - top[:, None])
         sums = (exponentials.sum(-1), jnp.where(is_target, logits, 0).sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
         loss = jnp.sum(weights * (jnp.log(total) + top - at_target))
         by_logits = exponentials * (weights / total)[:, None] - jnp.where(is_target, weights[:, None], 0)
-        return loss, by_logits
+        return loss, by_logits if cap is None else by_logits * (1 - jnp.square(bounded / cap))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -6,28 +6,32 @@ import equinox as eqx
 import haliax as hax
 from haliax import Axis, NamedArray
 
+from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 
 CHANNEL = "channel"  # of several axes, one after the other
 
 
 class RmsNorm(eqx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467); all but the product with the weight in float32."""
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset), arXiv 1910.07467; all but the product in float32."""
 
     weight: NamedArray  # [*Over]
     epsilon: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True, default=0.0)
 
     @staticmethod
-    def init(Over: Axis | tuple[Axis, ...], epsilon: float) -> RmsNorm:
-        return RmsNorm(hax.ones(Over), epsilon)
+    def init(Over: Axis | tuple[Axis, ...], config: LlamaConfig) -> RmsNorm:
+        """One that multiplies by 1."""
+        return RmsNorm(hax.full(Over, 1 - config.norm_offset), config.norm_epsilon, config.norm_offset)
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         """[..., *Over] -> the same, in the dtype of `x`; the mean is that of all of its axes together."""
         over = self.weight.axes
         x = x.rearrange((..., *over))
+        weight = self.weight if self.offset == 0 else self.weight + self.offset
         if len(over) == 1:
-            return execution.kernels.rms_norm(x, self.weight, self.epsilon)
+            return execution.kernels.rms_norm(x, weight, self.epsilon)
         found = execution.kernels.rms_norm(
-            x.flatten_axes(over, CHANNEL), self.weight.flatten_axes(over, CHANNEL), self.epsilon
+            x.flatten_axes(over, CHANNEL), weight.flatten_axes(over, CHANNEL), self.epsilon
         )
         return found.unflatten_axis(CHANNEL, over)

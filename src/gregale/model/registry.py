@@ -6,10 +6,10 @@ from typing import Any
 
 from haliax import Axis
 
-from gregale.model.config import LlamaConfig, ModelConfig
+from gregale.model.config import GemmaConfig, LlamaConfig, ModelConfig
 from gregale.model.llama import Llama
 
-MODELS: dict[type[ModelConfig], Any] = {LlamaConfig: Llama}
+MODELS: dict[type[ModelConfig], Any] = {LlamaConfig: Llama, GemmaConfig: Llama}
 
 
 def init_model(config: ModelConfig, Vocab: Axis, key):

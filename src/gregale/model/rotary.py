@@ -10,6 +10,7 @@ from haliax import NamedArray
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.kinds import Kind
 from gregale.model.scaling import RotaryScaling
 
 
@@ -25,15 +26,19 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
     return frequency.astype(np.float32)
 
 
-def rotate(x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN) -> NamedArray:
+def rotate(
+    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = None
+) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
+    - `kind`: the layer's, whose base and scaling are taken
     """
     HeadSize = config.HeadSize
-    frequency = jnp.asarray(frequencies(HeadSize.size // 2, config.rotary_base, config.rotary_scaling))
+    of_kinds = [frequencies(HeadSize.size // 2, each.rotary_base, each.rotary_scaling) for each in config.kinds]
+    frequency = jnp.stack(of_kinds)[kind.array] if isinstance(kind, NamedArray) else jnp.asarray(of_kinds[kind or 0])
     others = x.rearrange((..., HeadSize)).axes[:-1]
     # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
     shared = [axis for axis in others if axis in positions.axes]

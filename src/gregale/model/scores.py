@@ -12,10 +12,16 @@ from haliax import Axis, NamedArray
 
 from gregale.axes.layout import Layout
 from gregale.model.execution import Execution
+from gregale.model.kernels.plain import capped
 
 
 def target_scores(
-    hidden: NamedArray, head: NamedArray, targets: NamedArray, vocabulary: int, execution: Execution
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    vocabulary: int,
+    execution: Execution,
+    cap: float | None = None,
 ) -> tuple[NamedArray, NamedArray]:
     """log softmax(hidden . head)[target] in float32, and whether the target is the likeliest token: [batch, position].
 
@@ -28,6 +34,7 @@ def target_scores(
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocabulary)
     - `vocabulary`: the first so many columns of the head are tokens, and the others have the probability 0
+    - `cap`: what bounds the logits, by tanh; None: nothing
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
@@ -35,7 +42,7 @@ def target_scores(
     layout = execution.layout
     by_token = layout.spec(tokens, layout.compute)
     in_specs = (*(layout.spec(axes, layout.compute) for axes in ((*tokens, Embed), (Embed, Vocab))), by_token)
-    score = HeadScores(Vocab, vocabulary, layout, execution.loss_block)
+    score = HeadScores(Vocab, vocabulary, layout, execution.loss_block, cap)
     sharded: Callable = jax.shard_map(
         score, mesh=layout.mesh, in_specs=in_specs, out_specs=(by_token, by_token), check_vma=False
     )
@@ -56,6 +63,7 @@ class HeadScores:
     vocabulary: int
     layout: Layout
     block: int
+    cap: float | None = None
 
     def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[batch, position, embed], [embed, vocab shard], [batch, position] -> [batch, position] twice."""
@@ -77,7 +85,7 @@ class HeadScores:
     def of_block(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log-likelihood and likeliest, [block] each."""
         axes, width = self.layout.mesh_axes((self.Vocab,), self.layout.compute), head.shape[1]
-        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        logits = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), self.cap)
         first: Any = jax.lax.axis_index(axes) * width if axes else 0
         columns = first + jnp.arange(width)
         logits = jnp.where(columns < self.vocabulary, logits, -jnp.inf)

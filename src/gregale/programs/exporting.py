@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import ml_dtypes
 import numpy as np
-from haliax import Axis
 
-import gregale
-from gregale.data.progress import progress_bars
+from gregale.axes.layout import Layout
+from gregale.axes.mesh import MeshConfig
+from gregale.data.progress import progress_bars, silent
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import Tokenizer, load_tokenizer
+from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
-from gregale.huggingface.families import Family, family_that_has
+from gregale.huggingface.families import family_that_has
 from gregale.huggingface.folder import BESIDE, CONFIG, GENERATION, INDEX, copy_beside, made_whole, read_json, write_json
 from gregale.huggingface.names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
-from gregale.huggingface.weights import bytes_of, files_as, files_of, write_index, write_model
+from gregale.huggingface.writing import Files, Writer, bytes_of, files_as, files_of, plan_files, write_index
 from gregale.model.config import LlamaConfig
-from gregale.model.llama import parameter_count
-from gregale.programs.run.trained import Trained, open_trained
+from gregale.programs.run.model_card import Exported, model_card
+from gregale.programs.run.opened import Opened, opened
+from gregale.programs.run.trained import find_run, on_devices, set_up_run
+from gregale.services.checkpoint.processes import by_first_process, messages_of_all
 from gregale.services.command import Command
+from gregale.services.config import TrainConfig
+from gregale.services.devices import start_devices
+from gregale.services.distributed import DistributedConfig
+from gregale.services.memory import give_back_memory
+from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
 
+T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 GIGABYTE = 10**9
 SHARD_GIGABYTES = 5.0
@@ -59,8 +68,15 @@ class ExportOptions(Settings):
             "aliases": ("max_shard_size",),
         },
     )
-    devices: int = field(
-        default=1, metadata={"help": "devices to hold the model on, each its part of it", "range": whole(1)}
+    devices: int | None = field(
+        default=None,
+        metadata={
+            "help": "that hold a parameter between them; null: one, or those of all processes",
+            "range": whole(1),
+        },
+    )
+    distributed: DistributedConfig = field(
+        default=DistributedConfig(), metadata={"help": "how several processes find one another, which write together"}
     )
 
     def __post_init__(self):
@@ -88,34 +104,76 @@ class CameWith:
 
 
 def main(options: ExportOptions) -> int:
-    """Writes the folder, in full or not at all."""
-    target = Path(expand(options.target))
-    trained = open_trained(options.run, options.step, options.devices)
-    tokenizer, came_with = load_tokenizer(trained.run.path), CameWith.of(trained.run)
-    config = trained.setup.config.model
-    assert isinstance(config, LlamaConfig)
-    family = family_that_has(config, came_with.config.get("model_type"))
-    dtype_name = options.dtype or came_with.dtype
-    dtype = np.dtype(DTYPES[dtype_name])
-    rows = config.vocabulary or tokenizer.vocabulary_size
-    slots = [cut_to(slot, rows) for slot in slots_of(trained.setup.model, family)]
-    sizes = bytes_of(slots, dtype)
-    files = files_for(sizes, options.shard_gigabytes, came_with)
-    with made_whole(target, sum(sizes.values())) as folder, progress_bars() as report:
-        copy_beside(trained.run.huggingface, folder, [name for name in BESIDE if name not in (CONFIG, INDEX)])
-        write_model(trained.model, slots, folder, files, dtype, report)
+    """Writes the folder, in full or not at all; several processes each what their devices have."""
+    run, target = find_run(options.run), Path(expand(options.target))
+    config = spread(run.read_config(), options)
+    watch = start_devices(config.cpu_devices, options.distributed)
+    with watched(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
+        setup = set_up_run(run, config)
+        tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
+        model = config.model
+        assert isinstance(model, LlamaConfig)
+        family = family_that_has(model, came_with.config.get("model_type"))
+        dtype_name = options.dtype or came_with.dtype
+        dtype = np.dtype(DTYPES[dtype_name])
+        rows = model.vocabulary or tokenizer.vocabulary_size
+        slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
+        sizes = bytes_of(slots, dtype)
+        files = files_for(sizes, options.shard_gigabytes, came_with)
+        found = stack.enter_context(opened(run, setup, options.step))
+        folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
+        write_tensors(folder, files, slots, found, setup.layout, dtype)
+        by_first(lambda: write_beside(folder, Exported(run, setup, found.step, family, dtype_name), rows), None)
         if len(files) > 1:
-            write_index(folder, files, sizes, came_with.index.get("metadata", {}))
-        write_settings(folder, trained, tokenizer, family, rows, came_with, dtype_name)
-        (folder / "README.md").write_text(model_card(trained, family, dtype_name), encoding="utf-8")
-    made = f"a {family.model_type} in {dtype_name}, {len(files)} file(s)"
-    print(f"{target}: step {trained.step} of {trained.run.path}, {made}.")
+            by_first(lambda: write_index(folder, files, sizes, came_with.index.get("metadata", {})), None)
+    if jax.process_index() == 0:
+        made = f"a {family.model_type} in {dtype_name}, {len(files)} file(s)"
+        print(f"{target}: step {found.step} of {run.path}, {made}.")
     return 0
 
 
-def cut_to(slot: Slot, rows: int) -> Slot:
-    """A slot without the padding of the vocabulary."""
-    return replace(slot, axes=tuple(Axis(axis.name, rows) if axis.name == "vocab" else axis for axis in slot.axes))
+def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:
+    """The configuration with the model on the devices that are asked for: one, or all of several processes."""
+    processes, devices = options.distributed.processes, options.devices
+    if processes == 1 and options.distributed.coordinator is None:
+        return on_devices(config, devices or 1)
+    if config.cpu_devices:
+        return on_devices(config, devices or processes)
+    return on_devices(config, MeshConfig(data=devices or -1))
+
+
+@contextmanager
+def made_by_all(target: Path, size: int) -> Iterator[Path]:
+    """`made_whole` for several processes, whose disk is one: process 0 makes the folder, and gives it its name."""
+    with ExitStack() as stack:
+        entered = by_first(lambda: str(stack.enter_context(made_whole(target, size))), "")
+        yield Path(messages_of_all(entered)[0])
+        messages_of_all("")  # all are done
+
+
+def by_first(action: Callable[[], T], otherwise: T) -> T:
+    """What `action` returns in process 0, which alone carries it out."""
+    return action() if jax.process_count() == 1 else by_first_process(action, otherwise)
+
+
+def write_tensors(
+    folder: Path, files: Files, slots: list[Slot], found: Opened, layout: Layout, dtype: np.dtype
+) -> None:
+    """Makes the files of their full size, then writes parameter after parameter to its places in them."""
+    plans = plan_files(folder, files, slots, dtype)
+    by_first(lambda: [plan.make() for plan in plans], None)
+    done, total = 0, sum(bytes_of(slots, dtype).values())
+    with progress_bars() if jax.process_index() == 0 else nullcontext(silent) as report:
+
+        def written(size: int) -> None:
+            nonlocal done
+            report("writing", done := done + size, total)
+
+        writer = Writer(plans, layout, dtype, written)
+        for slot in slots:
+            writer.write(slot, found.read(slot.path))
+            give_back_memory()
+        writer.finish()
 
 
 def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: CameWith) -> dict[str, list[str]]:
@@ -129,53 +187,20 @@ def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: Came
     return files_of(sizes, int((gigabytes or SHARD_GIGABYTES) * GIGABYTE))
 
 
-def write_settings(
-    folder: Path,
-    trained: Trained,
-    tokenizer: Tokenizer,
-    family: Family,
-    rows: int,
-    came_with: CameWith,
-    dtype: str,
-) -> None:
+def write_beside(folder: Path, exported: Exported, rows: int) -> None:
     """Everything beside the tensors: what the model came with, and else what is known of it."""
-    config, context = trained.setup.config, trained.setup.config.batch.sequence_length
-    end = tokenizer.end_of_document
+    run, config = exported.run, exported.setup.config
+    tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
+    copy_beside(run.huggingface, folder, [name for name in BESIDE if name not in (CONFIG, INDEX)])
+    context, end = config.batch.sequence_length, tokenizer.end_of_document
     saved = {"max_position_embeddings": context, "bos_token_id": None, "eos_token_id": end, **came_with.config}
     assert isinstance(config.model, LlamaConfig)
     key = "dtype" if "dtype" in saved else "torch_dtype"
-    write_json(folder / CONFIG, written_config(config.model, family, rows, saved) | {key: dtype})
+    write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | {key: exported.dtype})
     if not came_with.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
-
-
-def model_card(trained: Trained, family: Family, dtype: str) -> str:
-    """What was trained, on what, how."""
-    config, step = trained.setup.config, trained.step
-    facts = {
-        "architecture": f"{family.architecture}, {parameter_count(trained.setup.model):,} parameters in {dtype}",
-        "trained by": f"Gregale {gregale.__version__}",
-    }
-    if config.start_from:
-        facts["started from"] = config.start_from
-    if step:
-        facts["steps"] = f"{step:,} of {config.batch.tokens:,} tokens, {step * config.batch.tokens:,} tokens in all"
-        facts["data"] = ", ".join(config.data.sources)
-        facts["method"] = config.sync.get_choice_name(type(config.sync))
-        facts["optimizer"] = config.optimizer.get_choice_name(type(config.optimizer))
-    if (loss := last_evaluation(trained.run, step)) is not None:
-        facts["held-out loss"] = f"{loss:.4f} nats a token"
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    return f"---\nlibrary_name: transformers\n---\n\n# {config.name}\n\n| | |\n|---|---|\n{rows}\n"
-
-
-def last_evaluation(run: RunDirectory, step: int) -> float | None:
-    """The held-out loss at a step, if it was taken."""
-    if not run.metrics.is_file():
-        return None
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines() if line.endswith("}")]
-    return next((line["eval_loss"] for line in reversed(lines) if line["step"] == step and line.get("eval_loss")), None)
+    (folder / "README.md").write_text(model_card(exported), encoding="utf-8")
 
 
 COMMAND = Command(main=main, options=ExportOptions, positional=("run", "target"))

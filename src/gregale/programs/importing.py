@@ -16,6 +16,7 @@ from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, save_tokenizer, tokenizer_from_file
 from gregale.errors import UserError
 from gregale.huggingface.folder import TOKENIZER, Folder, copy_beside, made_whole, open_folder
+from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.names import slots_of
 from gregale.huggingface.tokenizer import end_of_document
 from gregale.huggingface.weights import check_finite
@@ -35,7 +36,7 @@ LONGEST = 4096  # tokens of a sequence that the configuration is written with; a
 class ImportOptions(Settings):
     """Options of the command."""
 
-    source: str = field(metadata={"help": "the folder: config.json, safetensors and tokenizer.json"})
+    source: str = field(metadata={"help": "its folder, or its name on the hub: ORG/NAME, ORG/NAME@REVISION"})
     target: str = field(metadata={"help": "the folder to make; a bare name lies here, not under runs/"})
     end_of_document: str | None = field(
         default=None, metadata={"help": "name of the token that ends a text; null: that of eos_token_id"}
@@ -44,10 +45,10 @@ class ImportOptions(Settings):
 
 def main(options: ImportOptions) -> int:
     """Checks everything, then copies; the folder is there in full or not at all."""
-    folder, target = open_folder(Path(expand(options.source))), Path(expand(options.target))
-    end = options.end_of_document or end_of_document(folder.path, folder.saved)
+    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target))
+    end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
     tokenizer = tokenizer_from_file(FileConfig(str(folder.path / TOKENIZER), end))
-    config = configuration(folder, target, end)
+    config = configuration(folder, target, end, model_name(options.source))
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
     model = abstract_model(config, vocabulary)
     folder.check(slots_of(model, folder.family))
@@ -74,12 +75,12 @@ def main(options: ImportOptions) -> int:
     return 0
 
 
-def configuration(folder: Folder, target: Path, end: str) -> TrainConfig:
+def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainConfig:
     """A configuration with the model, its tokenizer and its context, to be completed."""
     exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
     tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
     return TrainConfig(
-        name=folder.path.resolve().name.lstrip(".") or "imported",
+        name=name.lstrip(".") or "imported",
         steps=1,
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),

@@ -27,8 +27,10 @@ A100, H100 = Device("gpu", "NVIDIA A100", "8.0"), Device("gpu", "NVIDIA H100", "
 MI300 = Device("gpu", "AMD Instinct MI300X", "gfx942")
 
 
-def chosen(device: Device, attention: str = "auto", rules: str = "auto", dtype=jnp.bfloat16, head_size: int = 128):
-    return kernels_for(Task(device, rules, jnp.dtype(dtype), head_size), attention)
+def chosen(
+    device: Device, attention: str = "auto", rules: str = "auto", dtype=jnp.bfloat16, head_size: int = 128, cap=None
+):
+    return kernels_for(Task(device, rules, jnp.dtype(dtype), head_size, cap), attention)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,7 @@ def test_splash_knows_its_chip():
         (MI300, "cudnn", {}, "it runs on NVIDIA GPUs, and the devices are AMD Instinct MI300X. `auto` would take xla"),
         (A100, "cudnn", {"dtype": jnp.float32}, "it has no float32; compute.dtype: bfloat16 would work"),
         (A100, "cudnn", {"head_size": 192}, "of 8 wide and 128 at most on a NVIDIA A100, and the model's are 192"),
+        (H100, "cudnn", {"cap": 50.0}, r"it has no cap on scores, and the model has one \(model.score_softcap\)"),
         (H100, "cudnn", {"head_size": 100}, "of 8 wide and 256 at most on a NVIDIA H100, and the model's are 100"),
     ],
 )

@@ -26,12 +26,14 @@ class Task:
     - `rules`: `auto` (the platform's own, if it has any) or `plain`
     - `dtype`: of activations
     - `head_size`: width of a head of attention
+    - `cap`: what bounds its scores; None: nothing
     """
 
     device: Any
     rules: str
     dtype: jnp.dtype
     head_size: int
+    cap: float | None = None
 
     @property
     def platform(self) -> str:
@@ -65,6 +67,8 @@ def _off_cudnn(task: Task) -> str | None:
         return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
     if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
         return f"it runs on NVIDIA GPUs, and the devices are {task.device.device_kind}"
+    if task.cap is not None:
+        return "it has no cap on scores, and the model has one (model.score_softcap)"
     if task.dtype == jnp.float32:
         return "it has no float32; compute.dtype: bfloat16 would work"
     if task.head_size > most or task.head_size % cudnn.HEAD_SIZE_MULTIPLE:

@@ -15,7 +15,7 @@ ATTENTION_NAME = "attention"
 
 
 class Attend(Protocol):
-    """Causal self-attention, softmax(q . k / sqrt(head size)) . v, the softmax in float32.
+    """Causal self-attention, softmax(s) . v with s = q . k / sqrt(head size), the softmax in float32.
 
     A token sees the tokens of its own segment at or before its place, `window` of them at most. Query head n reads
     key/value head n // (heads / kv_heads). The form itself names its output `ATTENTION_NAME` for remat policies, and
@@ -26,10 +26,17 @@ class Attend(Protocol):
     - `k`, `v`: [batch, position, kv_heads, head_size]
     - `segments`: integers [batch, position]; None: one segment
     - `window`: None: no limit
+    - `cap`: softmax(cap * tanh(s / cap)) in place of softmax(s); None: no cap
     """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        window: int | None,
+        cap: float | None = None,
     ) -> jax.Array: ...
 
 
@@ -41,6 +48,7 @@ class Kernels:
     - `attention`: the name of attention's form
     - `project(layer, x)`: the linear layer's product, and its bias
     - `swiglu(gate, up)`: silu(gate) * up
+    - `geglu(gate, up)`: gelu(gate) * up, by the approximation with tanh
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
       all but the product with the weight in float32
     - `rotate(x, angle)`: channel pairs (i, i + half) of the last axis turned by `angle` [..., half], float32 radians
@@ -55,6 +63,7 @@ class Kernels:
     opaque: bool
     project: Callable[[Linear, NamedArray], NamedArray]
     swiglu: Callable[[NamedArray, NamedArray], NamedArray]
+    geglu: Callable[[NamedArray, NamedArray], NamedArray]
     rms_norm: Callable[[NamedArray, NamedArray, float], NamedArray]
     rotate: Callable[[jax.Array, jax.Array], jax.Array]
     attend: Attend

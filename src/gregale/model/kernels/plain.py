@@ -20,6 +20,10 @@ def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
     return hax.nn.silu(gate) * up
 
 
+def geglu(gate: NamedArray, up: NamedArray) -> NamedArray:
+    return hax.nn.gelu(gate, approximate=True) * up
+
+
 def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
     """d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s with s = sigmoid(gate), times `by_output`.
 
@@ -49,13 +53,35 @@ def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q, k, v, segments: jax.Array | None, window: int | None) -> jax.Array:
+def attend(q, k, v, segments: jax.Array | None, window: int | None, cap: float | None = None) -> jax.Array:
+    attended = _attend(q, k, v, segments, window) if cap is None else _attend_capped(q, k, v, segments, window, cap)
+    return checkpoint_name(attended, ATTENTION_NAME)
+
+
+def _attend(q, k, v, segments, window: int | None) -> jax.Array:
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
     local = None if window is None else (window - 1, 0)
-    attended = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="xla"
     )
-    return checkpoint_name(attended, ATTENTION_NAME)
+
+
+def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Array:
+    """JAX's own has no cap."""
+    batch, length, heads, size = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, size)
+    scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
+    if segments is not None:
+        seen = seen & (segments[:, None, None, :, None] == segments[:, None, None, None, :])
+    weights = jax.nn.softmax(jnp.where(seen, capped(scores * size**-0.5, cap), -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(batch, length, heads, size)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap); without a cap `x` itself."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 PLAIN = Kernels(
@@ -64,6 +90,7 @@ PLAIN = Kernels(
     opaque=False,
     project=project,
     swiglu=swiglu,
+    geglu=geglu,
     rms_norm=rms_norm,
     rotate=rotate,
     attend=attend,

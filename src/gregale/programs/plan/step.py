@@ -78,7 +78,7 @@ class Plan:
         cycles = self.target.chip.cycles_per_second
         if self.target.simulated or cycles is None:
             return None
-        kernels = Peak(self.target.flops_per_second, getattr(self.setup.config.model, "sliding_window", None))
+        kernels = Peak(self.target.flops_per_second, getattr(self.setup.config.model, "window_of_all", None))
         rates = Rates(cycles, self.link_rates(between_bytes_per_second), kernels)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 

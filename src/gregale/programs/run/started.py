@@ -35,6 +35,8 @@ def origin_of(config: TrainConfig) -> RunDirectory:
             "model to start from."
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
+    if origin.is_imported:  # its rows are filled up while they are read
+        found = [change for change in found if change.key != "model.vocabulary_multiple"]
     if found:
         raise UserError(
             f"start_from: the model of {origin.path} is of another shape: {'; '.join(map(str, found))}. Take the part "
@@ -56,7 +58,8 @@ def started_state(setup: Setup, tokenizer: Tokenizer) -> TrainState:
             f"start_from: the model of {origin.path} was trained on the tokens of another tokenizer. Take the part "
             f"`data.tokenizer` of {origin.config}."
         )
-    here = replace(theirs, mesh=config.mesh, pipeline=config.pipeline, batch=config.batch, compute=config.compute)
+    own = {name: getattr(config, name) for name in ("model", "mesh", "pipeline", "batch", "compute")}
+    here = replace(theirs, **own)
     model, _, _ = restored_model(origin, set_up(here, tokenizer.vocabulary_size, setup.layout.mesh), None)
     return setup.state_from(model)
 

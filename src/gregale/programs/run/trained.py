@@ -19,6 +19,7 @@ from gregale.programs.run.setup import Setup, set_up
 from gregale.services import run_places
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.compiled import keep_compiled
+from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
 from gregale.services.run_directory import RunDirectory
@@ -51,23 +52,28 @@ def open_trained(name: str, step: int | None, devices: int | MeshConfig | None) 
     Raises `UserError` if there is no such run or checkpoint.
     """
     run = find_run(name)
-    config = run.read_config()
-    if config.sync.evaluates_replicas:
-        devices = None
-    count = None
-    if devices is not None:
-        mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
-        count = mesh.device_count
-        cpu_devices = count if config.cpu_devices and count is not None else config.cpu_devices
-        batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
-        config = replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
+    config = on_devices(run.read_config(), devices)
     start_devices(config.cpu_devices, DistributedConfig())
-    keep_compiled(config.compilation_cache)
-    tokens = load_tokenizer(run.path).vocabulary_size
-    setup = set_up(config, tokens, make_mesh(config.mesh, jax.devices()[:count]))
-
+    setup = set_up_run(run, config)
     model, step, metadata = restored_model(run, setup, step)
     return Trained(run, setup, model, step, metadata)
+
+
+def on_devices(config: TrainConfig, devices: int | MeshConfig | None) -> TrainConfig:
+    """A run's configuration with its model on so many devices, as `open_trained` says."""
+    if devices is None or config.sync.evaluates_replicas:
+        return config
+    mesh = MeshConfig(data=devices) if isinstance(devices, int) else devices
+    cpu_devices = mesh.device_count if config.cpu_devices and mesh.device_count is not None else config.cpu_devices
+    batch = replace(config.batch, microbatches=1)  # which this mesh might not divide; no step is made
+    return replace(config, mesh=mesh, cpu_devices=cpu_devices, pipeline=None, batch=batch)
+
+
+def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
+    """What a run's configuration, or another with its model, becomes on the first of the devices that were started."""
+    keep_compiled(config.compilation_cache)
+    tokens = load_tokenizer(run.path).vocabulary_size
+    return set_up(config, tokens, make_mesh(config.mesh, jax.devices()[: config.mesh.device_count]))
 
 
 def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[object, int, dict]:

@@ -138,6 +138,17 @@ class Checkpoints:
         Raises:
             UserError: there are checkpoints and none is sound, or it does not match the template.
         """
+        step = self.sound_step()
+        return None if step is None else self.read(step, template, partial)
+
+    def sound_step(self) -> int | None:
+        """The step of the newest sound checkpoint, for `read`; None when there is no checkpoint at all.
+
+        Damaged ones are reported and passed over.
+
+        Raises:
+            UserError: there are checkpoints and none is sound.
+        """
         self.wait()
         damaged: list[tuple[int, str]] = []
         step = self._newest_below(None)
@@ -145,7 +156,7 @@ class Checkpoints:
             damage = self._damage(step)
             if damage is None:
                 self._report_damaged(damaged, step)
-                return self._read(step, template, partial)
+                return step
             damaged.append((step, damage))
             step = self._newest_below(step)
         if damaged:
@@ -170,11 +181,15 @@ class Checkpoints:
         Raises:
             UserError: there is no such checkpoint, it is damaged, or it does not match the template.
         """
+        self.check(step)
+        return self.read(step, template, partial)
+
+    def check(self, step: int) -> None:
+        """Raises `UserError` if there is no checkpoint of a step, or it is damaged; else it can be given to `read`."""
         self.wait()
         folder = self._existing(step)
         if damage := self._damage(step):
             raise UserError(f"The checkpoint {folder} is damaged: {damage}. There are the steps {self.steps()}.")
-        return self._read(step, template, partial)
 
     def _existing(self, step: int) -> Place:
         folder = self._directory / folder_name(step)
@@ -206,7 +221,8 @@ class Checkpoints:
                 f"step {used} is used instead."
             )
 
-    def _read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial) -> Restored[Tree]:
+    def read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
+        """Restores a checkpoint that is known to be sound; arguments as for `restore`."""
         folder = self._directory / folder_name(step)
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads(self._shelf.read(step, LEAVES)).items()}
         if isfunction(template):

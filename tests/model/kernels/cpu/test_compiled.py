@@ -38,7 +38,8 @@ def largest_transposed(function, *arguments) -> int:
 @pytest.mark.parametrize(("kernels", "wide"), [(cpu_kernels(), False), (PLAIN, True)], ids=["rules", "plain"])
 def test_no_operand_of_a_gradient_by_weights_is_transposed(kernels, wide):
     keys = jax.random.split(jax.random.key(0), 3)
-    mlp = Mlp(linear(Embed, Wide, 1.0, keys[0]), linear(Embed, Wide, 1.0, keys[1]), linear(Wide, Embed, 1.0, keys[2]))
+    gate, up = (linear(Embed, Wide, 1.0, key) for key in keys[:2])
+    mlp = Mlp(gate, up, linear(Wide, Embed, 1.0, keys[2]), "silu")
     x = hax.random.normal(jax.random.key(1), (Batch, Position, Embed))
 
     def run(x, mlp):

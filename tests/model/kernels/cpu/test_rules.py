@@ -100,6 +100,13 @@ def test_attention(length, window, heads, packed, dtype):
     assert_rule(form, (q, k, v), dtype)
 
 
+def test_attention_with_capped_scores():
+    length = 2 * FEWEST_ROWS + 3
+    q, k, v = (2 * jax.random.normal(jax.random.key(seed), (1, length, 2, 4)) for seed in range(3))
+    segments = (jnp.arange(length) > 40).astype(int)[None]
+    assert_rule(lambda kernels: lambda q, k, v: kernels.attend(q, k, v, segments, 50, 1.5), (q, k, v), jnp.float32)
+
+
 @pytest.mark.parametrize("window", [None, 1, 50, 10_000])
 @pytest.mark.parametrize("length", [1, FEWEST_ROWS, 2 * FEWEST_ROWS + 1, 1000, 1003])
 def test_blocks_are_all_rows_once_with_all_keys_that_they_see(length, window):

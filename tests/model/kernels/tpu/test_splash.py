@@ -29,18 +29,21 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(sizes, "FUSED_UP_TO", 600)
 
 
-# length, window, (heads, kv_heads), head_size, packed, dtype; beyond 600 tokens with a split backward pass.
+# length, window, cap, (heads, kv_heads), head_size, packed, dtype; beyond 600 tokens with a split backward pass.
 CASES = {
-    "odd": (131, None, (1, 1), 136, False, jnp.float32),
-    "grouped": (256, None, (4, 2), 16, True, jnp.float32),
-    "split": (640, 200, (2, 1), 8, True, jnp.float32),
-    "paired": (500, None, (2, 1), 8, True, jnp.float32),
-    "bfloat16": (250, 70, (2, 1), 8, True, jnp.bfloat16),
+    "odd": (131, None, None, (1, 1), 136, False, jnp.float32),
+    "grouped": (256, None, None, (4, 2), 16, True, jnp.float32),
+    "split": (640, 200, None, (2, 1), 8, True, jnp.float32),
+    "paired": (500, None, None, (2, 1), 8, True, jnp.float32),
+    "capped": (200, 70, 1.5, (2, 1), 8, True, jnp.float32),
+    "bfloat16": (250, 70, None, (2, 1), 8, True, jnp.bfloat16),
 }
 
 
-@pytest.mark.parametrize(("length", "window", "heads", "head_size", "packed", "dtype"), CASES.values(), ids=CASES)
-def test_attention(small_blocks, length, window, heads, head_size, packed, dtype):
+@pytest.mark.parametrize(
+    ("length", "window", "cap", "heads", "head_size", "packed", "dtype"), CASES.values(), ids=CASES
+)
+def test_attention(small_blocks, length, window, cap, heads, head_size, packed, dtype):
     q, k, v = (
         2 * jax.random.normal(jax.random.key(seed), (2, length, count, head_size))
         for seed, count in enumerate((heads[0], heads[1], heads[1]))
@@ -48,7 +51,7 @@ def test_attention(small_blocks, length, window, heads, head_size, packed, dtype
     segments = jnp.cumsum(jax.random.bernoulli(jax.random.key(3), 0.02, (2, length)), axis=1) if packed else None
 
     def form(kernels):
-        return lambda q, k, v: kernels.attend(q, k, v, segments, window)
+        return lambda q, k, v: kernels.attend(q, k, v, segments, window, cap)
 
     assert_equal(form, SPLASH, (q, k, v), dtype, BFLOAT16_ROUNDING)
 

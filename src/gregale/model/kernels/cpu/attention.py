@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.kernels import ATTENTION_NAME
+from gregale.model.kernels.plain import capped
 
 MOST_BLOCKS = 4
 FEWEST_ROWS = 128  # in a block; shorter ones cost more in copies than they save in products
@@ -41,20 +42,34 @@ def blocks(length: int, window: int | None) -> Iterator[Block]:
         yield Block(start, min(start + size, length), first)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None) -> jax.Array:
-    return _attend(q, k, v, segments, window)
+class Shown(NamedTuple):
+    """Which scores count, and how: see `Attend`."""
+
+    window: int | None
+    cap: float | None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    window: int | None,
+    cap: float | None = None,
+) -> jax.Array:
+    return _attend(q, k, v, segments, Shown(window, cap))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None) -> jax.Array:
-    return _attend_forward(q, k, v, segments, window)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, shown: Shown) -> jax.Array:
+    return _attend_forward(q, k, v, segments, shown)[0]
 
 
-def _attend_forward(q, k, v, segments, window):
+def _attend_forward(q, k, v, segments, shown):
     q, k, v = _grouped(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
     attended, exponents = [], []
-    for block in blocks(k.shape[2], window):
-        scores = _scores(q, k, segments, window, block)
+    for block in blocks(k.shape[2], shown.window):
+        scores = _seen(capped(_scores(q, k, block), shown.cap), segments, shown.window, block)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -67,8 +82,10 @@ def _attend_forward(q, k, v, segments, window):
     return output, (q, k, v, segments, exponent)
 
 
-def _attend_backward(window: int | None, saved, cotangent):
+def _attend_backward(shown: Shown, saved, cotangent):
     """dv = p^T do, dq = ds k, dk = ds^T q; p the weights, dp = do v^T, ds = p * (dp - sum(p * dp)) / sqrt(size).
+
+    With a cap c, ds has the factor 1 - (s / c)^2, where s is capped.
 
     dv and dk are computed transposed, do^T p and q^T ds, so that no matrix of weights is transposed. The sum is that of
     do * o too, but o is rounded to the dtype of activations.
@@ -76,12 +93,14 @@ def _attend_backward(window: int | None, saved, cotangent):
     q, k, v, segments, exponent = saved
     cotangent = _grouped(cotangent, k.shape[1])
     by_q, by_k, by_v = [], jnp.float32(0), jnp.float32(0)
-    for block in blocks(k.shape[2], window):
-        weights = jnp.exp(_scores(q, k, segments, window, block) - exponent[..., block.rows, :])
+    for block in blocks(k.shape[2], shown.window):
+        scores = capped(_scores(q, k, block), shown.cap)
+        weights = jnp.exp(_seen(scores, segments, shown.window, block) - exponent[..., block.rows, :])
         by_output = cotangent[..., block.rows, :]
         by_weights = _float32_einsum("bkgsd,bktd->bkgst", by_output, v[:, :, block.keys])
         along = jnp.sum(weights * by_weights, axis=-1, keepdims=True)
         by_scores = weights * (by_weights - along) * _scale(q)
+        by_scores = by_scores if shown.cap is None else by_scores * (1 - jnp.square(scores / shown.cap))
         by_q.append(_float32_einsum("bkgst,bktd->bkgsd", by_scores, k[:, :, block.keys]))
         around = ((0, 0), (0, 0), (0, 0), (block.first, k.shape[2] - block.stop))
         by_k += jnp.pad(_float32_einsum("bkgsd,bkgst->bkdt", q[..., block.rows, :], by_scores), around)
@@ -106,9 +125,13 @@ def _scale(q: jax.Array) -> float:
     return q.shape[-1] ** -0.5
 
 
-def _scores(q, k, segments: jax.Array | None, window: int | None, block: Block) -> jax.Array:
-    """q . k / sqrt(size), -inf where a key is not seen: [batch, kv_heads, heads / kv_heads, row, key] of a block."""
-    scores = _float32_einsum("bkgsd,bktd->bkgst", q[..., block.rows, :], k[:, :, block.keys]) * _scale(q)
+def _scores(q, k, block: Block) -> jax.Array:
+    """q . k / sqrt(size): [batch, kv_heads, heads / kv_heads, row, key] of a block."""
+    return _float32_einsum("bkgsd,bktd->bkgst", q[..., block.rows, :], k[:, :, block.keys]) * _scale(q)
+
+
+def _seen(scores, segments: jax.Array | None, window: int | None, block: Block) -> jax.Array:
+    """The scores of a block, -inf where a key is not seen."""
     shape = (block.stop - block.start, block.stop - block.first)
     back = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     back += block.start - block.first

@@ -24,11 +24,21 @@ HOPPER = 9  # of a GPU's compute capability, the number before the point
 HIDDEN = -(2.0**41)  # added to scores; so far from the largest number that cuDNN can subtract two of them
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None) -> jax.Array:
-    """Segments become a bias [batch, 1, position, position], which has to have an even length; it holds the window too.
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    window: int | None,
+    cap: float | None = None,
+) -> jax.Array:
+    """There is no cap: `choice` gives models that have one another form.
+
+    Segments become a bias [batch, 1, position, position], which has to have an even length; it holds the window too.
 
     Without segments nothing is of that size, and the kernel skips what the window hides.
     """
+    assert cap is None
     length = q.shape[1]
     if segments is not None and length % 2:
         q, k, v, segments = (jnp.pad(x, ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, segments))

@@ -27,14 +27,20 @@ class Splash:
     interpret: bool = False
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: jax.Array | None,
+        window: int | None,
+        cap: float | None = None,
     ) -> jax.Array:
         length, heads, head_size = q.shape[1:]
         blocks = blocks_for(self.device_kind, length, window, head_size)
         q = (q * head_size**-0.5).astype(q.dtype)
         q, k, v = (_filled(x, blocks.length).swapaxes(1, 2) for x in (q, k, v))
         ids = None if segments is None else _segment_ids(segments, blocks.length)
-        attended: Any = jax.vmap(_kernel(blocks, heads, window, self.interpret))(q, k, v, ids)
+        attended: Any = jax.vmap(_kernel(blocks, heads, window, cap, self.interpret))(q, k, v, ids)
         return attended.swapaxes(1, 2)[:, :length, :, :head_size]
 
 
@@ -52,7 +58,7 @@ def _segment_ids(segments: jax.Array, length: int):
     return SegmentIds(q=ids, kv=ids)
 
 
-def _kernel(blocks: Blocks, heads: int, window: int | None, interpret: bool):
+def _kernel(blocks: Blocks, heads: int, window: int | None, cap: float | None, interpret: bool):
     """kernel(q [heads, position, size], k, v [kv_heads, position, size], segments) -> like q, scores not scaled."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes long to import
 
@@ -74,6 +80,7 @@ def _kernel(blocks: Blocks, heads: int, window: int | None, interpret: bool):
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=cap,
         residual_checkpoint_name=ATTENTION_NAME,
         interpret=interpret,
     )

@@ -1,0 +1,82 @@
+"""A model by its place: a folder, or a repository of the hub.
+
+`model_folder("org/name@v1.0")` is the folder of that version in the cache of `huggingface_hub` (the extra `hf`), which
+downloads what is missing with the token that it knows (`hf auth login`, or HF_TOKEN). With HF_HUB_OFFLINE=1 nothing is
+asked, and what is in the cache is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gregale.data.sources.base import expand
+from gregale.errors import UserError
+from gregale.files import OF_THE_DISK
+from gregale.huggingface.folder import BESIDE, INDEX, WEIGHTS, weight_files
+
+REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def model_folder(given: str, weights: bool = True) -> Path:
+    """The folder that is named, or that of a repository's snapshot: `ORG/NAME`, `ORG/NAME@REVISION`.
+
+    - `weights`: its tensors too; else what goes with them
+
+    Raises `UserError` if it cannot be had.
+    """
+    path = Path(expand(given))
+    repository = REPOSITORY.fullmatch(given)
+    if path.exists() or repository is None:
+        return path
+    found = _snapshot(given, repository["name"], repository["revision"], BESIDE)
+    if not weights:
+        return found
+    files = weight_files(found) if (found / INDEX).is_file() else [WEIGHTS]
+    return _snapshot(given, repository["name"], found.name, files)  # of the same commit, whatever is pushed meanwhile
+
+
+def model_name(given: str) -> str:
+    """How a model is called: the last part of its place."""
+    repository = REPOSITORY.fullmatch(given)
+    place = Path(expand(given))
+    return repository["name"].partition("/")[2] if repository and not place.exists() else place.resolve().name
+
+
+def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...] | list[str]) -> Path:
+    try:
+        import huggingface_hub  # pyright: ignore[reportMissingImports] -- an optional extra
+        from huggingface_hub import errors  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise UserError(
+            f"{given} is no folder. As the name of a repository of the Hugging Face hub it needs the extra `hf`: pip "
+            "install 'gregale[hf]'."
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files)))
+    except errors.GatedRepoError:
+        problem = (
+            f"the hub gives {name} only to who has accepted its conditions: do so on its page, and log in with "
+            "`hf auth login`, or give a token in HF_TOKEN"
+        )
+    except errors.RepositoryNotFoundError:
+        problem = f"the hub has no repository {name} that your token may read (`hf auth login`, or HF_TOKEN)"
+    except errors.RevisionNotFoundError:
+        problem = f"{name} has no branch, tag or commit {revision}"
+    except errors.LocalEntryNotFoundError as error:
+        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE says not to ask the hub" if offline else _told(error.__cause__ or error)
+        problem = (
+            f"{why}; the cache does not have it. `hf download {name} --local-dir FOLDER`, where there is a network, "
+            "makes a folder of it"
+        )
+    except (OSError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage] -- the client's own
+        if getattr(error, "errno", None) in OF_THE_DISK:
+            raise
+        problem = _told(error)
+    raise UserError(f"{given} is no folder here, and {problem}.")
+
+
+def _told(error: BaseException) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"the hub did not give it ({type(error).__name__}: {first})"

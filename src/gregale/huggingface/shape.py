@@ -1,0 +1,25 @@
+"""`model: {type: huggingface, path: ...}`: the configuration of a run with what a model's folder says of itself."""
+
+from __future__ import annotations
+
+from gregale.data.tokenizers import FileConfig
+from gregale.huggingface.config import read_config
+from gregale.huggingface.folder import CONFIG, TOKENIZER, read_json
+from gregale.huggingface.hub import model_folder
+from gregale.huggingface.tokenizer import end_of_document
+from gregale.model.base import HuggingFaceConfig
+from gregale.model.config import LlamaConfig
+
+
+def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConfig | None]:
+    """The model's shape, and its tokenizer if that is wanted; its weights are not looked at.
+
+    Raises `UserError` if there is no such model, or one that Gregale cannot compute.
+    """
+    folder = model_folder(given.path, weights=False)
+    saved = read_json(folder / CONFIG)
+    _, model = read_config(saved, str(folder / CONFIG))
+    if not given.tokenizer:
+        return model, None
+    end = end_of_document(folder, saved, "model.tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
+    return model, FileConfig(str(folder.absolute() / TOKENIZER), end)

@@ -1,0 +1,138 @@
+"""Parameters on a mesh into files of safetensors: each device's part goes straight to its place in the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gregale.axes.layout import LAYERS, Layout
+from gregale.errors import UserError
+from gregale.huggingface.folder import INDEX, SUFFIX, WEIGHTS, write_json
+from gregale.huggingface.names import Slot
+from gregale.huggingface.safetensors import Plan, Tensor, plan_file
+
+Files = Mapping[str, list[str]]
+"""File name -> names of its tensors, in their order."""
+
+
+def plan_files(folder: Path, files: Files, slots: list[Slot], dtype: np.dtype) -> list[Plan]:
+    """The files of a model; the same in every process, and nothing is written."""
+    places = places_of(slots)
+    shapes = {name: slot.shape for name, (slot, _) in places.items()}
+    return [plan_file(folder / file, {name: shapes[name] for name in names}, dtype) for file, names in files.items()]
+
+
+class Writer:
+    """Writes parameters to files that are there, of their full size; with several processes each what its devices have.
+
+    A layer of a parameter, or one that is no layer's, is on its way at a time: turned and cast by the devices that hold
+    it, and taken from each into its part of the file. Nothing is sent between devices.
+
+    - `layout`: of the parameters
+    """
+
+    def __init__(self, plans: Iterable[Plan], layout: Layout, dtype: np.dtype, report: Callable[[int], None]):
+        """`report`: is told how many bytes of the files are done since it was last told."""
+        self._plans, self._layout, self._dtype, self._report = list(plans), layout, dtype, report
+        self._tensors = {name: tensor for plan in self._plans for name, tensor in plan.tensors.items()}
+
+    def write(self, slot: Slot, parameter: NamedArray) -> None:
+        """Writes a parameter, whose axes may be longer than the slot's: the padding of a vocabulary is left out.
+
+        Raises `UserError` if a value is too large for the dtype.
+        """
+        turned = self._turning(slot, parameter)
+        for layer in (None,) if slot.layers is None else range(slot.layers):
+            tensor = self._tensors[slot.name(layer)]
+            found, is_finite = turned(parameter.array, layer or 0)
+            if self._dtype.itemsize < parameter.dtype.itemsize and not is_finite:
+                raise UserError(
+                    f"dtype: {tensor.name} has values that are too large for {self._dtype}; bfloat16 or float32 holds "
+                    "them."
+                )
+            _put(found, tensor, slot)
+            self._report(tensor.end - tensor.begin)
+
+    def finish(self) -> None:
+        """Waits until the disk has what this process wrote."""
+        for plan in self._plans:
+            with open(plan.path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def _turning(self, slot: Slot, parameter: NamedArray) -> Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]:
+        """From a parameter and a layer to the tensor with the axes of the file, and whether all of it is finite."""
+        own = [axis.name for axis in parameter.axes if axis.name != LAYERS]
+        order = tuple(own.index(name) for name in slot.flat)
+        stacked, dtype = slot.layers is not None, self._dtype
+        assert not stacked or parameter.axes[0].name == LAYERS
+
+        def turned(array: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
+            part = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False) if stacked else array
+            found = part.transpose(order).astype(dtype)
+            return found, jnp.isfinite(found).all()
+
+        everywhere = NamedSharding(self._layout.mesh, PartitionSpec())
+        return jax.jit(turned, out_shardings=(self._layout.sharding(slot.flat, self._layout.params), everywhere))
+
+
+def _put(found: jax.Array, tensor: Tensor, slot: Slot) -> None:
+    """Writes the parts that the devices of this process have; of equal ones one."""
+    target = tensor.mapped(writable=True).reshape(slot.flat_shape)
+    for shard in found.addressable_shards:
+        if shard.replica_id == 0:
+            index = [part.indices(size) for part, size in zip(shard.index, found.shape, strict=True)]
+            within = [slice(start, min(stop, size)) for (start, stop, _), size in zip(index, target.shape, strict=True)]
+            if all(part.start < part.stop for part in within):
+                target[tuple(within)] = np.asarray(shard.data)[tuple(slice(part.stop - part.start) for part in within)]
+
+
+def places_of(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
+    """Tensor's name -> its slot and layer, in the order in which a model computes: layer by layer."""
+    layers = max(slot.layers or 0 for slot in slots)
+    outside = [slot for slot in slots if slot.layers is None]
+    places: dict[str, tuple[Slot, int | None]] = {outside[0].hub: (outside[0], None)}
+    for layer in range(layers):
+        places |= {slot.name(layer): (slot, layer) for slot in slots if slot.layers is not None}
+    return places | {slot.hub: (slot, None) for slot in outside[1:]}
+
+
+def bytes_of(slots: list[Slot], dtype: np.dtype) -> dict[str, int]:
+    """Tensor's name -> its bytes, in the same order."""
+    return {name: prod(slot.shape) * dtype.itemsize for name, (slot, _) in places_of(slots).items()}
+
+
+def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Tensors to files of at most `limit` bytes, named as the hub names them; a larger tensor has a file of its own."""
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if parts[-1] and filled + size > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += size
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {f"model-{n:05}-of-{len(parts):05}{SUFFIX}": part for n, part in enumerate(parts, 1)}
+
+
+def files_as(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
+    """The files of an index."""
+    return {
+        file: [name for name in weight_map if weight_map[name] == file] for file in sorted(set(weight_map.values()))
+    }
+
+
+def write_index(folder: Path, files: Files, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
+    """The index of several files. `before`: the metadata of the index that the model came with."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    write_json(folder / INDEX, {"metadata": {**before, "total_size": sum(sizes.values())}, "weight_map": weight_map})

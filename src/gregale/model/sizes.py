@@ -1,0 +1,152 @@
+"""The sizes of a decoder: its configuration keys, and the named axes that they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from haliax import Axis
+
+from gregale.axes.layout import EMBED, LAYERS
+from gregale.errors import KeyedError, UserError
+from gregale.model.base import SHAPE, ModelConfig
+from gregale.settings import whole
+
+
+@dataclass(frozen=True)
+class Sizes(ModelConfig):
+    """What decides on the shapes of the parameters of a decoder-only model."""
+
+    layers: int = field(
+        default=12,
+        metadata={
+            "help": "number of layers",
+            "range": whole(1, 100_000),
+            "aliases": ("n_layers", "num_layers", "n_layer", "num_hidden_layers", "depth"),
+            "fixed": SHAPE,
+        },
+    )
+    hidden: int = field(
+        default=768,
+        metadata={
+            "help": "width of the residual stream",
+            "range": whole(1),
+            "aliases": ("hidden_size", "dim", "d_model", "n_embd", "hidden_dim", "embed_dim", "width", "embed"),
+            "fixed": SHAPE,
+        },
+    )
+    heads: int = field(
+        default=12,
+        metadata={
+            "help": "query heads",
+            "range": whole(1),
+            "aliases": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+            "fixed": SHAPE,
+        },
+    )
+    kv_heads: int | None = field(
+        default=None,
+        metadata={
+            "help": "key and value heads; null: as many as heads",
+            "range": whole(1),
+            "aliases": ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
+            "fixed": SHAPE,
+        },
+    )
+    head_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "width of a head; null: hidden / heads",
+            "range": whole(1),
+            "aliases": ("head_dim", "d_head", "d_kv"),
+            "fixed": SHAPE,
+        },
+    )
+    mlp: int = field(
+        default=2048,
+        metadata={
+            "help": "width of the gated layer",
+            "range": whole(1),
+            "aliases": ("intermediate_size", "ffn_dim", "mlp_dim", "d_ff", "ffn_hidden_size", "mlp_size"),
+            "fixed": SHAPE,
+        },
+    )
+    vocabulary: int | None = field(
+        default=None,
+        metadata={
+            "help": "rows of the tables; null: the tokenizer's",
+            "range": whole(1),
+            "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
+            "fixed": SHAPE,
+        },
+    )
+    vocabulary_multiple: int = field(
+        default=1,
+        metadata={"help": "vocabulary is filled up to it, without logits", "range": whole(1), "fixed": SHAPE},
+    )
+    tied_head: bool = field(
+        default=False,
+        metadata={
+            "help": "the output head is the embedding table",
+            "aliases": ("tie_word_embeddings", "tie_embeddings", "tied_embeddings", "weight_tying"),
+            "fixed": SHAPE,
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.vocabulary_multiple > 1 and self.vocabulary is None:
+            raise KeyedError(
+                "vocabulary_multiple",
+                f"is {self.vocabulary_multiple}",
+                ", but vocabulary is null, which is the tokenizer's and filled up already; give the rows of a table.",
+            )
+        if self.head_size is None and self.hidden % self.heads:
+            raise UserError(
+                f"model.hidden is {self.hidden} and model.heads is {self.heads}: {self.hidden} / {self.heads} = "
+                f"{self.hidden / self.heads:.4g} is not a whole head size. Choose heads that divide {self.hidden}, or "
+                f"set model.head_size."
+            )
+        if self.heads % self.KvHeads.size:
+            raise UserError(
+                f"model.heads is {self.heads} and model.kv_heads is {self.kv_heads}: each key and value head serves "
+                f"heads / kv_heads query heads, and {self.heads} / {self.kv_heads} is not a whole number."
+            )
+        if self.HeadSize.size % 2:
+            raise UserError(f"model.head_size is {self.HeadSize.size}; rotary embeddings need an even one.")
+
+    @property
+    def Layers(self) -> Axis:
+        return Axis(LAYERS, self.layers)
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden)
+
+    @property
+    def Heads(self) -> Axis:
+        return Axis("heads", self.heads)
+
+    @property
+    def KvHeads(self) -> Axis:
+        return Axis("kv_heads", self.kv_heads or self.heads)
+
+    @property
+    def HeadSize(self) -> Axis:
+        return Axis("head_size", self.head_size or self.hidden // self.heads)
+
+    @property
+    def head_width(self) -> int:
+        return self.HeadSize.size
+
+    @property
+    def Mlp(self) -> Axis:
+        return Axis("mlp", self.mlp)
+
+    def split_axes(self) -> dict[str, tuple[str, Axis]]:
+        """Configuration key -> (meaning, axis) of every axis that a mesh may split."""
+        return {
+            "model.hidden": ("the width of the residual stream", self.Embed),
+            "model.heads": ("the query heads", self.Heads),
+            "model.kv_heads": ("the key and value heads", self.KvHeads),
+            "model.mlp": ("the width of the gated layer", self.Mlp),
+        }
