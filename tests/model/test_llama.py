@@ -245,7 +245,7 @@ def test_decode_equals_the_full_forward(name, apart):
     model = model.unstacked() if apart else model
     width, lengths = 7, np.array([5, 7])
     first = hax.named(width - lengths, (Rows,))
-    slots = width if model.config.sliding_window == 3 else POSITIONS + 2  # fewer than tokens: slots are written again
+    slots = width if model.config.window_of_all == 3 else POSITIONS + 2  # fewer than tokens: slots are written again
     prefill = jax.jit(lambda tokens: model.prefill(tokens, first, slots, run))
     decode = jax.jit(lambda tokens, caches, place: model.decode(tokens, caches, place, first, run))
     prompts = [np.concatenate([np.full(width - n, 9), row[:n]]) for row, n in zip(tokens, lengths, strict=True)]

@@ -73,7 +73,7 @@ def test_devices_give_the_plain_loss(data, model):
 
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (1, 8)])
 def test_capped_logits_and_rows_without_any(data, model):
-    """As `model.logit_softcap` and `model.vocabulary_multiple` have it: 20 of 24 rows are tokens."""
+    """As `model.logit_softcap` and `model.row_multiple` have it: 20 of 24 rows are tokens."""
     hidden, head, targets, weights = inputs()
     arguments = (hidden, head, targets % 20, weights)
     layout = layout_of(1, data, model)

@@ -141,7 +141,7 @@ def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub,
         ["--sync.type", "diloco", "--sync.period", "2"],
         ["--sync.type", "streaming_diloco", "--sync.period", "2", "--sync.fragments", "2", "--sync.delay", "1"],
         ["--mesh.stage", "2", "--mesh.replica", "1", "--pipeline.repeats", "1"],
-        ["--mesh.model", "2", "--mesh.data", "2", "--model.vocabulary_multiple", "8"],
+        ["--mesh.model", "2", "--mesh.data", "2", "--model.row_multiple", "8"],
     ],
     ids=["diloco", "streaming", "pipeline", "split vocabulary"],
 )

@@ -142,7 +142,7 @@ class LlamaConfig(Sizes):
 
     @property
     def logits(self) -> Logits:
-        return Logits(self.logit_softcap, self.vocabulary if self.vocabulary_multiple > 1 else None)
+        return Logits(self.logit_softcap, self.vocabulary if self.row_multiple > 1 else None)
 
     @property
     def window_of_all(self) -> int | None:
@@ -250,7 +250,7 @@ class ComputeConfig(Settings):
     )
     gather: str = field(
         default="per_layer",
-        metadata={"help": "weights over data: per_layer (ZeRO-3) or per_step (kept)", "choices": GATHER},
+        metadata={"help": "weights over data: ZeRO-3, or kept", "choices": GATHER},
     )
     remat: str = field(
         default="full",
@@ -261,7 +261,7 @@ class ComputeConfig(Settings):
         },
     )
     unroll: int | None = field(
-        default=None, metadata={"help": "layers unrolled in the layer scan; null: by backend", "range": whole(1)}
+        default=None, metadata={"help": "layers unrolled in the scan; null: by backend", "range": whole(1)}
     )
     rules: str = field(
         default="auto",
@@ -276,7 +276,7 @@ class ComputeConfig(Settings):
         },
     )
     loss_block: int = field(
-        default=1024, metadata={"help": "tokens whose logits are held at a time, a device", "range": whole(1)}
+        default=1024, metadata={"help": "tokens whose logits are held at a time", "range": whole(1)}
     )
     compiler_options: CompilerOptions = field(
         default_factory=dict,

@@ -73,15 +73,15 @@ class Sizes(ModelConfig):
     vocabulary: int | None = field(
         default=None,
         metadata={
-            "help": "rows of the tables; null: the tokenizer's",
+            "help": "rows of tables; null: the tokenizer's",
             "range": whole(1),
             "aliases": ("vocab_size", "vocab", "vocabulary_size", "n_vocab"),
             "fixed": SHAPE,
         },
     )
-    vocabulary_multiple: int = field(
+    row_multiple: int = field(
         default=1,
-        metadata={"help": "vocabulary is filled up to it, without logits", "range": whole(1), "fixed": SHAPE},
+        metadata={"help": "rows are filled up to it, without logits", "range": whole(1), "fixed": SHAPE},
     )
     tied_head: bool = field(
         default=False,
@@ -94,10 +94,10 @@ class Sizes(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.vocabulary_multiple > 1 and self.vocabulary is None:
+        if self.row_multiple > 1 and self.vocabulary is None:
             raise KeyedError(
-                "vocabulary_multiple",
-                f"is {self.vocabulary_multiple}",
+                "row_multiple",
+                f"is {self.row_multiple}",
                 ", but vocabulary is null, which is the tokenizer's and filled up already; give the rows of a table.",
             )
         if self.head_size is None and self.hidden % self.heads:

@@ -92,7 +92,7 @@ class TrainConfig(Settings):
     seed: int = field(
         default=0,
         metadata={
-            "help": "of the initial weights and the data order",
+            "help": "of initial weights and data order",
             "range": whole(0, 2**32 - 1),
             "aliases": ("random_seed", "data_seed"),
             "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),

@@ -154,7 +154,7 @@ def padded_vocabulary(config: TrainConfig, tokens: int) -> Axis:
             f"model.vocabulary is {wanted}, but the tokenizer has {tokens} tokens; it has to be at least {tokens}, or "
             f"null for the tokenizer's own, padded to a multiple of {VOCABULARY_MULTIPLE}."
         )
-    multiple = VOCABULARY_MULTIPLE if wanted is None else getattr(config.model, "vocabulary_multiple", 1)
+    multiple = VOCABULARY_MULTIPLE if wanted is None else getattr(config.model, "row_multiple", 1)
     return Axis("vocab", -(-(wanted or tokens) // multiple) * multiple)
 
 
@@ -167,7 +167,7 @@ def checked_layout(config: TrainConfig, mesh: Mesh, Vocab: Axis) -> Layout:
         {
             "batch.size": ("the sequences of a step", Axis(BATCH, batch.size)),
             **config.model.split_axes(),
-            "model.vocabulary": ("the vocabulary, which model.vocabulary_multiple fills up,", Vocab),
+            "model.vocabulary": ("the vocabulary, which model.row_multiple fills up,", Vocab),
         },
     )
     rows = rows_per_part(batch.size, layout, batch.microbatches)

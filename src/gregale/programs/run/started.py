@@ -36,7 +36,7 @@ def origin_of(config: TrainConfig) -> RunDirectory:
         )
     found = [change for change in changes(theirs.model, config.model, "model") if change.fixed]
     if origin.is_imported:  # its rows are filled up while they are read
-        found = [change for change in found if change.key != "model.vocabulary_multiple"]
+        found = [change for change in found if change.key != "model.row_multiple"]
     if found:
         raise UserError(
             f"start_from: the model of {origin.path} is of another shape: {'; '.join(map(str, found))}. Take the part "
