@@ -61,17 +61,20 @@ def by_oracle(model: Llama, batch) -> list[float]:
         positions, segments = plain["positions"][row], plain["segment_ids"][row]
         x = weights["embedding"][tokens]
         for layer in range(config.layers):
-            taken = oracle.rms_norm(x, weights["attention_norm"][layer], config.norm_epsilon)
+            taken = oracle.rms_norm(x, weights["attention_norm"][layer], config)
             q, k = (
                 np.stack(
-                    [oracle.rotate(taken @ each, positions, config) for each in weights[name][layer].swapaxes(0, 1)]
+                    [
+                        oracle.rotate(taken @ each, positions, config, layer)
+                        for each in weights[name][layer].swapaxes(0, 1)
+                    ]
                 )
                 for name in ("query", "key")
             )
             pairs = by_pairs(q.swapaxes(0, 1)[None], k.swapaxes(0, 1)[None], np.asarray(segments)[None], None)
             found[layer] = max(found[layer], pairs.max())
             x = x + oracle.attention(taken, weights, layer, positions, segments, config)
-            taken = oracle.rms_norm(x, weights["mlp_norm"][layer], config.norm_epsilon)
+            taken = oracle.rms_norm(x, weights["mlp_norm"][layer], config)
             gate, up = taken @ weights["gate"][layer], taken @ weights["up"][layer]
             x = x + (gate * jax.nn.sigmoid(gate) * up) @ weights["down"][layer]
     return found
