@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -61,14 +62,10 @@ def by_oracle(model: Llama, batch) -> list[float]:
         positions, segments = plain["positions"][row], plain["segment_ids"][row]
         x = weights["embedding"][tokens]
         for layer in range(config.layers):
+            turned = partial(oracle.rotate, positions=positions, config=config, layer=layer)
             taken = oracle.rms_norm(x, weights["attention_norm"][layer], config)
             q, k = (
-                np.stack(
-                    [
-                        oracle.rotate(taken @ each, positions, config, layer)
-                        for each in weights[name][layer].swapaxes(0, 1)
-                    ]
-                )
+                np.stack([turned(taken @ each) for each in weights[name][layer].swapaxes(0, 1)])
                 for name in ("query", "key")
             )
             pairs = by_pairs(q.swapaxes(0, 1)[None], k.swapaxes(0, 1)[None], np.asarray(segments)[None], None)
