@@ -375,7 +375,7 @@ def test_the_shape_and_the_tokenizer_of_a_model_of_the_hub(inputs, hub, cache, m
         assert config.model == open_folder(hub).model
         assert config.data.tokenizer == FileConfig(str(hub / "tokenizer.json"), "<|end_of_document|>")
         assert replace(config, model=tiny.model, data=tiny.data) == tiny
-        assert configured("--model.tokenizer", "false").data == tiny.data
+        assert configured("--model.with_tokenizer", "false").data == tiny.data
         bpe = configured("--data.tokenizer.type", "bpe", "--model.path", "org/tiny")
         assert (bpe.model, bpe.data.tokenizer) == (config.model, BpeConfig())
         with pytest.raises(UserError, match=r"model\.path: org/tiny@v3 is no folder here"):

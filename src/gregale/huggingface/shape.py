@@ -19,7 +19,7 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     folder = model_folder(given.path, weights=False)
     saved = read_json(folder / CONFIG)
     _, model = read_config(saved, str(folder / CONFIG))
-    if not given.tokenizer:
+    if not given.with_tokenizer:
         return model, None
-    end = end_of_document(folder, saved, "model.tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
+    end = end_of_document(folder, saved, "model.with_tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
     return model, FileConfig(str(folder.absolute() / TOKENIZER), end)

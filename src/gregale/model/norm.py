@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import equinox as eqx
 import haliax as hax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from gregale.model.config import LlamaConfig
@@ -22,7 +23,7 @@ class RmsNorm(eqx.Module):
     @staticmethod
     def init(Over: Axis | tuple[Axis, ...], config: LlamaConfig) -> RmsNorm:
         """One that multiplies by 1."""
-        return RmsNorm(hax.full(Over, 1 - config.norm_offset), config.norm_epsilon, config.norm_offset)
+        return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
         """[..., *Over] -> the same, in the dtype of `x`; the mean is that of all of its axes together."""

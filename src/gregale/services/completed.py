@@ -19,9 +19,9 @@ def completed(config: Any) -> Any:
     given = getattr(config, "model", None)
     if not isinstance(given, HuggingFaceConfig):
         return config
-    wanted = isinstance(config.data.tokenizer, BytesConfig) and given.tokenizer
+    wanted = isinstance(config.data.tokenizer, BytesConfig) and given.with_tokenizer
     try:
-        model, tokenizer = shape_and_tokenizer(replace(given, tokenizer=wanted))
+        model, tokenizer = shape_and_tokenizer(replace(given, with_tokenizer=wanted))
     except UserError as error:
         raise UserError(f"model.path: {error}") from None
     data = config.data if tokenizer is None else replace(config.data, tokenizer=tokenizer)

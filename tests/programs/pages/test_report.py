@@ -265,7 +265,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
         (["report"], "RUNS is missing"),
         (["report", "nowhere"], "nowhere is not a run directory"),
         (["report", "small", "--output", "page.pdf"], "its name has to end with .html"),
-        (["report", "small", "--output", "no/page.html"], "there is no folder no"),
+        (["report", "small", "--output", "no/page.html"], "there is no folder 'no'"),
         (["report", "small", "--plan", "none.json"], "there is no file none.json"),
         (["report", "small", "--plan", "small/config.yaml"], "is not what `gregale plan CONFIG --json` prints"),
     ],
