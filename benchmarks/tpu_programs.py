@@ -108,17 +108,29 @@ def planned(row: Row, until: str, folder: Path, *overrides: str) -> dict[str, An
 
 def figures(report: dict[str, Any], remat: str) -> dict[str, Any]:
     """What the table has of a report."""
-    overlap = report["overlap"].values()
+    overlap, memory = report["overlap"].values(), report["memory"]
     sent, hidden = (sum(each[key] for each in overlap) for key in ("bytes", "asynchronous"))
     return {
         "remat": remat,
         "fits": report["fits"],
-        "peak": report["memory"]["peak"],
-        "closed_form": report["memory"]["closed_form"],
+        "peak": memory["peak"],
+        "closed_form": memory["closed_form"],
         "synchronous": sent - hidden,
         "overlaps": 2 * hidden >= sent,
+        "least": least(report["roofline"], sent - hidden),
         "estimate": report["estimate"],
     }
+
+
+def least(bound: dict[str, Any], synchronous: int) -> dict[str, float]:
+    """Seconds of a step with its products at the chip's peak, waiting for what is synchronous or between slices.
+
+    And the utilisation that it could have so. No compiler is asked what the products take in fact.
+    """
+    sent, links = bound["sent_bytes"], bound["link_seconds"]
+    waited = synchronous * links["inside slice"] / max(1.0, sent["inside slice"]) + links["between slices"]
+    seconds = max(bound["compute_seconds"], bound["memory_seconds"], bound["host_seconds"]) + waited
+    return {"seconds": seconds, "utilisation": bound["mfu_bound"] * bound["step_seconds_overlapped"] / seconds}
 
 
 def before(row: Row, until: str, folder: Path) -> dict[str, Any]:
@@ -167,7 +179,16 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         return " / ".join(show(of[when]) or "-" for when in ("before", "now"))
 
     timed = any(of[when]["estimate"] for of in rows.values() for when in ("before", "now"))
-    headings = ["model", "slices", "tokens", "remat now", "peak GiB (fits)", "synchronous GB"]
+    headings = [
+        "model",
+        "slices",
+        "tokens",
+        "remat now",
+        "peak GiB (fits)",
+        "synchronous GB",
+        "s at least",
+        "utilisation at most",
+    ]
     headings += ["seconds", "utilisation"] if timed else []
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for of in rows.values():
@@ -178,6 +199,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             f"`{of['now']['remat']}`",
             both(of, peak),
             both(of, lambda found: f"{found['synchronous'] / 1e9:.1f}"),
+            both(of, lambda found: f"{found['least']['seconds']:.2f}"),
+            both(of, lambda found: f"{found['least']['utilisation']:.0%}"),
             both(of, lambda found: estimated(found, "seconds", "{:.2f}")),
             both(of, lambda found: estimated(found, "utilisation", "{:.0%}")),
         )
