@@ -135,13 +135,15 @@ def end_of(connection: socket.socket) -> bool:
     return True
 
 
-def test_two_that_live_and_have_one_number_are_both_named_and_all_are_told(joining, capfd):
-    first, older, other = (joining(process, 4) for process in (0, 1, 2))
+def test_two_that_live_and_have_one_number_are_both_named_and_all_are_told(joining, port):
+    first, older, other = (joining(process, 5) for process in (0, 1, 2))
     told = []
-    for call in (joining(1, 4), older, first, other):
-        with pytest.raises(UserError) as caught:
-            call.result(30)
-        told.append(str(caught.value))
+    with joined(port, 4, 5, "there") as watcher:
+        heard(watcher, "missing process 3 of 5")  # so the others are in, and are told what happens now
+        for call in (joining(1, 5), older, first, other):
+            with pytest.raises(UserError) as caught:
+                call.result(30)
+            told.append(str(caught.value))
     here = r"process 1 \([\w.-]+, pid \d+\)"
     wanted = rf"distributed\.process is 1 for two processes, {here} and {here}: each needs a number of its own, .*"
     assert re.fullmatch(wanted, told[0])
