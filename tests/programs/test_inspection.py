@@ -90,9 +90,8 @@ def test_they_are_numpys_of_the_checkpoints_around_the_step(method, inspected):
     assert line["inspection_seconds"] > 0
 
 
-def test_no_bit_of_a_run_is_another(method, whole, inspected):
-    if method != "psdp":
-        pytest.skip("the undisturbed run is one of PSDP")
+@pytest.mark.parametrize("method", ["psdp"], indirect=True, scope="module")  # as the undisturbed run is
+def test_no_bit_of_a_run_is_another(whole, inspected):
     assert_same_state(inspected, whole, 12)
     assert losses(inspected) == [(step, loss) for step, loss in losses(whole) if step in (5, 6, 10, 12)]
     evaluations = [[line for line in lines(run) if "eval_loss" in line] for run in (inspected, whole)]
