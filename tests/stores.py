@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 BUCKET = "bucket"
@@ -31,7 +32,7 @@ def free_port() -> int:
 def s3_server() -> Iterator[str]:
     """The endpoint of an S3 stand-in that has a bucket."""
     port = free_port()
-    with _served([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
+    with _served([sys.executable, str(Path(__file__).with_name("s3.py")), str(port)], port):
         make_bucket(f"http://127.0.0.1:{port}", BUCKET)
         yield f"http://127.0.0.1:{port}"
 
