@@ -15,8 +15,8 @@ import pytest
 from gregale.cli import main
 from gregale.programs.watch.command import runs_of
 from gregale.services.run_lock import training
+from tests.ports import free_port
 from tests.services.runs import step_line, write_lines, write_run
-from tests.stores import free_port
 
 
 @pytest.fixture
