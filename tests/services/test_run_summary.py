@@ -67,13 +67,25 @@ def test_a_run_with_tasks_alone_is_complete_when_they_are_scored(tmp_path):
     assert state_of(run) is State.COMPLETE
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "state"), [(20, None, State.COMPLETE), (20, 5, State.STOPPED), (9, 5, State.COMPLETE)]
-)
-def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, every, state):
-    """An evaluation after its last step is the end's, unless it was its turn."""
-    others = {"steps": steps, "evaluation": {"every": every}, "islands": {"lighthouse": "a:1"}}
-    assert state_of(write_run(tmp_path / "a", 10, saved=10, evaluated=True, **others)) is state
+NO_TEXT = {"held_out": 0, "validation": {}}
+
+
+@pytest.mark.parametrize(("done", "left"), [(10, {"evaluated": True}), (9, {"data": NO_TEXT})])
+@pytest.mark.parametrize("steps", [9, 20])
+def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, done, left):
+    """Whether its last step was logged (not each of them may be), and whether it was its turn to evaluate after it."""
+    others = {"steps": steps, "evaluation": {"every": 5}, "islands": {"lighthouse": "a:1"}, **left}
+    for name, metadata, state in (
+        ("of an earlier version", {}, State.STOPPED),
+        ("left", {"islands": {"complete": False}}, State.STOPPED),
+        ("complete", {"islands": {"complete": True}}, State.COMPLETE),
+    ):
+        assert state_of(write_run(tmp_path / name, done, saved=10, metadata=metadata, **others)) is state, name
+
+
+def test_an_island_whose_last_evaluation_was_not_written_has_stopped(tmp_path):
+    metadata, others = {"islands": {"complete": True}}, {"islands": {"lighthouse": "a:1"}}
+    assert state_of(write_run(tmp_path / "a", 10, saved=10, metadata=metadata, **others)) is State.STOPPED
 
 
 def test_who_holds_the_lock_trains(tmp_path):

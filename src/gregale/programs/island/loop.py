@@ -93,7 +93,8 @@ class IslandLoop(Loop):
                     log.took(stepper.step, report, figures)
                     state, finish = stepper.follow(state)
                     step = stepper.step
-                    self._between(stepper, state, step, log, traffic, consumed)
+                    if finish is None:  # else what is saved, below, is the state at the end
+                        self._between(stepper, state, step, log, traffic, consumed)
             log.catch_up()
         except TooManySkipped as error:
             raise UserError(f"{error} {after_skipping(state)}") from None
@@ -142,6 +143,7 @@ class IslandLoop(Loop):
                 "seen": stepper.seen(),
                 "holder": guide.holder,
                 "used": guide.used(stepper.batches),
+                "complete": self.complete,
             },
         }
 
