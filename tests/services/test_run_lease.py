@@ -38,16 +38,18 @@ def of_another_machine() -> _Lease:
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(s3):
+    reports: list[str] = []
     with subprocess.Popen([sys.executable, "-c", HOLD, str(s3)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"held\n"
-        reports: list[str] = []
-        with pytest.raises(UserError) as caught, training(s3, reports.append, 5 * BEAT_SECONDS):
-            pass
-        assert f"{s3} is being trained by process {process.pid} on" in str(caught.value)
-        assert "Two would write over each other's checkpoints" in str(caught.value)
-        assert "looking for 5 s whether it still is" in reports[0]
-        process.send_signal(signal.SIGKILL)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            with pytest.raises(UserError) as caught, training(s3, reports.append, 5 * BEAT_SECONDS):
+                pass
+            assert f"{s3} is being trained by process {process.pid} on" in str(caught.value)
+            assert "Two would write over each other's checkpoints" in str(caught.value)
+            assert "looking for 3 s whether it still is" in reports[0]
+        finally:
+            process.send_signal(signal.SIGKILL)
     reports.clear()
     with training(s3, reports.append, BEAT_SECONDS) as check:
         assert reports == [], "the process is gone from this machine: nothing to wait for"
