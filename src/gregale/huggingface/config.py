@@ -50,7 +50,9 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
     given = {**DEFAULTS, **family.defaults, **saved}
     for key in SIZES:
         if not isinstance(size := given.get(key), int) or not 0 < size <= LARGEST:
-            raise UserError(f"{place}: {key} is {size!r}; it has to be there, and a whole number from 1 to {LARGEST:,}.")
+            raise UserError(
+                f"{place}: {key} is {size!r}; it has to be there, and a whole number from 1 to {LARGEST:,}."
+            )
     for key, only in (ONLY | dict(family.only)).items():
         if given.get(key, only) not in (only, None):
             raise UserError(f"{place}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")

@@ -121,10 +121,10 @@ def _first(path: Path, patterns: tuple[str, ...]) -> str | None:
 def weight_files(path: Path) -> list[str]:
     """The files that the index of a folder names."""
     place = read_json(path / INDEX).get("weight_map")
-    names = sorted(set(place.values())) if isinstance(place, dict) else []
+    names = list(place.values()) if isinstance(place, dict) else []
     if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
         raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
-    return names
+    return sorted(set(names))
 
 
 def read_json(path: Place) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class CameWith:
 
     @property
     def dtype(self) -> str:
-        found = self.config.get("dtype", self.config.get("torch_dtype"))
+        found = self.config.get("dtype") or self.config.get("torch_dtype")
         return found if found in DTYPES else "float32"
 
 

@@ -53,6 +53,12 @@ def main(options: ImportOptions) -> int:
     beyond = rowless(folder.path, folder.model.vocabulary or 0)
     text = text_without(folder.path, beyond)
     tokenizer = LibraryTokenizer(text, end, str(folder.path / TOKENIZER))
+    if (rows := folder.model.vocabulary or 0) < tokenizer.vocabulary_size:
+        raise UserError(
+            f"{folder.path}: the model has {rows} rows, and the tokenizer {tokenizer.vocabulary_size} tokens: some "
+            "that texts consist of have none. They are not of one model, or its tables were not made longer with "
+            "tokens that were added."
+        )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
     model = abstract_model(config, vocabulary)
     folder.check(slots_of(model, folder.family))
@@ -63,7 +69,7 @@ def main(options: ImportOptions) -> int:
         copy_beside(folder.path, run.huggingface)
         if beyond:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
-        if "dtype" not in folder.saved and "torch_dtype" not in folder.saved:  # for `export`, which has no files then
+        if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # `export` of a run has no files to ask
             write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
         check_tied(folder)
         done = 0
