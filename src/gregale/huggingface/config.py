@@ -76,8 +76,8 @@ def _check_whole(given: Mapping[str, Any], place: str) -> None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise UserError(
             f"{place}: quantization_config is there (quant_method {method!r}): a quantised model, which Gregale does "
-            "not read. Take the model that it was made of; of one that the tool that quantised it has made whole again, "
-            "take the key out."
+            "not read. Take the model that it was made of; where the tool that quantised it made it whole again, take "
+            "the key out."
         )
 
 
@@ -108,7 +108,7 @@ def _rotary(given: Mapping[str, Any], family: Family, windows: bool, place: str)
     found = said(rope)
     if new and old and said(old) != found:
         raise UserError(
-            f"{place}: rope_parameters and rope_scaling are both there, and differ; take out the one that does not hold."
+            f"{place}: rope_parameters and rope_scaling are both there, and differ; take out what does not hold."
         )
     if not windows or LOCAL_BASE not in family.keys or local["rope_theta"] is None:
         return found
@@ -194,6 +194,8 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         return {}
     window, full = config.sliding_window, config.full_layers
     fields: dict[str, Any] = {"sliding_window": window}
+    if window is None and family.full_every is not None:  # transformers wants a number, though no layer has a window
+        fields["sliding_window"] = family.defaults["sliding_window"]
     if family.has_layer_types:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":

@@ -54,8 +54,8 @@ class Tensor:
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, by name; their values are not read.
 
-    Raises `UserError` if the file is cut off or damaged, if its tensors do not fill it one behind the other, or if it has
-    numbers that are no floats.
+    Raises `UserError` if the file is cut off or damaged, if its tensors do not fill it one behind the other, or if it
+    has numbers that are no floats.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
