@@ -25,6 +25,8 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ({"num_key_value_heads": 3}, "model.kv_heads is 3"),
         ({"rms_norm_eps": 0.0}, "norm_epsilon is 0"),
         ({"rms_norm_eps": "x"}, "is damaged: a number"),
+        ({"rope_theta": "x"}, "is damaged: a number"),
+        ({"rope_theta": 10**400}, "is damaged: a number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),

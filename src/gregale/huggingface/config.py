@@ -64,7 +64,9 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
         return family, family.config(**fields, **_rotary(given, family, fields["sliding_window"] is not None, place))
     except KeyedError as error:
         raise UserError(f"{place}: {error}") from None
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
             f"{place} is damaged: a number, or a part of the rotary scaling, is not what it has to be ({error})."
         ) from None
