@@ -105,6 +105,7 @@ def test_a_model_goes_out_as_a_family_that_can_be_it():
     assert family_that_has(plain).model_type == "llama"
     assert family_that_has(plain, "mistral").model_type == "mistral"
     assert family_that_has(replace(plain, sliding_window=8), "llama").model_type == "mistral"
+    assert family_that_has(replace(plain, hidden=100, heads=3, head_size=32), "llama").model_type == "mistral"
     for name, family in FAMILIES.items():
         assert family_that_has(family.config(**family.block), name) == family
     with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):

@@ -102,3 +102,15 @@ def test_a_gemma_without_windows_goes_out_as_one_that_transformers_computes(name
     model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 9)
     assert read_config(written, "config.json")[1].sliding_window is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_heads_that_do_not_divide_the_width_go_out_where_transformers_takes_them(name):
+    transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
+    config = family.config(layers=1, hidden=10, heads=3, head_size=8, mlp=8, **family.block)
+    written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None})
+    if family.lacks(config):
+        with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
+            transformers.AutoConfig.for_model(**written)
+    else:
+        transformers.AutoConfig.for_model(**written)

@@ -13,7 +13,7 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK
-from gregale.huggingface.folder import BESIDE, INDEX, WEIGHTS, weight_files
+from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
 
 REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -34,7 +34,7 @@ def model_folder(given: str, weights: bool = True) -> Path:
             f"{given} is no folder, though there is a folder {repository['owner']} here. If a repository of the hub is "
             f"meant, name its branch too: {given}@main."
         )
-    found = _snapshot(given, repository["name"], repository["revision"], BESIDE)
+    found = _snapshot(given, repository["name"], repository["revision"], (*BESIDE, ADAPTER))
     if not weights:
         return found
     files = weight_files(found) if (found / INDEX).is_file() else [WEIGHTS]
