@@ -21,6 +21,7 @@ OF_THE_DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
     *(errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EMFILE),
 }
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of a file system that has none
 
 
 _LOOK_SECONDS = 0.05
