@@ -108,11 +108,6 @@ class Tokenizer(ABC):
         """A hash of all that the tokenizer does."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    @property
-    def beginning(self) -> list[int]:
-        """The special tokens that stand before a text by the tokenizer's own file; `encode` leaves them out."""
-        return []
-
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one at a time."""
         return StreamDecoder(self.token_pieces)
@@ -199,12 +194,6 @@ class LibraryTokenizer(Tokenizer):
         # the fast one leaves out where in the text a token lies, which takes a sixth of the time
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
-
-    @property
-    def beginning(self) -> list[int]:
-        ids = self._library.encode("a").ids
-        begins = self._library.encode("a", add_special_tokens=False).ids
-        return ids[: next(at for at in range(len(ids)) if ids[at : at + len(begins)] == begins)]
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
