@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.files import replacing
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
 from gregale.huggingface.names import Slot, check_names
@@ -137,12 +138,6 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
         raise UserError(
             f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
         )
-    partial = path.absolute().with_name(f".{path.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with replacing(path.absolute()) as partial:
+        partial.mkdir()
         yield partial
-        os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
