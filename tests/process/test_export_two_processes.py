@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.huggingface.hub import made
-from tests.process.conftest import free_port
 from tests.programs.tiny import finished
+from tests.stores import free_port
 
 pytest.importorskip("transformers")
 

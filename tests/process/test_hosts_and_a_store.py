@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from gregale.storage import Remote
-from tests.process.conftest import free_port
 from tests.programs.tiny import (
     FAST_TO_COMPILE,
     assert_same_state,
@@ -23,6 +22,7 @@ from tests.programs.tiny import (
     write_config,
     write_inputs,
 )
+from tests.stores import free_port
 
 HOSTS, STEPS = 4, 32
 SETTINGS = [

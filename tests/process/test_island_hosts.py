@@ -16,8 +16,8 @@ import pytest
 
 from gregale.islands import files
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, finished, write_config, write_inputs
+from tests.stores import free_port
 
 SECONDS = ["--islands.reduce_seconds", "60", "--islands.heartbeat_seconds", "5"]
 ROUNDS = 4

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
+from tests.stores import free_port
 
 TIMEOUT_SECONDS = 4
 HANG_SECONDS = 5

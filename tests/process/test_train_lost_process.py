@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
 from tests.programs.tiny import checkpoint_steps, finished, lines, saved_state, start_train, write_inputs
+from tests.stores import free_port
 
 SETTINGS = [
     *["--steps", "100000", "--cpu_devices", "2", "--mesh.data", "1", "--mesh.model", "1"],
