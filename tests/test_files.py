@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from gregale.files import Holder, Taken, acquire, holder_of, reason, replacing, sign, temporary_beside, write_bytes
+from gregale.files import (
+    Holder,
+    Taken,
+    acquire,
+    holder_of,
+    is_gone,
+    reason,
+    replacing,
+    sign,
+    temporary_beside,
+    write_bytes,
+)
 from tests.disk import largest_file
 
 
@@ -51,6 +62,16 @@ def test_what_a_killed_process_left_goes_with_the_next_write_and_nothing_else_do
         (tmp_path / name).write_bytes(b"")
     write_bytes(tmp_path / "other", b"whole")
     assert sorted(os.listdir(tmp_path)) == sorted(["other", *stay])
+
+
+def test_who_has_ended_is_gone_whether_or_not_somebody_asked_how():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        assert not is_gone(process.pid)
+        assert not is_gone(os.getpid())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(process.pid), "it has a number still"
+    assert is_gone(process.pid)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):

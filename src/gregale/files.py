@@ -90,13 +90,16 @@ def _remove(path: Path) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether no process of this machine, or of this container, has this number."""
+    """Whether no process of this machine, or of this container, has this number, or one that has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # another user's
         return False
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        return state == "Z"  # its parent has not asked how it ended
     return False
 
 
