@@ -16,6 +16,7 @@ from gregale.data import pieces
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.errors import UserError
+from gregale.files import replacing
 from gregale.settings import Fixed, Settings, whole
 from gregale.storage import Place, Remote
 
@@ -228,12 +229,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Place) -> Place:
         path.write_bytes(json.dumps(tokenizer.to_json()).encode())
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(tokenizer.to_json(), file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
     return path
 
 

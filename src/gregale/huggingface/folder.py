@@ -8,13 +8,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.files import NO_LOCKS, Taken, acquire, is_at, sign
+from gregale.files import NO_LOCKS, Taken, acquire, is_at, replacing, sign
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
 from gregale.huggingface.names import Slot, check_names
@@ -169,25 +167,14 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
             raise UserError(
                 f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
             )
-        partial = path.absolute().with_name(f"{_partial(path)}{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
+        with replacing(path.absolute()) as partial:
+            partial.mkdir()
             yield partial
-            os.rename(partial, path)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-def _partial(path: Path) -> str:
-    """How the names of temporary folders begin that this host makes for a folder."""
-    return f".{path.name}.partial-{gethostname()}-"
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While this process makes a folder no other one does, and what killed ones of this host left of it is removed.
+    """While this process makes a folder no other one does.
 
     The lock is a file, which does not outlast the folder's making; a file system without locks has none to wait for.
     """
@@ -204,8 +191,6 @@ def _alone(path: Path) -> Iterator[None]:
     with file:
         sign(file)
         try:
-            for left in path.parent.glob(f"{escape(_partial(path))}*"):
-                shutil.rmtree(left, ignore_errors=True)
             yield
         finally:
             if is_at(file, lock):
