@@ -43,6 +43,25 @@ def test_a_run_in_a_few_figures(tmp_path):
     assert found.began == "2026-11-22T10:00:00+00:00"
 
 
+def test_what_an_island_has_sent_is_over_the_network(tmp_path):
+    run = write_run(tmp_path / "a", 0)
+    write_lines(run, step_line(1, replica_bytes=10, network_bytes_sent=7))
+    assert summary_of(RunPlaces(run)).bytes_sent == 7
+
+
+def test_figures_that_are_no_numbers_are_none(tmp_path):
+    run = write_run(tmp_path / "a", 3)
+    line = '{"step": 4, "loss": NaN, "tokens": "4", "mfu": -Infinity, "tokens_per_second": 1e999, "replica_bytes": 1'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}{"0" * 400}}}\n{{"step": 1{"0" * 400}, "loss": 1.0}}\n')
+    found = summary_of(RunPlaces(run))
+    assert (found.step, found.loss, found.tokens, found.mfu, found.tokens_per_second, found.bytes_sent) == (
+        4,
+        *[None] * 5,
+    )
+    assert "1 damaged lines" in str(found.problem)
+
+
 @pytest.mark.parametrize(
     ("left", "state"),
     [
@@ -105,25 +124,25 @@ def test_of_another_host_the_touches_count(tmp_path, age, trained):
     assert not is_being_trained(tmp_path)
 
 
-def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path):
+def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     assert not is_held(path)
     assert not path.exists()
-    program = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); "
+    program = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); input()"
     path.touch()
-    for seconds, refused in ((0.02, False), (30, True)):
-        command = [sys.executable, "-c", f"{program} time.sleep({seconds})", str(path)]
-        looking = subprocess.Popen(command, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looking:
         assert looking.stdout is not None
         looking.stdout.readline()
-        try:
-            acquire(path).close()
-            assert not refused
-        except Taken:
-            assert refused
-        looking.kill()
-        looking.wait()
-        looking.stdout.close()
+        with pytest.raises(Taken):
+            acquire(path)
+
+        def ended(_: float) -> None:
+            looking.kill()
+            looking.wait()
+
+        monkeypatch.setattr("gregale.files.time.sleep", ended)
+        acquire(path).close()
 
 
 @pytest.mark.parametrize("store", ["s3", "gs"])

@@ -34,7 +34,8 @@ from gregale.storage import Place, Remote, status
 
 ROUNDS = "rounds.jsonl"
 HIGHEST_STEP = 2**53
-_SAMPLE = re.compile(r"^--- step (\d+)$", re.MULTILINE)
+LARGEST = 2.0**1000  # what is not below it is no figure
+_SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
 Entry = Mapping[str, Any]
 
@@ -196,10 +197,10 @@ class FiguresReader:
             kind = type(value)
             if name == "step":
                 continue
-            if kind is float:
-                number = value
-            elif kind is int and abs(value) < HIGHEST_STEP**4:
+            if kind in (int, float) and abs(value) < LARGEST:
                 number = float(value)
+            elif kind is float:  # NaN or infinite
+                number = math.nan
             elif value is None:
                 number = math.nan
             else:

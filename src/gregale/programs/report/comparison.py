@@ -65,8 +65,9 @@ def along(axis: str) -> Callable[[Shown], float | None]:
 
 
 def end_loss(run: Shown) -> float | None:
-    """The training loss, averaged over the run's last steps."""
-    return loss_before(run, "steps", steps(run))
+    """The training loss, averaged over the last steps that have one."""
+    column = run.column("loss")
+    return None if column is None else loss_before(run, "steps", float(column.steps[-1]))
 
 
 def loss_before(run: Shown, axis: str, point: float) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import numpy as np
 
@@ -68,6 +69,7 @@ KINDS = (
 )
 LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and what the schedule shows
 OF_A_PART = "/"  # in the names of figures of a layer or an array
+OF_A_START = r".*_seconds|network_bytes_.*"  # counts that begin at 0 with each
 SHARES = ("_share", "_fraction", "_ratio")
 
 
@@ -134,8 +136,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
             column = run.column(name)
             if column is None or not len(column.steps):
                 continue
-            if name.endswith("_seconds") and name != "step_seconds":
-                column = accumulated(column)
+            if re.fullmatch(OF_A_START, name) and name != "step_seconds":
+                column = accumulated(column, run.starts)
             label = _short(name) if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
             series.append(
                 line(
@@ -150,7 +152,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
                 )
             )
     unit = _unit(names[0]) if kind.unit is None else kind.unit
-    return Lines(f"figures-{names[0]}", kind.title, series, unit, help=kind.help or _meaning(names))
+    key = quote(f"figures-{names[0]}", errors="surrogatepass")  # of any name one that HTML leaves as it is
+    return Lines(key, kind.title, series, unit, help=kind.help or _meaning(names))
 
 
 def _short(name: str) -> str:

@@ -32,6 +32,7 @@
   }
 
   function duration(seconds, digits) { // the two largest parts, without one that is 0
+    if (seconds < 0) return `-${duration(-seconds, digits)}`; // a clock that was put back
     if (seconds !== 0 && Math.abs(seconds) < 1e-3) return `${short(1e6 * seconds, digits)} µs`;
     if (seconds !== 0 && Math.abs(seconds) < 0.1) return `${short(1e3 * seconds, digits)} ms`;
     if (Math.abs(seconds) < 60) return `${short(seconds, digits)} s`;
@@ -351,7 +352,13 @@
     remember();
     show();
   });
-  document.getElementById("reset").addEventListener("click", drawAll);
+  controls.addEventListener("click", event => event.target.id === "reset" && drawAll());
+
+  const texts = from => from.querySelector("main").innerHTML + from.getElementById("data").textContent;
+  const began = new WeakMap(); // how the page has its folds, before a reader touches them
+  const note = from => from.querySelectorAll("details").forEach(each => began.set(each, each.open));
+  let seen = texts(document), offered = controls.innerHTML;
+  note(document);
 
   window.gregale = { drawn: figure => drawn.get(figure) }; // for the console of who looks closer
 
@@ -389,10 +396,13 @@
     const answer = await fetch(location.pathname, { cache: "no-cache" });
     if (!answer.ok) throw new Error(await answer.text());
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-    if (fresh.getElementById("data").textContent === document.getElementById("data").textContent) return;
+    if (texts(fresh) === seen) return;
+    seen = texts(fresh);
     const title = fold => fold.querySelector("summary").textContent;
-    const folds = new Map([...document.querySelectorAll("details")].map(each => [title(each), each.open]));
-    for (const each of fresh.querySelectorAll("details")) each.open = folds.get(title(each)) ?? each.open;
+    const touched = [...document.querySelectorAll("details")].filter(each => each.open !== began.get(each));
+    const chosen = new Map(touched.map(each => [title(each), each.open]));
+    note(fresh);
+    for (const each of fresh.querySelectorAll("details")) each.open = chosen.get(title(each)) ?? each.open;
     const zooms = new Map(), hidden = new Map(), height = scrollY;
     drawn.forEach((u, figure) => {
       if (u) hidden.set(figure.dataset.chart, u.series.filter(each => !each.show).map(each => each.label));
@@ -405,7 +415,12 @@
     document.querySelector("main").replaceChildren(...fresh.querySelector("main").children);
     document.querySelector("header p").textContent = fresh.querySelector("header p").textContent;
     read(document);
-    drawAll();
+    if (fresh.getElementById("controls").innerHTML !== offered) { // a first step brings axes and scales
+      offered = fresh.getElementById("controls").innerHTML;
+      controls.replaceChildren(...fresh.getElementById("controls").children);
+      remembered();
+    }
+    show();
     drawn.forEach((u, figure) => {
       const chart = figure.dataset.chart;
       if (u && zooms.has(chart)) u.setScale("x", zooms.get(chart));
