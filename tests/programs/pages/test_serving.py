@@ -53,20 +53,20 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     (folder / "samples.txt").unlink()
     page = LivePage([RunPlaces(folder)], live_seconds=0.1)
     until = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
-    controls = "[...document.querySelectorAll('#controls select option, #controls input')].map(e => e.value || e.id)"
+    controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
     with Server(page.now, HERE, 0) as server, Tab(browser, server.address, DESK, False) as tab:
         with training(folder, print):
             tab.value(until.format("document.body.textContent.includes('is being trained')"))
             assert "tokens" not in tab.value(controls)
-            grow(folder, 50)
             (folder / "samples.txt").write_text("--- step 25\nearly\n")
-            tab.value(until.format("document.getElementById('logx')"))
-            assert tab.value(controls)[:4] == ["steps", "tokens", "seconds", "bytes"]
+            grow(folder, 50)
+            tab.value(until.format("document.querySelector('option[value=bytes]')"))
+            assert tab.value(controls)[:6] == ["steps", "tokens", "seconds", "bytes", "logx", "logy"]
             assert tab.value(opened) == ["Step 25"]
         tab.value(until.format("!document.body.textContent.includes('is being trained')"))
         (folder / "samples.txt").write_text("--- step 25\nearly\n--- step 50\nlate\n")
-        tab.value(until.format("document.body.textContent.includes('late')"))
+        tab.value(until.format("document.querySelector('summary').textContent === 'Step 50'"))
         assert tab.value(opened) == ["Step 50"], "an older sample is folded as it was"
         tab.choose("x", "tokens")
         scale = f"gregale.drawn({figure_of('figures-loss')}).scales.x"

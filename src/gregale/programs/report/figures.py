@@ -40,7 +40,7 @@ class Kind:
 
 KINDS = (
     Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats a token; eval_loss is of text that is held out.", alone=True),
-    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", ""),
+    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "By bytes of text, whatever the tokenizer."),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
@@ -64,7 +64,7 @@ KINDS = (
     Kind("Speed", "Memory", r".*memory.*", "bytes"),
     Kind("Network", "Sent over the slow link, of a device", r"replica_bytes", "bytes"),
     Kind("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
-    Kind("Network", "Members of the fleet", r"members", "", stairs=True),
+    Kind("Network", "Members of the fleet", r"members", "", "In the newest round then.", stairs=True),
     Kind("Network", "Rounds", r"round", "", stairs=True),
 )
 LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and what the schedule shows
