@@ -199,9 +199,7 @@ class FiguresReader:
                 continue
             if kind in (int, float) and abs(value) < LARGEST:
                 number = float(value)
-            elif kind is float:  # NaN or infinite
-                number = math.nan
-            elif value is None:
+            elif kind is float or value is None:  # NaN or infinite
                 number = math.nan
             else:
                 sound = False

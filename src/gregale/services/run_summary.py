@@ -235,7 +235,7 @@ def _began(run: RunPlaces) -> str | None:
 
 def _number(entry: Entry, name: str) -> float | None:
     """A figure of a line; None if it is no number."""
-    value = entry.get(name)
+    value: Any = entry.get(name)
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
