@@ -109,8 +109,9 @@
   probe.hidden = true;
   document.body.append(probe);
 
-  const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => each * 10 ** power)), 10, 15, 30, 60, 120, 300, 600, 900,
-    1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
+  // Read, for what is multiplied (5 * 10 ** -6) has digits for which uPlot passes over it.
+  const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => Number(`${each}e${power}`))),
+    10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
 
   const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
@@ -261,7 +262,7 @@
     }, joined(tables), holder);
   }
 
-  const clipped = text => (text.length > 18 ? `${text.slice(0, 17)}…` : text);
+  const clipped = text => (text.length > 20 ? `${text.slice(0, 19)}…` : text);
 
   function drawBars(chart, holder) { // parts lie behind one another: the sums of all, the longest first
     const ends = chart.rows.map(() => 0);
