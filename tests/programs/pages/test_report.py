@@ -328,6 +328,20 @@ def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
     assert end_loss(shown([read_history(RunPlaces(folder))])[0]) == 2.5
 
 
+def test_runs_that_log_rarely_are_compared_where_one_ends_and_what_is_not_there_is_not_the_best(tmp_path):
+    lines = {
+        "begun": [{"step": step, "loss": 6 - step / 10} for step in range(1, 13)],
+        "rare": [{"step": 8, "loss": 5.0}, {"step": 16, "loss": 4.0}, {"step": 16, "eval_loss": 4.5}],
+    }
+    for name, entries in lines.items():
+        folder = write_run(tmp_path / name, steps=0)
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    page = page_of(*(tmp_path / name for name in lines))
+    side_by_side, at = page.partition("Side by side")[2].split("At the same point")
+    assert re.findall(r'class="best"[^>]*>([^<]*)', side_by_side) == ["4.0000"]
+    assert re.findall(r">(\d\.\d{4})<", at.partition("</section>")[0]) == ["4.8000", "4.5000"]
+
+
 def test_what_is_sent_in_a_step_stands_over_the_steps_in_which_it_was(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     lines = [{"step": step, "replica_bytes": sent} for step, sent in ((10, 0), (20, 500), (30, 500))]
