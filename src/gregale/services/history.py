@@ -128,7 +128,7 @@ def read_history(run: RunPlaces) -> History:
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     texts, told = (starts, changes, rounds), tuple(problems)
-    return History(run.path.name, str(run.path), config, figures, samples, *texts, is_running, told)
+    return History(run.path.absolute().name, str(run.path), config, figures, samples, *texts, is_running, told)
 
 
 class FiguresReader:

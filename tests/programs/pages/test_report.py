@@ -275,6 +275,12 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
     assert "old/small" in text
 
 
+def test_a_run_has_its_name_from_within_its_folder_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "small", steps=2))
+    assert main(["report", "."]) == 0
+    assert "<h1>small</h1>" in (tmp_path / "small" / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
