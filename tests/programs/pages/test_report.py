@@ -203,6 +203,21 @@ def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path
     assert "figures-grad_norm/layer.0" not in several
 
 
+def test_tasks_stand_together_in_percent(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    line = {"step": 3, "acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = page_of(folder)
+    charts = data_of(page)["charts"]
+    assert [each["label"] for each in charts["figures-acc.a"]["series"]] == ["acc.a", "acc.b"]
+    assert {name: charts[f"figures-{name}"]["unit"] for name in ("acc.a", "acc_stderr.a", "perplexity.c")} == {
+        "acc.a": "share",
+        "acc_stderr.a": "share",
+        "perplexity.c": "",
+    }
+    assert "<h2>More</h2>" not in page
+
+
 def test_a_run_that_goes_on_is_told(tmp_path):
     folder = write_run(tmp_path / "going", steps=20)
     with training(folder, print):
