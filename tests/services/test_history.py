@@ -69,9 +69,10 @@ def test_damaged_lines_are_left_out_and_told(metrics, damage):
 
 
 def test_numbers_that_are_none_are_none(metrics):
-    metrics.write_bytes(b'{"step": 1, "loss": NaN}\n{"step": 2, "loss": -Infinity}\n')
-    values = FiguresReader(metrics).read()["loss"].values
-    assert not np.isfinite(values).any()
+    metrics.write_bytes(b'{"step": 1, "loss": NaN}\n{"step": 2, "loss": -Infinity}\n{"step": 3, "loss": 1e999}\n')
+    figures = FiguresReader(metrics).read()
+    assert np.isnan(figures["loss"].values).all()
+    assert figures.problems == ()
 
 
 def test_steps_that_go_back_are_put_in_order_and_told(metrics):
@@ -94,6 +95,8 @@ def test_entries_are_those_that_are_whole(tmp_path):
 def test_samples_stand_by_step():
     samples = samples_in("--- step 5\none\n\ntwo\n--- step 5\nthree\n--- step 10\n</script>\n")
     assert [(each.step, each.texts) for each in samples] == [(5, ("one\n\ntwo", "three")), (10, ("</script>",))]
+    text = f"--- step {'9' * 5000}"  # what a model may write
+    assert samples_in(f"--- step 5\n{text}\n")[0].texts == (text,)
 
 
 def test_a_configuration_by_dotted_keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -42,6 +41,25 @@ def test_a_run_in_a_few_figures(tmp_path):
     assert (found.loss, found.eval_loss, found.bits_per_byte) == (3.9, 3.5, 2.0)
     assert (found.method, found.tokens, found.bytes_sent) == ("psdp, int4", 2560, 10_000)
     assert found.began == "2026-11-22T10:00:00+00:00"
+
+
+def test_what_an_island_has_sent_is_over_the_network(tmp_path):
+    run = write_run(tmp_path / "a", 0)
+    write_lines(run, step_line(1, replica_bytes=10, network_bytes_sent=7))
+    assert summary_of(RunPlaces(run)).bytes_sent == 7
+
+
+def test_figures_that_are_no_numbers_are_none(tmp_path):
+    run = write_run(tmp_path / "a", 3)
+    line = '{"step": 4, "loss": NaN, "tokens": "4", "mfu": -Infinity, "tokens_per_second": 1e999, "replica_bytes": 1'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}{"0" * 400}}}\n{{"step": 1{"0" * 400}, "loss": 1.0}}\n')
+    found = summary_of(RunPlaces(run))
+    assert (found.step, found.loss, found.tokens, found.mfu, found.tokens_per_second, found.bytes_sent) == (
+        4,
+        *[None] * 5,
+    )
+    assert "1 damaged lines" in str(found.problem)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +140,20 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
     path = tmp_path / "lock"
     assert not is_held(path)
     assert not path.exists()
+    program = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); input()"
     path.touch()
-    with path.open() as looking:
-        fcntl.flock(looking, fcntl.LOCK_SH)
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looking:
+        assert looking.stdout is not None
+        looking.stdout.readline()
         with pytest.raises(Taken):
             acquire(path)
-        monkeypatch.setattr("gregale.files.time.sleep", lambda _: looking.close())
+
+        def ended(_: float) -> None:
+            looking.kill()
+            looking.wait()
+
+        monkeypatch.setattr("gregale.files.time.sleep", ended)
         acquire(path).close()
 
 

@@ -69,7 +69,8 @@ def test_what_is_no_number_is_null(tmp_path, value):
 def test_resuming_drops_what_a_killed_run_wrote_later(tmp_path):
     path = tmp_path / "metrics.jsonl"
     steps = [1, 2, 2, 3, 4]
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + '{"step": 1, "lo')
+    damaged = "[" * 9999 + "\n" + "nothing\n"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps) + damaged + '{"step": 1, "lo')
     tracker = JsonlTracker(path, resumed_from=2)
     tracker.log(3, {"loss": 1.0})
     tracker.close()

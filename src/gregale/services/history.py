@@ -34,7 +34,8 @@ from gregale.storage import Place, Remote, status
 
 ROUNDS = "rounds.jsonl"
 HIGHEST_STEP = 2**53
-_SAMPLE = re.compile(r"^--- step (\d+)$", re.MULTILINE)
+LARGEST = 2.0**1000  # what is not below it is no figure
+_SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
 Entry = Mapping[str, Any]
 
@@ -127,7 +128,7 @@ def read_history(run: RunPlaces) -> History:
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
     texts, told = (starts, changes, rounds), tuple(problems)
-    return History(run.path.name, str(run.path), config, figures, samples, *texts, is_running, told)
+    return History(run.path.absolute().name, str(run.path), config, figures, samples, *texts, is_running, told)
 
 
 class FiguresReader:
@@ -196,11 +197,9 @@ class FiguresReader:
             kind = type(value)
             if name == "step":
                 continue
-            if kind is float:
-                number = value
-            elif kind is int and abs(value) < HIGHEST_STEP**4:
+            if kind in (int, float) and abs(value) < LARGEST:
                 number = float(value)
-            elif value is None:
+            elif kind is float or value is None:  # NaN or infinite
                 number = math.nan
             else:
                 sound = False

@@ -37,7 +37,7 @@ class History(NamedTuple):
         """Whether a line stays."""
         try:
             return line.endswith(b"\n") and json.loads(line)[self.key] <= self.last
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
 

@@ -20,7 +20,7 @@ from gregale.errors import UserError
 from gregale.files import reason
 from gregale.services.checkpoint.manifest import MANIFEST, read_records
 from gregale.services.checkpoint.retention import METADATA, committed_steps, folder_name
-from gregale.services.history import flat
+from gregale.services.history import HIGHEST_STEP, LARGEST, flat
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
 from gregale.services.run_places import RunPlaces, is_evaluation
@@ -53,7 +53,7 @@ class Summary:
     - `loss`, `tokens`, `tokens_per_second`, `mfu`: of the last step that was logged
     - `eval_loss`, `bits_per_byte`: of the last evaluation
     - `method`: its `sync.type`, and the codec if averages are quantised
-    - `bytes_sent`: by a device over `replica`, by an island over the network
+    - `bytes_sent`: by a device over `replica`, by an island over the network since it was started last
     - `saved`: the step of the newest checkpoint
     - `began`: when it was started first, ISO 8601
     """
@@ -116,7 +116,7 @@ def summary_of(run: RunPlaces) -> Summary:
         problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {torn}." if torn else None)
         complete = _is_complete(run, config, saved, evaluation)
         state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
-    sent = [count for name in ("replica_bytes", "network_bytes_sent") if (count := _number(step, name)) is not None]
+    sent = _number(step, "network_bytes_sent")
     return Summary(
         name=run.path.absolute().name,
         path=str(run.path),
@@ -131,7 +131,7 @@ def summary_of(run: RunPlaces) -> Summary:
         tokens=_number(step, "tokens"),
         tokens_per_second=_number(step, "tokens_per_second"),
         mfu=_number(step, "mfu"),
-        bytes_sent=sum(sent) if sent else None,
+        bytes_sent=_number(step, "replica_bytes") if sent is None else sent,
         saved=saved,
         began=_began(run),
     )
@@ -243,8 +243,8 @@ def _began(run: RunPlaces) -> str | None:
 
 def _number(entry: Entry, name: str) -> float | None:
     """A figure of a line; None if it is no number."""
-    value = entry.get(name)
-    return value if type(value) in (int, float) else None
+    value: Any = entry.get(name)
+    return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def _names(folder: Place) -> list[str]:
@@ -263,4 +263,5 @@ def _entry(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+    step = entry.get("step") if isinstance(entry, dict) else None
+    return entry if type(step) is int and 0 <= step < HIGHEST_STEP else None

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,9 @@ FLAGS = [
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
+    "--disable-background-timer-throttling",
+    "--disable-backgrounding-occluded-windows",
+    "--disable-renderer-backgrounding",
     "--disable-component-update",
     "--disable-extensions",
     "--disable-quic",
@@ -24,6 +28,7 @@ FLAGS = [
     "--remote-debugging-pipe",
 ]
 SECONDS = 60
+SILENT_SECONDS = 300  # of a browser that does not answer any more, on a machine that has much else to do
 DESK = (1280, 900)
 PHONE = (390, 844)
 
@@ -69,6 +74,7 @@ class Browser:
     def next(self) -> dict[str, Any]:
         """The next message."""
         while b"\0" not in self._rest:
+            assert select.select([self._read], [], [], SILENT_SECONDS)[0], "the browser does not answer"
             piece = self._read.read(1 << 20)
             assert piece, "the browser has ended"
             self._rest += piece
@@ -77,7 +83,11 @@ class Browser:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(SECONDS)
+        try:
+            self._process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._read.close()
         self._write.close()
 
@@ -103,9 +113,11 @@ class Tab:
         self.resize(size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
-        self.ask("Page.navigate", url=address)
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
+        loaded = {"loaderId": self.ask("Page.navigate", url=address)["loaderId"], "name": "load"}
         self._address = address.partition("#")[0]
-        while not any(each.get("method") == "Page.loadEventFired" for each in browser.events):
+        # Of this address: the empty page that a tab begins with may be loaded late too.
+        while not any(each["params"].items() >= loaded.items() for each in self._own_events()):
             browser.events.append(browser.next())
         self.settle()
 

@@ -8,6 +8,8 @@ import pytest
 
 from gregale.cli import main
 from gregale.programs.plan.page import island_chart, plan_page
+from gregale.services.page import Bars, Page
+from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, legend
 from tests.programs.tiny import SMALL_QUICKSTART
 
@@ -58,6 +60,19 @@ def test_bars_and_stages_tell_what_they_are(browser, planned):
         told = tab.value("document.querySelector('figure[data-chart=pipeline] output').textContent")
         assert told == "stage 0: even repeats. Iteration 0: microbatch 0, repeat 0"
         assert tab.errors == []
+
+
+def test_a_time_of_any_length_has_ticks_on_a_phone(browser, tmp_path):
+    page = Page("ticks")
+    for power in range(-8, 7):
+        for first in (1.1, 2.3, 5.5, 9.5):
+            name = f"{first}e{power}"
+            page.add(page.chart(Bars(name, name, ["a"], [("time", [float(name)])], "seconds")))
+    (tmp_path / "ticks.html").write_text(page.html(), encoding="utf-8")
+    ticks = "[...document.querySelectorAll('figure')].map(it => [it.dataset.chart, gregale.drawn(it).axes[1]._values])"
+    with browser.open(tmp_path / "ticks.html", PHONE) as tab:
+        for name, texts in tab.value(ticks):
+            assert len(texts) == len(set(texts)) >= 2, (name, texts)
 
 
 def test_the_curve_of_a_method_ends_at_what_it_needs(planned):

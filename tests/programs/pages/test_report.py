@@ -11,6 +11,7 @@ import pytest
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.programs.report.command import read_plan, told_apart
+from gregale.programs.report.comparison import end_loss
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
@@ -20,7 +21,8 @@ from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
 
-EVIL = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
+HALF = '\ud800\r\0"<'  # what no file in UTF-8 takes, and HTML another way
+EVIL = "<!--</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
 
 
 def page_of(*folders, **more) -> str:
@@ -126,9 +128,22 @@ def test_islands_show_their_rounds(browser, tmp_path):
         assert tab.value(told) == ""
 
 
+def test_rounds_are_drawn_though_a_clock_was_put_back_and_lines_are_odd(browser, tmp_path):
+    folder = write_run(tmp_path / "a", steps=20)
+    write_rounds(folder, ["a"], late=0.0)
+    *before, last = (folder / "rounds.jsonl").read_text().splitlines()
+    last = json.dumps(json.loads(last) | {"began": json.loads(before[0])["began"] + 1, "ended": 1_795_353_652.0})
+    odd = ['{"round": 41, "began": NaN, "ended": 1e999, "waiting_seconds": 1}', before[0].replace("43588", '"x"')]
+    (folder / "rounds.jsonl").write_text("".join(f"{line}\n" for line in [*before, last, *odd]))
+    (tmp_path / "back.html").write_text(page_of(folder), encoding="utf-8")
+    with browser.open(tmp_path / "back.html") as tab:
+        assert all(type(pixels) is int and pixels > 30 for pixels in drawn(tab).values())
+        assert tab.errors == []
+
+
 def test_texts_of_users_stay_texts(browser, tmp_path):
     folder = write_run(tmp_path / "run", steps=20, name=EVIL, note=EVIL)
-    lines = [*figures(20, 0), {"step": 20, EVIL: 1.0}, {"step": 20, "loss": 1.0, f"eval_loss.{EVIL}": 2.0}]
+    lines = [*figures(20, 0), {"step": 20, EVIL: 1.0, HALF: 1.0}, {"step": 20, "loss": 1.0, f"eval_loss.{EVIL}": 2.0}]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "samples.txt").write_text(f"--- step 5\n{EVIL}\x00\x1b[31m\n", encoding="utf-8")
     path = tmp_path / "evil.html"
@@ -138,6 +153,7 @@ def test_texts_of_users_stay_texts(browser, tmp_path):
         assert tab.value("document.title") == "run"
         assert tab.value("document.querySelectorAll('img').length") == 0
         assert EVIL in tab.value("document.body.textContent")
+        assert all(drawn(tab).values())
         assert (tab.errors, tab.requests) == ([], [])
 
 
@@ -185,6 +201,21 @@ def test_layers_have_a_chart_with_their_names_and_figures_their_meaning(tmp_path
     assert "Of the step's update." in unescape(text_of(page))
     several = data_of(page_of(folder, write_run(tmp_path / "other", steps=3)))["charts"]
     assert "figures-grad_norm/layer.0" not in several
+
+
+def test_tasks_stand_together_in_percent(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    line = {"step": 3, "acc.a": 0.5, "acc_stderr.a": 0.1, "acc.b": 1.0, "acc_norm.b": 0.5, "perplexity.c": 7.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = page_of(folder)
+    charts = data_of(page)["charts"]
+    assert [each["label"] for each in charts["figures-acc.a"]["series"]] == ["acc.a", "acc.b"]
+    assert {name: charts[f"figures-{name}"]["unit"] for name in ("acc.a", "acc_stderr.a", "perplexity.c")} == {
+        "acc.a": "share",
+        "acc_stderr.a": "share",
+        "perplexity.c": "",
+    }
+    assert "<h2>More</h2>" not in page
 
 
 def test_a_run_that_goes_on_is_told(tmp_path):
@@ -259,6 +290,12 @@ def test_the_command_writes_the_page_and_says_where(tmp_path, monkeypatch, capsy
     assert "old/small" in text
 
 
+def test_a_run_has_its_name_from_within_its_folder_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "small", steps=2))
+    assert main(["report", "."]) == 0
+    assert "<h1>small</h1>" in (tmp_path / "small" / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -291,6 +328,48 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path):
 def test_counts_of_several_starts_go_on():
     column = Column(np.arange(1, 6), np.array([1.0, 3.0, 0.5, 2.0, 1.0]))
     assert accumulated(column).values.tolist() == [1.0, 3.0, 3.5, 5.0, 6.0]
+
+
+def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
+    """Where it took longer to the first line than the start before had lasted, the count does not fall."""
+    folder = write_run(tmp_path / "run", steps=0)
+    lines = [(1, 1.0, 5), (2, 2.0, 10), (3, 8.0, 20), (4, 9.0, 30)]
+    keys = ("step", "elapsed_seconds", "network_bytes_sent")
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(dict(zip(keys, x, strict=True)))}\n" for x in lines))
+    (folder / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (0, 3, 2, 2, "a", 9)))
+    (run,) = shown([read_history(RunPlaces(folder))])
+    assert run.starts == [0, 2, 9]
+    assert run.axes["seconds"].values.tolist() == [1.0, 2.0, 10.0, 11.0]
+    assert run.axes["bytes"].values.tolist() == [5.0, 10.0, 30.0, 40.0]
+
+
+def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    (folder / "metrics.jsonl").write_text('{"step": 100, "loss": 2.5}\n{"step": 150, "eval_loss": 3.0}\n')
+    assert end_loss(shown([read_history(RunPlaces(folder))])[0]) == 2.5
+
+
+def test_runs_that_log_rarely_are_compared_where_one_ends_and_what_is_not_there_is_not_the_best(tmp_path):
+    lines = {
+        "begun": [{"step": step, "loss": 6 - step / 10} for step in range(1, 13)],
+        "rare": [{"step": 8, "loss": 5.0}, {"step": 16, "loss": 4.0}, {"step": 16, "eval_loss": 4.5}],
+    }
+    for name, entries in lines.items():
+        folder = write_run(tmp_path / name, steps=0)
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    page = page_of(*(tmp_path / name for name in lines))
+    side_by_side, at = page.partition("Side by side")[2].split("At the same point")
+    assert re.findall(r'class="best"[^>]*>([^<]*)', side_by_side) == ["4.0000"]
+    assert re.findall(r">(\d\.\d{4})<", at.partition("</section>")[0]) == ["4.8000", "4.5000"]
+
+
+def test_what_is_sent_in_a_step_stands_over_the_steps_in_which_it_was(tmp_path):
+    folder = write_run(tmp_path / "run", steps=0)
+    lines = [{"step": step, "replica_bytes": sent} for step, sent in ((10, 0), (20, 500), (30, 500))]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (series,) = data_of(page_of(folder))["charts"]["traffic"]["series"]
+    assert series["stairs"], "each goes on from its point"
+    assert (series["dx"], series["y"]) == ([10, 10, 10], [50, 0, 0])
 
 
 def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):

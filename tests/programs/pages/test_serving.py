@@ -7,6 +7,7 @@ import pytest
 
 from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import HERE, Server
+from gregale.services.run_lock import training
 from gregale.services.run_places import RunPlaces
 from tests.programs.pages.browser import DESK, Tab
 from tests.programs.pages.looking import figure_of
@@ -45,6 +46,34 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
         assert tab.value("document.getElementById('logy').checked")
         assert tab.errors == []
         assert set(tab.requests) <= {server.address}
+
+
+def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(browser, tmp_path):
+    folder = write_run(tmp_path / "new", steps=0)
+    (folder / "samples.txt").unlink()
+    page = LivePage([RunPlaces(folder)], live_seconds=0.1)
+    until = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
+    controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
+    opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
+    with Server(page.now, HERE, 0) as server, Tab(browser, server.address, DESK, False) as tab:
+        with training(folder, print):
+            tab.value(until.format("document.body.textContent.includes('is being trained')"))
+            assert "tokens" not in tab.value(controls)
+            (folder / "samples.txt").write_text("--- step 25\nearly\n")
+            grow(folder, 50)
+            tab.value(until.format("document.querySelector('option[value=bytes]')"))
+            assert tab.value(controls)[:6] == ["steps", "tokens", "seconds", "bytes", "logx", "logy"]
+            assert tab.value(opened) == ["Step 25"]
+        tab.value(until.format("!document.body.textContent.includes('is being trained')"))
+        (folder / "samples.txt").write_text("--- step 25\nearly\n--- step 50\nlate\n")
+        tab.value(until.format("document.querySelector('summary').textContent === 'Step 50'"))
+        assert tab.value(opened) == ["Step 50"], "an older sample is folded as it was"
+        tab.choose("x", "tokens")
+        scale = f"gregale.drawn({figure_of('figures-loss')}).scales.x"
+        tab.value(f"gregale.drawn({figure_of('figures-loss')}).setScale('x', {{min: 10, max: 20}})")
+        tab.value("document.getElementById('reset').click()")
+        assert tab.value(f"{scale}.max") == 50 * 2048
+        assert tab.errors == []
 
 
 def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):

@@ -8,14 +8,15 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from queue import Queue
 
 import pytest
 
 from gregale.cli import main
+from gregale.programs.watch import command
 from gregale.programs.watch.command import runs_of
+from gregale.programs.watch.follower import Follower
 from gregale.services.run_lock import training
-from tests.ports import free_port
 from tests.services.runs import step_line, write_lines, write_run
 
 
@@ -39,21 +40,27 @@ def test_once_shows_how_it_is(folder, capsys):
 def test_it_follows_to_the_end(folder, capsys, monkeypatch):
     """Plain lines come some seconds apart, and the last one in any case."""
     run = write_run(folder / "a", 5)
+    begun, looked, look = threading.Event(), threading.Event(), Follower.look
+
+    def seen(follower: Follower):
+        found = look(follower)
+        looked.set()
+        return found
 
     def train() -> None:
         with training(run):
             begun.set()
+            looked.wait(60)
             write_lines(run, *(step_line(step) for step in range(6, 11)))
-            time.sleep(0.3)
             write_run(folder / "b", 10, saved=10, evaluated=True)
             write_lines(run, {"step": 10, "eval_loss": 3.25})
             (folder / "b" / "checkpoints").rename(run / "checkpoints")
             (folder / "b" / "newest_checkpoint.json").rename(run / "newest_checkpoint.json")
 
-    begun = threading.Event()
+    monkeypatch.setattr(Follower, "look", seen)
     trainer = threading.Thread(target=train)
     trainer.start()
-    begun.wait(10)
+    begun.wait(60)
     assert main(["watch", "a", "--seconds", "0.1"]) == 0
     trainer.join()
     lines = capsys.readouterr().out.splitlines()
@@ -69,8 +76,18 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     before = signal.getsignal(number)
-    threading.Timer(0.5, os.kill, [os.getpid(), number]).start()
+
+    def stop() -> None:
+        until = time.monotonic() + 60
+        while signal.getsignal(number) is before and time.monotonic() < until:
+            time.sleep(0.01)
+        if signal.getsignal(number) is not before:  # else it would end the tests
+            os.kill(os.getpid(), number)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
     assert main(["watch", "runs/a", "--seconds", "0.1"]) == code
+    stopping.join()
     printed = capsys.readouterr()
     assert printed.out.count("\x1b[?25l") == printed.out.count("\x1b[?25h") == 1, "the cursor comes back"
     assert "stopped" in printed.out
@@ -78,25 +95,31 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(folder, capsys, monkeypatc
     assert signal.getsignal(number) is before
 
 
-def test_a_page_is_served_until_ctrl_c(folder, capsys):
+def test_a_page_is_served_until_ctrl_c(folder, capsys, monkeypatch):
     """Also when the run is complete: somebody looks at it."""
     write_run(folder / "a", 10, saved=10, evaluated=True)
-    port, pages = free_port(), []
+    servers, pages, serve = Queue(), [], command.served
+
+    def served(*arguments):
+        server = serve(*arguments)
+        servers.put(server)
+        return server
 
     def read() -> None:
-        until = time.monotonic() + 60
-        while not pages and time.monotonic() < until:
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+        address = servers.get(timeout=60).address
+        try:
+            with urllib.request.urlopen(address, timeout=60) as answer:
                 pages.append(answer.read().decode())
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
 
+    monkeypatch.setattr(command, "served", served)
     reader = threading.Thread(target=read)
     reader.start()
-    assert main(["watch", "a", "--web", "--port", str(port), "--seconds", "0.1"]) == 0
+    assert main(["watch", "a", "--web", "--seconds", "0.1"]) == 0
     reader.join()
     assert "connect-src 'self'" in pages[0]
-    assert f"The page is at http://127.0.0.1:{port}/" in capsys.readouterr().out
+    assert "The page is at http://127.0.0.1:" in capsys.readouterr().out
     assert main(["watch", "a", "--web", "--once"]) == 2
     assert "once and web are both given" in capsys.readouterr().err
 

@@ -54,6 +54,7 @@ def test_speed_is_of_the_newest_start_with_its_pauses():
     assert seconds_a_step(figures(elapsed_seconds=[1, 2, 9, 1, 5, 9], step_seconds=[1.0] * 6)) == 4.0
     assert seconds_a_step(figures(elapsed_seconds=[1, 2, 0.5], step_seconds=[1.0, 1.0, 3.0])) == 3.0
     assert seconds_a_step(figures(loss=[1.0], step_seconds=[0.0])) is None
+    assert seconds_a_step(figures(elapsed_seconds=[1, 2, float("nan")], step_seconds=[3.0] * 3)) == 3.0
     assert seconds_a_step(figures()) is None
 
 

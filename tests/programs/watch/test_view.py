@@ -92,6 +92,14 @@ def test_damage_and_nans_are_told(tmp_path):
     assert "1 of 4 lines are damaged, the first is line 4" in text
 
 
+def test_names_are_no_markup(tmp_path):
+    run = write_run(tmp_path / "[red]a", 2)
+    write_lines(run, {"step": 2, "eval_loss.[/news]:x:": 2.5})
+    lines = seen(Follower(RunPlaces(run)).look()[0])
+    assert lines[0].startswith("[red]a  stopped")
+    assert any(line.startswith("eval loss.[/news]:x:") for line in lines)
+
+
 def test_islands_are_side_by_side(tmp_path):
     snapshots = []
     for name, steps in (("fleet-a", 30), ("fleet-b", 50)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
@@ -71,7 +72,7 @@ def test_the_page_comes_once_until_it_is_another_one(local, page):
     assert answer(local)[::2] == (503, "the store is out of order.")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:99", "[::1]:8080", "127.0.0.1:1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:99", "[::1]:8080", "127.0.0.1:1", "127.3.2.1"])
 def test_loopback_answers_to_its_names(local, host):
     assert answer(local, host=host)[0] == 200
 
@@ -96,6 +97,12 @@ def test_elsewhere_all_lies_below_a_secret(page):
         for beneath in ("/", path[:-1], path[:-2] + "/", "/" + "a" * (len(path) - 2) + "/", "/%C3%A9/"):
             status, _, text = answer(server, beneath=beneath)
             assert (status, text) == (404, "There is nothing here.")
+
+
+def test_every_address_of_this_machine_is_answered_at_its_own_name(page, monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", None)  # a name server may take its time
+    with Server(page.now, "127.0.0.2", 0) as server, urllib.request.urlopen(server.address, timeout=30) as answer:
+        assert answer.read() == b"<p>the page</p>"
 
 
 def test_where_nothing_can_listen(local):

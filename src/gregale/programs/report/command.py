@@ -61,7 +61,7 @@ def told_apart(found: Sequence[RunPlaces]) -> tuple[list[RunPlaces], list[str]]:
         if key in single:
             notes.append(f"{run.path} was given twice; it is shown once.")
         single.setdefault(key, run)
-    names = [run.path.name for run in single.values()]
+    names = [run.path.absolute().name for run in single.values()]
     for name in dict.fromkeys(names):
         if (count := names.count(name)) > 1:
             notes.append(f"{count} of the runs have the name {name}; they are told apart by their paths.")

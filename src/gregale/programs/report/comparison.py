@@ -35,7 +35,7 @@ class Measure:
         values = [self.of(run) for run in runs]
         known = [value for value in values if value is not None]
         best = self.better(known) if self.better and len(set(known)) > 1 else None
-        return [self._cell(value, value == best) for value in values]
+        return [self._cell(value, value is not None and value == best) for value in values]
 
     def _cell(self, value: float | None, is_best: bool) -> object:
         text = in_words(value, self.unit) if value is None or not self.loss else f"{value:.4f}"
@@ -65,20 +65,27 @@ def along(axis: str) -> Callable[[Shown], float | None]:
 
 
 def end_loss(run: Shown) -> float | None:
-    """The training loss, averaged over the run's last steps."""
-    return loss_before(run, "steps", steps(run))
+    """The training loss, averaged over the last steps that have one."""
+    column = run.column("loss")
+    return None if column is None else loss_before(run, "steps", float(column.steps[-1]))
 
 
 def loss_before(run: Shown, axis: str, point: float) -> float | None:
-    """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it."""
+    """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it.
+
+    Where it was logged more rarely, what its curve has there.
+    """
     column = run.column("loss")
     if column is None or not len(column.steps):
         return None
     where = _over(run, axis, column)
     if where is None:
         return None
-    near = column.values[(where > point * (1 - END)) & (where <= point)]
-    near = near[np.isfinite(near)]
+    finite = np.isfinite(column.values)
+    where, values = where[finite], column.values[finite]
+    near = values[(where > point * (1 - END)) & (where <= point)]
+    if not len(near) and len(where) and where[0] <= point <= where[-1]:
+        near = np.interp([point], where, values)
     return float(near.mean()) if len(near) else None
 
 

@@ -92,7 +92,8 @@ def beside_plan(run: Shown, plan: Mapping[str, Any]) -> Html:
     """What `gregale plan --json` foretold, beside what the run has measured."""
     seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
     memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
-    sent, steps = along("bytes")(run), run.history.figures.last_step
+    sent = run.axes.get("bytes")
+    sent_a_step = None if sent is None else sent.values[-1] / max(sent.steps[-1], 1)
     bound, estimate = plan.get("roofline") or {}, plan.get("estimate") or {}
     foretold = estimate.get("seconds") or bound.get("step_seconds_one_after_another")
     configured = [each for each in (plan.get("methods") or {}).values() if each.get("configured")]
@@ -120,8 +121,8 @@ def beside_plan(run: Shown, plan: Mapping[str, Any]) -> Html:
         [
             "sent over the slow link in a step",
             in_words(bytes_a_step, "bytes"),
-            in_words(sent / steps if sent and steps else None, "bytes"),
-            _ratio(sent / steps if sent and steps else None, bytes_a_step),
+            in_words(sent_a_step, "bytes"),
+            _ratio(sent_a_step, bytes_a_step),
         ],
     ]
     on = (

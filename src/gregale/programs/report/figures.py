@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 import numpy as np
 
@@ -39,11 +40,16 @@ class Kind:
 
 KINDS = (
     Kind("Loss", "Loss", r"loss|eval_loss", "", "Nats a token; eval_loss is of text that is held out.", alone=True),
-    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", ""),
+    Kind("Loss", "Bits per byte, held out", r"bits_per_byte", "", "By bytes of text, whatever the tokenizer."),
     Kind("Loss", "Held-out loss by source", r"eval_loss\..+", ""),
     Kind("Loss", "Bits per byte by source", r"bits_per_byte\..+", ""),
     Kind("Loss", "Loss of each replica", r"loss_\d+", ""),
     Kind("Loss", "Between the best and the worst replica", r"loss_spread", ""),
+    Kind("Tasks", "Answered right", r"acc\..+", "share"),
+    Kind("Tasks", "Answered right, by log-likelihoods a character", r"acc_norm\..+", "share"),
+    Kind("Tasks", "Standard errors of what is answered right", r"acc(_norm)?_stderr\..+", "share"),
+    Kind("Tasks", "Perplexity of the answers", r"perplexity\..+", ""),
+    Kind("Tasks", "Standard errors of the perplexity", r"perplexity_stderr\..+", ""),
     Kind("Optimisation", "Gradient norm", r"grad_norm", ""),
     Kind("Optimisation", "Learning rate", r"learning_rate", ""),
     Kind("Optimisation", "Norm of the pseudo-gradient", r"outer_grad_norm", ""),
@@ -63,11 +69,12 @@ KINDS = (
     Kind("Speed", "Memory", r".*memory.*", "bytes"),
     Kind("Network", "Sent over the slow link, of a device", r"replica_bytes", "bytes"),
     Kind("Network", "Sent and received by an island", r"network_bytes_(sent|received)", "bytes"),
-    Kind("Network", "Members of the fleet", r"members", "", stairs=True),
+    Kind("Network", "Members of the fleet", r"members", "", "In the newest round then.", stairs=True),
     Kind("Network", "Rounds", r"round", "", stairs=True),
 )
 LEFT_OUT = {"tokens", "elapsed_seconds", "steps_since_sync"}  # axes, and what the schedule shows
 OF_A_PART = "/"  # in the names of figures of a layer or an array
+OF_A_START = r".*_seconds|network_bytes_.*"  # counts that begin at 0 with each
 SHARES = ("_share", "_fraction", "_ratio")
 
 
@@ -134,8 +141,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
             column = run.column(name)
             if column is None or not len(column.steps):
                 continue
-            if name.endswith("_seconds") and name != "step_seconds":
-                column = accumulated(column)
+            if re.fullmatch(OF_A_START, name) and name != "step_seconds":
+                column = accumulated(column, run.starts)
             label = _short(name) if len(runs) == 1 else run.label if len(names) == 1 else f"{run.label}: {name}"
             series.append(
                 line(
@@ -150,7 +157,8 @@ def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
                 )
             )
     unit = _unit(names[0]) if kind.unit is None else kind.unit
-    return Lines(f"figures-{names[0]}", kind.title, series, unit, help=kind.help or _meaning(names))
+    key = quote(f"figures-{names[0]}", errors="surrogatepass")  # of any name one that HTML leaves as it is
+    return Lines(key, kind.title, series, unit, help=kind.help or _meaning(names))
 
 
 def _short(name: str) -> str:

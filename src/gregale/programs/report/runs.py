@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.services.history import Column, History
+from gregale.services.history import HIGHEST_STEP, Column, History
 from gregale.services.page import Axis, Run
 
 MOST_KNOTS = 1000
@@ -36,6 +36,16 @@ class Shown:
 
     def column(self, name: str) -> Column | None:
         return self.history.figures.get(name)
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps after which the run was started, ascending; without those that a later start went back behind."""
+        found: list[int] = []
+        for start in reversed(self.history.starts):
+            step = start.get("step")
+            if type(step) is int and 0 <= step < min([*found, HIGHEST_STEP]):
+                found.append(step)
+        return found[::-1]
 
     def config(self, key: str, default: Any = None) -> Any:
         return self.history.config.get(key, default)
@@ -68,19 +78,25 @@ def axes_of(runs: Sequence[Shown]) -> list[Axis]:
 def elapsed(run: Shown) -> Column | None:
     """Seconds that the run has taken, by step, of all its starts; of one that did not write them, those in steps."""
     if (column := run.column("elapsed_seconds")) is not None:
-        return accumulated(column)
+        return accumulated(column, run.starts)
     if (column := run.column("step_seconds")) is None:
         return None
     seconds = np.where(np.isfinite(column.values), column.values, 0.0)
     return Column(column.steps, np.cumsum(seconds * np.diff(column.steps, prepend=0)))
 
 
-def accumulated(column: Column) -> Column:
-    """A count that begins at 0 with each start of the run, as one that goes on."""
+def accumulated(column: Column, starts: Sequence[int] = ()) -> Column:
+    """A count that begins at 0 with each start of the run, as one that goes on.
+
+    - `starts`: the steps after which the run was started; where the count falls it was in any case
+    """
     finite = np.isfinite(column.values)
     steps, values = column.steps[finite], column.values[finite]
     before = np.append(0.0, values[:-1])
-    return Column(steps, values + np.cumsum(np.where(values < before, before, 0.0)))
+    begins = values < before
+    firsts = np.searchsorted(steps, np.array(starts, np.int64), side="right")
+    begins[firsts[firsts < len(steps)]] = True
+    return Column(steps, values + np.cumsum(np.where(begins, before, 0.0)))
 
 
 def sent(run: Shown) -> Column | None:
@@ -88,7 +104,7 @@ def sent(run: Shown) -> Column | None:
     for name in ("network_bytes_sent", "replica_bytes"):
         column = run.column(name)
         if column is not None and np.nanmax(column.values, initial=0.0) > 0:
-            return column
+            return accumulated(column, run.starts) if name == "network_bytes_sent" else column
     return None
 
 

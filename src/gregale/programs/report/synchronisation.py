@@ -12,7 +12,7 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.report.figures import buckets_for, line
 from gregale.programs.report.runs import Shown
 from gregale.programs.report.words import duration, in_words
-from gregale.services.history import Column
+from gregale.services.history import LARGEST, Column
 from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
 
 MOST_SPANS = 1500
@@ -99,10 +99,11 @@ def traffic_chart(runs: Sequence[Shown]) -> Lines | None:
         column = run.column("replica_bytes")
         if column is None or len(column.steps) < 2 or not np.nanmax(column.values, initial=0.0) > 0:
             continue
-        rates = Column(column.steps[1:], np.diff(column.values) / np.diff(column.steps))
+        rates = np.diff(column.values) / np.diff(column.steps)  # a stair is from its point on to the next
         label = "bytes a step" if len(runs) == 1 else run.label
         look = {"colour": colour_of(run.place), "stairs": len(column.steps) < 2000}
-        series.append(line(run, rates, label, buckets_for(len(runs)), **look))
+        over = Column(column.steps, np.append(rates, rates[-1]))
+        series.append(line(run, over, label, buckets_for(len(runs)), **look))
     if not series:
         return None
     return Lines("traffic", "Sent over the slow link in a step, of a device", series, "bytes")
@@ -132,23 +133,19 @@ def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
 
 
 def _over_rounds(key: str, title: str, rounds: Mapping[Shown, Sequence[Any]], first: float, of, unit: str) -> Lines:
-    series = [
-        Series(
-            run.label,
-            np.array([one["ended"] - first for one in own], float),
-            np.array([of(one) for one in own], float),
-            colour=colour_of(run.place),
-            stairs=True,
-        )
-        for run, own in rounds.items()
-    ]
+    series = []
+    for run, own in rounds.items():
+        points = sorted((one["ended"] - first, of(one)) for one in own)  # a clock may have been put back
+        x, y = np.array(points, float).T
+        series.append(Series(run.label, x, y, colour=colour_of(run.place), stairs=True))
     return Lines(key, title, series, unit, axis=SINCE)
 
 
 def _is_round(entry: Mapping[str, Any]) -> bool:
     """Whether an entry of rounds.jsonl has what is drawn of it."""
-    numbers = [entry.get(name) for name in ("round", "began", "ended", "waiting_seconds")]
-    return all(type(number) in (int, float) for number in numbers) and isinstance(entry.get("members", []), list)
+    numbers = [entry.get("bytes_sent", 0), *(entry.get(name) for name in ("began", "ended", "waiting_seconds"))]
+    known = type(entry.get("round")) is int and isinstance(entry.get("members", []), list)
+    return known and all(type(number) in (int, float) and abs(number) < LARGEST for number in numbers)
 
 
 def _fragment(schedule: Schedule, number: int) -> str:

@@ -137,7 +137,7 @@ class Screen:
 
     def message(self, text: str) -> None:
         """Shows a line, above the view if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
+        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=self._live is None)
 
     def __enter__(self) -> Screen:
         return self

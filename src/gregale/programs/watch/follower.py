@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gregale.services.history import Figures, FiguresReader, read_entries
 from gregale.services.run_places import RunPlaces
 from gregale.services.run_summary import State, Summary, summary_of
@@ -53,7 +55,7 @@ class Snapshot:
 def seconds_a_step(figures: Figures) -> float | None:
     """What a step has taken of late, pauses for evaluations and checkpoints included, since the newest start."""
     elapsed = figures.get("elapsed_seconds")
-    if elapsed is not None:
+    if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
         values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
         falls = (values[1:] < values[:-1]).nonzero()[0]  # each begins at 0
         first = falls[-1] + 1 if len(falls) else 0

@@ -74,7 +74,7 @@ def curves(snapshot: Snapshot, console: Console) -> Table:
         column = snapshot.figures[name]
         width = max(console.width - 36, 8)
         curve = sparkline(column.values, min(width, 60), bars_of(console))
-        table.add_row(name.replace("_", " ")[:22], Text(curve, style="cyan"), in_unit(name, snapshot.last(name)))
+        table.add_row(Text(name.replace("_", " ")[:22]), Text(curve, style="cyan"), in_unit(name, snapshot.last(name)))
     return table
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from secrets import token_urlsafe
+from socketserver import TCPServer
 from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +30,6 @@ Content = Callable[[], bytes]
 """The page as it is now; asked by several threads."""
 
 HERE = "127.0.0.1"
-NAMES = ("localhost", HERE, "::1")
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -95,6 +95,10 @@ class _Listening(ThreadingHTTPServer):
         self.address_family = _family(address[0])
         super().__init__(address, _Handler)
 
+    def server_bind(self) -> None:
+        """Without HTTPServer's question to a name server for this machine's name, which may take long."""
+        TCPServer.server_bind(self)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a reader who goes away while he is answered is no failure."""
 
@@ -142,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _names_loopback(host: str) -> bool:
     """Whether a request's Host is a name of loopback, with any port: one that a tunnel leads here may be another."""
     try:
-        return urlsplit(f"//{host}").hostname in NAMES
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
 

@@ -19,7 +19,7 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
     named = (
         (name.removesuffix("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None
     )
-    inside = "".join(f' {name}="{html.escape(str(value))}"' for name, value in named)
+    inside = "".join(f' {name}="{html.escape(_printable(value))}"' for name, value in named)
     return Html(f"<{tag}{inside}>{joined(children)}</{tag}>")
 
 

@@ -32,6 +32,7 @@
   }
 
   function duration(seconds, digits) { // the two largest parts, without one that is 0
+    if (seconds < 0) return `-${duration(-seconds, digits)}`; // a clock that was put back
     if (seconds !== 0 && Math.abs(seconds) < 1e-3) return `${short(1e6 * seconds, digits)} µs`;
     if (seconds !== 0 && Math.abs(seconds) < 0.1) return `${short(1e3 * seconds, digits)} ms`;
     if (Math.abs(seconds) < 60) return `${short(seconds, digits)} s`;
@@ -108,8 +109,9 @@
   probe.hidden = true;
   document.body.append(probe);
 
-  const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => each * 10 ** power)), 10, 15, 30, 60, 120, 300, 600, 900,
-    1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
+  // Read, for what is multiplied (5 * 10 ** -6) has digits for which uPlot passes over it.
+  const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => Number(`${each}e${power}`))),
+    10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
 
   const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
 
@@ -260,7 +262,7 @@
     }, joined(tables), holder);
   }
 
-  const clipped = text => (text.length > 18 ? `${text.slice(0, 17)}…` : text);
+  const clipped = text => (text.length > 20 ? `${text.slice(0, 19)}…` : text);
 
   function drawBars(chart, holder) { // parts lie behind one another: the sums of all, the longest first
     const ends = chart.rows.map(() => 0);
@@ -351,7 +353,13 @@
     remember();
     show();
   });
-  document.getElementById("reset").addEventListener("click", drawAll);
+  controls.addEventListener("click", event => event.target.id === "reset" && drawAll());
+
+  const texts = from => from.querySelector("main").innerHTML + from.getElementById("data").textContent;
+  const began = new WeakMap(); // how the page has its folds, before a reader touches them
+  const note = from => from.querySelectorAll("details").forEach(each => began.set(each, each.open));
+  let seen = texts(document), offered = controls.innerHTML;
+  note(document);
 
   window.gregale = { drawn: figure => drawn.get(figure) }; // for the console of who looks closer
 
@@ -389,10 +397,13 @@
     const answer = await fetch(location.pathname, { cache: "no-cache" });
     if (!answer.ok) throw new Error(await answer.text());
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-    if (fresh.getElementById("data").textContent === document.getElementById("data").textContent) return;
+    if (texts(fresh) === seen) return;
+    seen = texts(fresh);
     const title = fold => fold.querySelector("summary").textContent;
-    const folds = new Map([...document.querySelectorAll("details")].map(each => [title(each), each.open]));
-    for (const each of fresh.querySelectorAll("details")) each.open = folds.get(title(each)) ?? each.open;
+    const touched = [...document.querySelectorAll("details")].filter(each => each.open !== began.get(each));
+    const chosen = new Map(touched.map(each => [title(each), each.open]));
+    note(fresh);
+    for (const each of fresh.querySelectorAll("details")) each.open = chosen.get(title(each)) ?? each.open;
     const zooms = new Map(), hidden = new Map(), height = scrollY;
     drawn.forEach((u, figure) => {
       if (u) hidden.set(figure.dataset.chart, u.series.filter(each => !each.show).map(each => each.label));
@@ -405,7 +416,12 @@
     document.querySelector("main").replaceChildren(...fresh.querySelector("main").children);
     document.querySelector("header p").textContent = fresh.querySelector("header p").textContent;
     read(document);
-    drawAll();
+    if (fresh.getElementById("controls").innerHTML !== offered) { // a first step brings axes and scales
+      offered = fresh.getElementById("controls").innerHTML;
+      controls.replaceChildren(...fresh.getElementById("controls").children);
+      remembered();
+    }
+    show();
     drawn.forEach((u, figure) => {
       const chart = figure.dataset.chart;
       if (u && zooms.has(chart)) u.setScale("x", zooms.get(chart));

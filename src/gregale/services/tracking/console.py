@@ -63,7 +63,7 @@ class Console:
 
     def message(self, text: str) -> None:
         """Shows a line, above the progress line if there is one."""
-        self._rich.print(text, markup=False, highlight=False, soft_wrap=not self._is_live)
+        self._rich.print(text, markup=False, emoji=False, highlight=False, soft_wrap=not self._is_live)
 
     def log(self, step: int, values: Values) -> None:
         """Shows a step's figures: training in the progress line, an evaluation as a message."""
