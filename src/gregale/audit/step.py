@@ -84,7 +84,7 @@ class StepShape:
         unrolled: no loop over layers is left.
         scores: attention holds its scores; a kernel does not.
         rules: whose rules of differentiation (`Kernels.rules`); a platform's own save less than JAX does.
-        window: keys that a query sees at most; None: all before it.
+        windows: of layers, in equal shares; keys that a query sees at most, None: all before it.
         norms_after: what half a layer adds to the stream is normalised, so that its backward pass needs it.
         norms_over_heads: queries are normalised over all heads, and keys, so that `model` shares their mean squares.
         pipeline: of the layers; None: they are scanned.
@@ -106,7 +106,7 @@ class StepShape:
     unrolled: bool = False
     scores: bool = True
     rules: str = "plain"
-    window: int | None = None
+    windows: Sequence[int | None] = (None,)
     norms_after: bool = False
     norms_over_heads: bool = False
     pipeline: PipelineShape | None = None

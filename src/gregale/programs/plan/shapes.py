@@ -62,7 +62,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         unrolled=run.unroll >= model.layers,
         scores=not run.kernels.opaque,
         rules=run.kernels.rules,
-        window=model.window_of_all,
+        windows=[model.kinds[kind].window for kind in model.kind_numbers],
         norms_after=model.norms != "before",
         norms_over_heads=model.qk_norm and model.qk_norm_over == "heads",
         pipeline=pipeline_shape(setup),
