@@ -14,7 +14,7 @@ def sites(stored):
 
 
 def seconds(sites, window=None) -> set[float]:
-    peak = Peak(1e12, window)
+    peak = Peak(1e12, (window,))
     return {peak.seconds(site.frame.computation, site.instruction) for site in sites} - {0.0}
 
 
@@ -30,7 +30,8 @@ def test_a_window_hides_pairs(sites):
 @pytest.mark.parametrize("window", [None, 1, 5, 9, 20])
 def test_pairs_are_those_of_the_mask(window):
     pairs = sum(1 for i in range(9) for j in range(9) if j <= i and (window is None or i - j < window))
-    assert visible(9, window) == pairs
+    assert visible(9, (window,)) == pairs
+    assert visible(9, (window, 1, 1, None)) == (pairs + 9 + 9 + 45) / 4, "layers of several kinds"
 
 
 BACKWARD = """HloModule jit_step, is_scheduled=true

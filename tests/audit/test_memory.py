@@ -140,13 +140,55 @@ def test_a_kernel_of_attention_holds_no_scores():
 
 def test_a_kernel_of_attention_fills_heads_up_to_lanes():
     """Eight heads of 4 are held as eight of 128, in what is saved and in the layer that is differentiated."""
-    step = small_step((2, 2, 2), model={"mlp": 16}, compute={"remat": "context"})
-    assert estimate_memory(step, 0, TPU) == estimate_memory(step, 0, ACCELERATOR), "scores are no kernel"
+    lanes = replace(ACCELERATOR, lanes=LANES)
+    step = small_step((1, 4, 2), model={"mlp": 16}, compute={"remat": "context"})
+    assert estimate_memory(step, 0, lanes) == estimate_memory(step, 0, ACCELERATOR), "scores are no kernel"
     longer = replace(step, scores=False, rows=64 * step.rows)  # so that the loss is not what takes most
-    filled, whole = (estimate_memory(longer, 0, backend) for backend in (TPU, ACCELERATOR))
+    filled, whole = (estimate_memory(longer, 0, backend) for backend in (lanes, ACCELERATOR))
     more = longer.tokens * 4 * (128 - 4) * 4  # float32, half of the heads
     assert (filled.saved - whole.saved, filled.working - whole.working) == (3 * more, 8 * more)
     assert TPU.lanes == LANES
+
+
+WEIGHTS = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32  # of a layer of the small model
+
+
+LONG = 4096  # tokens of a row, so that scores take more than the loss
+
+
+def beside_layers(microbatches=2, **changes) -> int:
+    """Bytes that a TPU holds beside what an accelerator does, in a layer's backward pass, on two devices of `data`."""
+    step = small_step((1, 2, 1), microbatches, {"remat": "full", "dtype": "bfloat16"})
+    longer = replace(step, positions=LONG, **changes)
+    tpu, other = (estimate_memory(longer, 0, backend) for backend in (TPU, ACCELERATOR))
+    return tpu.working - other.working
+
+
+def test_a_tpu_holds_casts_and_a_microbatch_beside_the_layers():
+    """Weights in bfloat16, and the gradients of this microbatch's layers, which are not added to the others' yet."""
+    cast, own = 2 * (3 * WEIGHTS + 2 * 320 * 32 + 32) // 2, 4 * 3 * WEIGHTS // 2
+    assert beside_layers() == cast + own
+    assert beside_layers(1) == cast, "of one microbatch they are the sums"
+    assert beside_layers(per_step=True) == own, "what is gathered for the step was cast before"
+    assert beside_layers(compute_bytes=4) == own
+
+
+@pytest.mark.parametrize(("block", "width"), [(10**6, 2), (24, 4)])
+def test_a_heads_gradient_waits_for_its_sum(block, width):
+    """In float32 where several groups of tokens are added up."""
+    step = replace(small_step((1, 2, 1), 2, {"remat": "full", "dtype": "bfloat16"}), positions=LONG, loss_block=block)
+    waits, waited_for = (estimate_memory(replace(step, sums_behind=each), 0, TPU) for each in (True, False))
+    assert waits.working - waited_for.working == width * 320 * 32
+
+
+def test_gradients_for_several_replicas_fill_lanes():
+    """Those whose last axis is split: embedding, norms, and what ends in `embed`; two replicas, two devices each."""
+    one, two = (small_step(mesh, 2, {"remat": "full"}) for mesh in ((1, 2, 1), (2, 2, 1)))
+    ends = 320 * 32 + 3 * 2 * 32 + 32 + 3 * (32 * 32 + 64 * 32)  # output and down, of three layers
+    all_ = 3 * WEIGHTS + 2 * 320 * 32 + 32
+    assert estimate_memory(one, 0, TPU).buffers == 4 * all_ // 2
+    assert estimate_memory(two, 0, TPU).buffers == 4 * (all_ - ends) // 2 + 4 * ends * 128 // 32
+    assert estimate_memory(two, 0, ACCELERATOR).buffers == 4 * all_ // 2
 
 
 def test_more_microbatches_take_less():

@@ -96,9 +96,12 @@ def test_a_kernel_leaves_out_what_the_mask_hides():
     pairs = 2 * 2 * 3 * 32 * 32 * 16  # two products of 2 FLOPs, three layers, heads of 32 together, tokens of a step
     counted = work_of(step, 0, {})
     assert counted.model_flops - counted.flops == pytest.approx(pairs * (3 * 16 - 3.5 * (1 + 16) / 2))
-    windowed = work_of(replace(step, window=4), 0, {})
+    windowed = work_of(replace(step, windows=(4,)), 0, {})
     assert counted.flops - windowed.flops == pytest.approx(pairs * 3.5 * (8.5 - (1 + 2 + 3 + 4 * 13) / 16))
-    assert work_of(replace(step, window=99), 0, {}).flops == counted.flops
+    assert work_of(replace(step, windows=(99,)), 0, {}).flops == counted.flops
+    mixed = small_step((1, 1, 1), compute={"remat": "none"}, model={"sliding_window": 4, "full_layers": (2,)})
+    mixed = work_of(replace(mixed, scores=False), 0, {})
+    assert counted.flops - mixed.flops == pytest.approx(2 / 3 * (counted.flops - windowed.flops)), "two of three layers"
 
 
 def test_the_optimizers_products_are_computed_but_are_not_the_models():

@@ -75,6 +75,7 @@ def test_an_example_for_tpus_fits(name):
     assert plan.step.shortage is None
     assert plan.memory.peak <= 15.75 * GIB, "which the compiler has for programs on a v5e"
     assert plan.memory.peak > plan.memory.arguments > 0
+    assert estimate(plan.setup, plan.target.backend).peak == pytest.approx(plan.memory.peak, rel=0.12)
 
 
 def test_one_that_is_too_large_does_not():

@@ -1,12 +1,13 @@
 """The time of Pallas kernels, of which the TPU compiler estimates none: their products at the matrix unit's peak.
 
-`Peak(flops_per_second, window).seconds(computation, instruction)` knows JAX's splash attention by its kernels' names,
+`Peak(flops_per_second, windows).seconds(computation, instruction)` knows JAX's splash attention by its kernels' names,
 and counts what the mask shows: pairs of a query and a key that it sees.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,11 +25,12 @@ class Peak:
     """What kernels are timed by.
 
     - `flops_per_second`: of a device
-    - `window`: keys that a query sees at most, itself included; None: all before it
+    - `windows`: of layers, in equal shares, for a kernel does not tell whose it is: keys that a query sees at most,
+      itself included; None: all before it
     """
 
     flops_per_second: float
-    window: int | None = None
+    windows: Sequence[int | None] = (None,)
 
     def seconds(self, computation: Computation, instruction: Instruction) -> float:
         """Of one run of an instruction; 0 if it is no kernel that is known."""
@@ -42,7 +44,7 @@ class Peak:
             shape for shape in computation.operand_shapes(instruction) if len(shape.sizes) >= 3 and wide(shape)
         )
         *heads, positions, head_size = query.sizes
-        pairs = visible(positions, self.window)
+        pairs = visible(positions, self.windows)
         return 2 * products * prod(heads) * pairs * head_size / self.flops_per_second
 
 
@@ -51,7 +53,10 @@ def wide(shape: Shape) -> bool:
     return len(shape.sizes) >= 3 and shape.dtype.startswith(("bf", "f"))
 
 
-def visible(positions: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, under a causal mask: the sum of min(i, window) for i to positions."""
-    reach = min(positions, window or positions)
-    return reach * (reach + 1) // 2 + (positions - reach) * reach
+def visible(positions: int, windows: Sequence[int | None]) -> float:
+    """Pairs of a query and a key that it sees, under a causal mask: the sum of min(i, window) for i to positions.
+
+    The mean over the windows.
+    """
+    reaches = [min(positions, window or positions) for window in windows]
+    return sum(reach * (reach + 1) / 2 + (positions - reach) * reach for reach in reaches) / len(reaches)

@@ -99,7 +99,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
     of it by itself: scores are held for all heads of a microbatch, in float32 and, for the products, in the compute
     dtype; XLA:CPU holds four arrays of them in float32, and the mask.
     """
-    buffers = FLOAT32 * sum(step.on_device(weight, step.layout.params) for weight in step.weights)
+    buffers = FLOAT32 * sum(step.gradient_values(weight, backend.lanes) for weight in step.weights)
     uses = [each for each in step.single() if step.uses(each)]
     gathered = step.weights if step.per_step else uses if backend.hoists_gathers else []
     # A compiler that widens bfloat16 keeps both forms of what it gathered before the loop.
@@ -109,7 +109,7 @@ def estimate_memory(step: StepShape, arguments: int, backend: Backend, update: i
         buffers=buffers,
         saved=step.layers * _saved(step, backend),
         tables=copies * sum(step.on_device(weight, step.layout.compute) for weight in gathered),
-        working=max(_layer(step, backend), _loss(step, backend)),
+        working=max(_layer(step, backend) + _beside_layers(step, backend), _loss(step, backend)),
         update=update,
     )
 
@@ -182,6 +182,21 @@ def _layer(step: StepShape, backend: Backend) -> int:
     stream = EMBED_ARRAYS if backend.merges_sums else EMBED_ARRAYS + INPUT_GRADIENTS
     gathered = 0 if step.per_step else width * weights
     return gathered + width * weights + stream * width * step.tokens * step.embed + max(attention, mlp)
+
+
+def _beside_layers(step: StepShape, backend: Backend) -> int:
+    """What is there in the backward pass of every layer.
+
+    The weights that were cast ahead; this microbatch's gradients of all layers, before they are added to the others';
+    and the head's gradient, whole until its sum over devices is waited for.
+    """
+    cast = backend.narrows_ahead and not step.per_step and step.compute_bytes < FLOAT32
+    narrow = step.compute_bytes * sum(step.on_device(each, step.layout.params) for each in step.weights) if cast else 0
+    apart = backend.adds_at_end and step.microbatches > 1
+    own = FLOAT32 * sum(step.gradient_values(each, backend.lanes) for each in step.stacked()) if apart else 0
+    width = FLOAT32 if step.loss_blocks.groups > 1 else step.compute_bytes
+    head = width * step.embed * step.vocabulary if step.sums_behind else 0
+    return narrow + own + head
 
 
 def _loss(step: StepShape, backend: Backend) -> int:

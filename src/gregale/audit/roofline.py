@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gregale.audit.chips import Chip
+from gregale.audit.kernels import visible
 from gregale.audit.memory import offloaded_bytes
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.step import StepShape, values
@@ -112,10 +113,7 @@ def _for_a_key(step: StepShape) -> int:
 
 def _keys(step: StepShape) -> float:
     """Keys that a query is multiplied by, on average: a kernel leaves out what the mask hides."""
-    if step.scores:
-        return step.positions
-    window = min(step.window or step.positions, step.positions)
-    return window - window * (window - 1) / 2 / step.positions
+    return step.positions if step.scores else visible(step.positions, step.windows) / step.positions
 
 
 def _again(step: StepShape, attention: float) -> float:

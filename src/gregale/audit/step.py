@@ -23,7 +23,9 @@ class Backend:
         scatters_layers: the sum of a layer's gradients is a reduce-scatter; XLA:CPU does an all-reduce.
         fuses_softmax: a softmax and its gradient are computed in passes over few arrays of scores or logits.
         lanes: values of an array's last axis that lie side by side. Where attention is a kernel, that axis is a head,
-            which is filled up to a whole number of them.
+            which is filled up to a whole number of them; so is the last axis of gradients, see `gradient_values`.
+        narrows_ahead: before the loop over layers all weights of a device are cast to the compute dtype.
+        adds_at_end: a microbatch's gradients of all layers are there before they are added to those of the others.
     """
 
     narrowest_bytes: int
@@ -32,13 +34,15 @@ class Backend:
     scatters_layers: bool
     fuses_softmax: bool
     lanes: int = 1
+    narrows_ahead: bool = False
+    adds_at_end: bool = False
 
 
 CPU = Backend(narrowest_bytes=4, hoists_gathers=True, merges_sums=False, scatters_layers=False, fuses_softmax=False)
 ACCELERATOR = Backend(
     narrowest_bytes=2, hoists_gathers=False, merges_sums=True, scatters_layers=True, fuses_softmax=True
 )
-TPU = replace(ACCELERATOR, lanes=128)
+TPU = replace(ACCELERATOR, lanes=128, narrows_ahead=True, adds_at_end=True)
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,10 @@ class StepShape:
         unrolled: no loop over layers is left.
         scores: attention holds its scores; a kernel does not.
         rules: whose rules of differentiation (`Kernels.rules`); a platform's own save less than JAX does.
-        window: keys that a query sees at most; None: all before it.
+        windows: of layers, in equal shares; keys that a query sees at most, None: all before it.
         norms_after: what half a layer adds to the stream is normalised, so that its backward pass needs it.
         norms_over_heads: queries are normalised over all heads, and keys, so that `model` shares their mean squares.
+        sums_behind: gradients are summed over devices behind the backward pass of the layers below.
         pipeline: of the layers; None: they are scanned.
     """
 
@@ -106,9 +111,10 @@ class StepShape:
     unrolled: bool = False
     scores: bool = True
     rules: str = "plain"
-    window: int | None = None
+    windows: Sequence[int | None] = (None,)
     norms_after: bool = False
     norms_over_heads: bool = False
+    sums_behind: bool = False
     pipeline: PipelineShape | None = None
 
     @property
@@ -175,6 +181,19 @@ class StepShape:
         """Values of a weight on one device under a mapping, all layers together."""
         split = prod(self.mesh[axis] for axis in self.layout.mesh_axes(weight.axes, mapping))
         return values(weight.axes) // split
+
+    def gradient_values(self, weight: NamedArray, lanes: int) -> int:
+        """Values that a device's buffer for the gradient by a weight holds, all layers together.
+
+        What is reduced over `replica` lies in the order of the weight's axes. If the last one is split, a device has
+        few values of it side by side, and is to fill them up to whole lanes.
+        """
+        count, last = self.on_device(weight, self.layout.params), weight.axes[-1]
+        shards = prod(self.mesh[axis] for axis in self.layout.mesh_axes((last,), self.layout.params))
+        if shards == 1 or self.split_by(weight, self.layout.opt_state) == self.split_by(weight, self.layout.params):
+            return count
+        width = last.size // shards
+        return count // width * -(-width // lanes) * lanes
 
     def split_by(self, weight: NamedArray, mapping: AxisMapping) -> tuple[str, ...]:
         """The mesh axes, larger than 1, that split a weight under a mapping, in mesh order."""

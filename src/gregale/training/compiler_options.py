@@ -62,6 +62,11 @@ def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | No
     return {**defaults, **own} or None
 
 
+def sums_behind(options: CompilerOptions) -> bool:
+    """Whether gradients are summed behind the backward pass of the layers below, by the options of a program."""
+    return str(options.get(_ASYNC_SUMS[0])).lower() == "true"
+
+
 def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
     """Compiles next to nothing with the options.
 

@@ -21,6 +21,7 @@ from gregale.methods.method import Method
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
 from gregale.programs.run.setup import Setup
+from gregale.training.compiler_options import compiler_options, sums_behind
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")
 FAR_AXES = ("island", REPLICA)
@@ -62,9 +63,10 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
         unrolled=run.unroll >= model.layers,
         scores=not run.kernels.opaque,
         rules=run.kernels.rules,
-        window=model.window_of_all,
+        windows=[model.kinds[kind].window for kind in model.kind_numbers],
         norms_after=model.norms != "before",
         norms_over_heads=model.qk_norm and model.qk_norm_over == "heads",
+        sums_behind=sums_behind(compiler_options(compute.compiler_options, setup.layout.mesh) or {}),
         pipeline=pipeline_shape(setup),
     )
 

@@ -14,7 +14,7 @@ from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
 from gregale.programs.plan.programs import STEP, Compile, Program, known_trips, programs_of
 from gregale.programs.plan.reported import Request, reported
-from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, tree_bytes
+from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape, tree_bytes
 from gregale.programs.run.setup import Setup, check_replicas, set_up
 from gregale.services.config import TrainConfig
 
@@ -78,7 +78,7 @@ class Plan:
         cycles = self.target.chip.cycles_per_second
         if self.target.simulated or cycles is None:
             return None
-        kernels = Peak(self.target.flops_per_second, getattr(self.setup.config.model, "window_of_all", None))
+        kernels = Peak(self.target.flops_per_second, step_shape(self.setup).windows)
         rates = Rates(cycles, self.link_rates(between_bytes_per_second), kernels)
         return schedule_of(program.text, program.audit.collectives, rates, known_trips(self.setup))
 
