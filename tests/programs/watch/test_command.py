@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import redirect_stdout
 from queue import Queue
 
 import pytest
@@ -31,7 +32,7 @@ def test_once_shows_how_it_is(folder, capsys):
     assert main(["watch", "a", "--once"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "a stopped  step 5 of 10 (50%)  loss 3.9500  512 tokens/s",
-        "a has stopped, step 5 of 10; `gregale train` with its configuration goes on.",
+        "a has stopped, step 5 of 10; the command that started it goes on.",
     ]
     assert main(["watch", "b"]) == 2
     assert "b is not a run directory" in capsys.readouterr().err
@@ -133,3 +134,29 @@ def test_a_fleet_is_its_islands(folder):
     for word in ("f", "runs/f", "runs/f.islands", str(folder / "f")):
         assert [run.path.name for run in runs_of(word)] == ["f-a", "f-b"]
     assert [run.path.name for run in runs_of("f-a")] == ["f-a"]
+
+
+def test_an_island_that_begins_later_is_followed_too_and_before_all_a_line_says_so(folder, capsys):
+    (folder / "f.islands").mkdir(parents=True)
+    for name in ("f-a", "f-b", "lighthouse"):
+        (folder / "f.islands" / f"{name}.log").touch()
+    assert main(["watch", "f"]) == 2
+    assert "f is a fleet none of whose islands has begun" in capsys.readouterr().err
+    begun = {"saved": 10, "evaluated": True}
+    write_run(folder / "f-a", 5)
+
+    def begin() -> None:
+        while "f-a stopped" not in (folder / "said").read_text():
+            time.sleep(0.02)
+        write_run(folder / "f-b", 10, **begun)
+        write_run(folder / "c", 10, **begun)
+        (folder / "c" / "metrics.jsonl").rename(folder / "f-a" / "metrics.jsonl")
+        for name in ("checkpoints", "newest_checkpoint.json"):
+            (folder / "c" / name).rename(folder / "f-a" / name)
+
+    beginning = threading.Thread(target=begin)
+    with (folder / "said").open("w", buffering=1) as said, redirect_stdout(said):
+        beginning.start()
+        assert main(["watch", "f", "--seconds", "0.1"]) == 0
+    beginning.join()
+    assert (folder / "said").read_text().splitlines()[-1].startswith("f-b complete  step 10 of 10")

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from gregale.programs.watch.follower import Follower, Snapshot
-from gregale.programs.watch.view import fleet_view, plain_line, view_of
+from gregale.programs.watch.view import FIRST_TO_GO, fleet_view, plain_line, view_of
 from gregale.services.run_lock import training
 from gregale.services.run_places import RunPlaces
 from tests.services.runs import step_line, write_lines, write_run
@@ -100,18 +100,33 @@ def test_names_are_no_markup(tmp_path):
     assert any(line.startswith("eval loss.[/news]:x:") for line in lines)
 
 
-def test_islands_are_side_by_side(tmp_path):
+@pytest.fixture
+def islands(tmp_path) -> list[Snapshot]:
     snapshots = []
     for name, steps in (("fleet-a", 30), ("fleet-b", 50)):
         run = write_run(tmp_path / name, 0, steps=60)
         fleet = {"round": 4, "members": 2, "waiting_seconds": 3.0}
         write_lines(run, *(step_line(step, **fleet) for step in range(1, steps + 1)))
         snapshots.append(Follower(RunPlaces(run)).look()[0])
-    lines = [line for line in seen(snapshots, 140, made=fleet_view) if "fleet" in line]
+    return snapshots
+
+
+def test_islands_are_side_by_side(islands):
+    lines = [line for line in seen(islands, 140, made=fleet_view) if "fleet" in line]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert [row[0] for row in cells] == ["fleet-a", "fleet-b"]
     assert [row[1:4] for row in cells] == [["stopped", "30/60", "3.7000"], ["stopped", "50/60", "3.5000"]]
     assert [row[-4:] for row in cells] == [["512 tokens/s", "4", "2", "3s"]] * 2
+
+
+@pytest.mark.parametrize(("width", "gone"), [(120, 0), (98, 0), (90, 1), (80, 2), (60, 3), (50, 4)])
+def test_islands_on_a_narrow_terminal_lose_columns_and_no_letters(islands, width, gone):
+    lines = seen(islands, width, made=fleet_view)
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "…" in line]
+    wanted = ["island", "state", "step", "loss", "tokens/s", "round", "members", "waited"]
+    wanted = [each for each in wanted if each not in FIRST_TO_GO[:gone]]
+    assert lines[1].replace("┃", " ").split() == wanted
 
 
 def test_a_plain_line(running):

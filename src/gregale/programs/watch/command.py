@@ -61,7 +61,7 @@ class WatchOptions(Settings):
 def main(options: WatchOptions) -> int:
     """Shows the run until it is complete; 0 then and after Ctrl-C, 128 + the signal's number after another one."""
     runs = runs_of(options.run)
-    followers = [Follower(run) for run in runs]
+    followers = {run.path: Follower(run) for run in runs}
     seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, Remote) else SECONDS)
     with ExitStack() as stack:
         stop, screen = stack.enter_context(stopped_by_signals()), stack.enter_context(Screen())
@@ -69,7 +69,9 @@ def main(options: WatchOptions) -> int:
             screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
             try:
-                looks = [follower.look() for follower in followers]
+                for run in islands_of(options.run):  # one of them may have begun after the others
+                    followers.setdefault(run.path, Follower(run))
+                looks = [follower.look() for follower in followers.values()]
             except StoreError as error:  # out of order for now
                 screen.message(str(error))
             else:
@@ -96,14 +98,34 @@ def served(runs: Sequence[RunPlaces], options: WatchOptions) -> Server:
 
 
 def runs_of(name: str) -> list[RunPlaces]:
-    """The run of a name, or the runs of a fleet's islands: those that `gregale islands` has logs of."""
+    """The run of a name, or those of a fleet's islands, as far as they have begun."""
+    if found := islands_of(name):
+        return found
+    try:
+        return [find_run(name)]
+    except UserError:
+        if not (logs := logs_of(name)):
+            raise
+        raise UserError(
+            f"{name} is a fleet none of whose islands has begun: they prepare their data first, or have ended before "
+            f"that. What they say is in {logs[0].parent}."
+        ) from None
+
+
+def islands_of(name: str) -> list[RunPlaces]:
+    """The runs of a fleet's islands, of those that have begun; none if this is no fleet."""
+    islands = [log.parent.parent / log.stem for log in logs_of(name)]
+    return [RunPlaces(island) for island in islands if island.is_dir()]
+
+
+def logs_of(name: str) -> list[Path]:
+    """What `gregale islands` has written down of each island of a fleet, by name; none if this is no fleet."""
     for folder in (Path(f"{name}{FLEET}"), Path("runs") / f"{name}{FLEET}", Path(name), Path("runs") / name):
         if folder.name.endswith(FLEET):
-            logs = sorted(folder.glob("*.log"))
-            islands = [folder.parent / log.stem for log in logs if log.stem != COORDINATOR]
-            if found := [RunPlaces(island) for island in islands if island.is_dir()]:
-                return found
-    return [find_run(name)]
+            logs = [log for log in sorted(folder.glob("*.log")) if log.stem != COORDINATOR]
+            if logs:
+                return logs
+    return []
 
 
 class Screen:

@@ -26,6 +26,11 @@ COLOURS = {State.RUNNING: "green", State.COMPLETE: "cyan", State.STOPPED: "yello
 LINES_BESIDE = 8  # that a view has beside its curves
 SILENT = 10  # times the duration of a step, after which it is said that nothing comes
 SILENT_SECONDS = 30.0
+CURVE = ""  # the heading of the loss's curve
+COLUMNS = ("island", "state", "step", "loss", CURVE, "tokens/s", "round", "members", "waited")  # of a fleet
+FIRST_TO_GO = ("waited", "members", "tokens/s", "round")  # on a terminal too narrow for all
+LEAST_CURVE = 8
+WIDEST = 1000
 
 
 def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
@@ -100,25 +105,43 @@ def facts(snapshot: Snapshot) -> list[str]:
 
 
 def fleet_view(snapshots: Sequence[Snapshot], console: Console) -> RenderableType:
-    """Several runs side by side: a line each, with the curve of its loss."""
+    """Several runs side by side: a line each, with the curve of its loss, and what the terminal has room for."""
+    columns = list(COLUMNS)
+    for column in FIRST_TO_GO:
+        if (room := _room_beside(snapshots, columns, console)) >= LEAST_CURVE:
+            break
+        columns.remove(column)
+    else:
+        room = _room_beside(snapshots, columns, console)
+    return _fleet_table(snapshots, columns, max(room, LEAST_CURVE), bars_of(console))
+
+
+def _room_beside(snapshots: Sequence[Snapshot], columns: Sequence[str], console: Console) -> int:
+    """How long curves may be beside these columns."""
+    table = _fleet_table(snapshots, columns, 0, "")
+    return console.width - console.measure(table, options=console.options.update(width=WIDEST)).maximum
+
+
+def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: int, bars: str) -> Table:
+    """A row for each run; `width`: of the curves."""
     table = Table()
-    for heading in ("island", "state", "step", "loss", "", "tokens/s", "round", "members", "waited"):
-        table.add_column(heading, justify="left" if heading in ("island", "state", "") else "right", no_wrap=True)
+    for column in columns:
+        justify = "left" if column in ("island", "state", CURVE) else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     for each in snapshots:
-        summary, loss = each.summary, each.figures.get("loss")
-        curve = "" if loss is None else sparkline(loss.values, max(console.width - 90, 8), bars_of(console))
-        waited = each.last("waiting_seconds")
-        table.add_row(
-            Text(summary.name),
-            Text(summary.state, style=COLOURS.get(summary.state, "")),
-            f"{summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else ""),
-            in_unit("loss", each.last("loss")),
-            Text(curve, style="cyan"),
-            in_unit("tokens_per_second", each.last("tokens_per_second")),
-            in_unit("round", each.last("round")),
-            in_unit("members", each.last("members")),
-            "" if waited is None else duration(waited),
-        )
+        summary, loss, waited = each.summary, each.figures.get("loss"), each.last("waiting_seconds")
+        known = {
+            "island": Text(summary.name),
+            "state": Text(summary.state, style=COLOURS.get(summary.state, "")),
+            "step": f"{summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else ""),
+            "loss": in_unit("loss", each.last("loss")),
+            CURVE: Text("" if loss is None else sparkline(loss.values, width, bars), style="cyan"),
+            "tokens/s": in_unit("tokens_per_second", each.last("tokens_per_second")),
+            "round": in_unit("round", each.last("round")),
+            "members": in_unit("members", each.last("members")),
+            "waited": "" if waited is None else duration(waited),
+        }
+        table.add_row(*(known[column] for column in columns))
     return table
 
 
