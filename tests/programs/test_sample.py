@@ -6,18 +6,22 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gregale.axes.mesh import MeshConfig
 from gregale.data.tokenizers import load_tokenizer
 from gregale.model.drawing import Sampling
 from gregale.model.generate import Generator
-from gregale.programs.run.trained import open_trained
+from gregale.programs.run.trained import on_devices, open_trained, set_up_run
 from gregale.programs.sample import showing
 from gregale.programs.sample.sampler import steady, training_sampler
+from gregale.services.config import BatchConfig
+from gregale.services.run_directory import RunDirectory
 from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)
@@ -190,6 +194,11 @@ def test_neither_order_nor_batch_nor_mesh_changes_a_text(gregale, inputs, whole,
     assert gregale("sample", "whole", "--prompts", "three.jsonl", *options, *DRAWN) == 0
     found = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     assert found == [one_by_one[i] for i in (2, 3, 1)]
+
+
+def test_devices_need_not_divide_the_sequences_of_a_step(whole):
+    config = replace(RunDirectory(whole).read_config(), batch=BatchConfig(size=3, sequence_length=32))
+    assert set_up_run(RunDirectory(whole), on_devices(config, MeshConfig(data=4))).config.batch.size == 4
 
 
 def test_a_text_ends_before_a_stop_string(gregale, inputs, whole, sampler, capsys, tmp_path):

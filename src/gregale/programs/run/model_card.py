@@ -32,7 +32,7 @@ class Exported:
 
 def model_card(exported: Exported) -> str:
     """README.md: the hub's header, and a table of facts."""
-    config, step = exported.setup.config, exported.step
+    config, step = exported.run.read_config(), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
         f"{exported.dtype}",

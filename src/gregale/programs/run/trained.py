@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import jax
 
+from gregale.axes.layout import BATCH, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
@@ -70,10 +72,17 @@ def on_devices(config: TrainConfig, devices: int | MeshConfig | None) -> TrainCo
 
 
 def set_up_run(run: RunDirectory, config: TrainConfig) -> Setup:
-    """What a run's configuration, or another with its model, becomes on the first of the devices that were started."""
+    """What a run's configuration, or another with its model, becomes on the first of the devices that were started.
+
+    No step is made, so that a batch is filled up to as many sequences as these devices divide.
+    """
     keep_compiled(config.compilation_cache)
     tokens = load_tokenizer(run.path).vocabulary_size
-    return set_up(config, tokens, make_mesh(config.mesh, jax.devices()[: config.mesh.device_count]))
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.device_count])
+    layout = standard_layout(mesh)
+    parts = config.batch.microbatches * prod(mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
+    batch = replace(config.batch, size=-(-config.batch.size // parts) * parts)
+    return set_up(replace(config, batch=batch), tokens, mesh)
 
 
 def restored_model(run: RunDirectory, setup: Setup, step: int | None) -> tuple[object, int, dict]:
