@@ -58,7 +58,7 @@ def start_hosts(tmp_path: Path, store: Remote) -> list[subprocess.Popen]:
         command = [sys.executable, "-m", "gregale", "train", "tiny.yaml", *SETTINGS, "--runs", f"{store}/runs"]
         command += ["--data.sources.words.files", f"[{store}/text/*.txt]", "--data.cache", f"{store}/cache"]
         command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(HOSTS)]
-        command += ["--distributed.process", str(host), "--distributed.timeout_seconds", "20"]
+        command += ["--distributed.process", str(host)]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True))
     return processes

@@ -63,7 +63,7 @@ def test_another_host_that_still_trains_is_noticed_where_the_lock_does_not_reach
     touching.start()
     try:
         refused = pytest.raises(UserError, match="is being trained by process 7 on another")
-        with refused, training(tmp_path, print, beat_seconds=0.2):
+        with refused, training(tmp_path, print, beat_seconds=4.0):
             pass
     finally:
         ended.set()

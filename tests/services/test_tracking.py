@@ -260,6 +260,15 @@ def test_a_tracker_of_others_never_ends_a_run():
     assert reports == ["A tracker fails, and the run goes on without it: ConnectionError: no network"]
 
 
+def test_a_tracker_of_others_that_does_not_open_never_ends_a_run(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file where its folder would be")
+    out = io.StringIO()
+    with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(out), True) as trackers:
+        trackers.log(1, {"loss": 2.0})
+    assert "tensorboard does not open, and the run goes on without it: NotADirectoryError: " in out.getvalue()
+    assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+
+
 def tensorboard_records(path) -> list[bytes]:
     """The records of an event file: length, checksum, payload, checksum."""
     content, found = path.read_bytes(), []

@@ -162,5 +162,15 @@ def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Conso
         return Trackers([])
     check_installed(configs)
     jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
-    others = (Guarded(config.open(run), console.message) for config in configs)
-    return Trackers([console, jsonl, *others], flush=jsonl.flush)
+    others = (_opened(config, run, console) for config in configs)
+    return Trackers([console, jsonl, *filter(None, others)], flush=jsonl.flush)
+
+
+def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Tracker | None:
+    """A tracker that never ends the run; None if it cannot be opened: its network may be away when a run goes on."""
+    try:
+        return Guarded(config.open(run), console.message)
+    except Exception as error:
+        name = TrackerConfig.get_choice_name(type(config))
+        console.message(f"{name} does not open, and the run goes on without it: {type(error).__name__}: {error}")
+        return None
