@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -280,6 +282,9 @@ def metrics(run: Place) -> list[dict[str, Any]]:
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as listening:
-        listening.bind((host, 0))
-        return listening.getsockname()[1]
+    """One below those that the system gives to clients: none of them takes it while the coordinator is away."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.socket() as listening:
+            listening.bind((host, port))
+            return port

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import run_simple
+from werkzeug.serving import make_server
 
 
 def one_creates(application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
@@ -28,10 +28,11 @@ def one_creates(application: Callable[..., Iterable[bytes]]) -> Callable[..., It
 
 
 if __name__ == "__main__":
-    run_simple(
+    make_server(
         "127.0.0.1",
-        int(sys.argv[1]),
+        0,
         one_creates(DomainDispatcherApplication(create_backend_app)),
         threaded=True,
         request_handler=MotoRequestHandler,
-    )
+        fd=int(sys.argv[1]),  # of a socket that listens
+    ).serve_forever()

@@ -18,39 +18,27 @@ from urllib.parse import quote, urlsplit
 
 BUCKET = "bucket"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "a-secret-key", "AWS_REGION": "us-east-1"}
-_START_SECONDS = 60
+_START_SECONDS = 120
 _HOP_BY_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The endpoint of an S3 stand-in that has a bucket."""
-    port = free_port()
-    with _served([sys.executable, str(Path(__file__).with_name("s3.py")), str(port)], port):
-        make_bucket(f"http://127.0.0.1:{port}", BUCKET)
-        yield f"http://127.0.0.1:{port}"
+    with _served("s3.py") as endpoint:
+        make_bucket(endpoint, BUCKET)
+        yield endpoint
 
 
 @contextmanager
 def gcs_server() -> Iterator[str]:
     """The endpoint of a GCS stand-in that has a bucket, and knows the one condition that is ever made."""
-    port = free_port()
-    where = ["--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", BUCKET]
-    with (
-        _served([sys.executable, "-m", "gcp_storage_emulator", "start", *where], port),
-        proxied(f"http://127.0.0.1:{port}", keeps_conditions=True) as (endpoint, _),
-    ):
+    with _served("gcs.py", BUCKET) as behind, proxied(behind, keeps_conditions=True) as (endpoint, _):
         yield endpoint
 
 
 def make_bucket(endpoint: str, name: str) -> None:
-    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=_START_SECONDS)
     authorization = "AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/s3/aws4_request"
     connection.request("PUT", f"/{name}", headers={"Authorization": authorization})
     assert connection.getresponse().status == 200
@@ -58,19 +46,21 @@ def make_bucket(endpoint: str, name: str) -> None:
 
 
 @contextmanager
-def _served(command: list[str], port: int) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _served(program: str, *arguments: str) -> Iterator[str]:
+    """The endpoint of a stand-in that answers; it is given a socket that listens, so that no other takes its port."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(128)
+        port, number = listening.getsockname()[1], listening.fileno()
+        command = [sys.executable, str(Path(__file__).with_name(program)), str(number), *arguments]
+        output = subprocess.DEVNULL
+        process = subprocess.Popen(command, stdout=output, stderr=output, pass_fds=[number])
     try:
-        until = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                assert process.poll() is None, command
-                assert time.monotonic() < until, command
-                time.sleep(0.05)
-        yield
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_START_SECONDS)
+        connection.request("GET", "/")
+        connection.getresponse().read()
+        connection.close()
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.wait()
@@ -132,7 +122,7 @@ def proxied(endpoint: str, keeps_conditions: bool = False) -> Iterator[tuple[str
         pass
 
     Handler.proxy = proxy
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with _Server(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         server.block_on_close = False
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -141,6 +131,10 @@ def proxied(endpoint: str, keeps_conditions: bool = False) -> Iterator[tuple[str
             yield f"http://127.0.0.1:{server.server_address[1]}", proxy
         finally:
             server.shutdown()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a connection that finds no place is tried again a second later
 
 
 def uploaded(body: bytes) -> str:
@@ -182,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_PATCH = _any
 
     def _passed_on(self, method: str, path: str, body: bytes, headers: dict[str, str]):
-        connection = http.client.HTTPConnection(urlsplit(self.proxy.endpoint).netloc, timeout=60)
+        connection = http.client.HTTPConnection(urlsplit(self.proxy.endpoint).netloc, timeout=120)
         connection.request(method, path, body=body, headers=headers)
         answer = connection.getresponse()
         content = answer.read()

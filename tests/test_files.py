@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from gregale.files import Holder, Taken, acquire, holder_of, reason, sign, write_bytes
+from gregale.files import (
+    Holder,
+    Taken,
+    acquire,
+    holder_of,
+    is_gone,
+    reason,
+    replacing,
+    sign,
+    temporary_beside,
+    write_bytes,
+)
 from tests.disk import largest_file
 
 
@@ -20,6 +35,55 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         write_bytes(path, b"after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path], "nothing half-written takes up room"
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from gregale.files import replacing
+
+with replacing(Path(sys.argv[1]) / "file") as file, replacing(Path(sys.argv[1]) / "folder") as folder:
+    file.write_bytes(b"half")
+    folder.mkdir()
+    (folder / "a").write_bytes(b"half")
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write_and_nothing_else_does(tmp_path):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
+    gone, this = killed.stdout.strip(), temporary_beside(Path("elsewhere") / "file").name
+    assert len(left := os.listdir(tmp_path)) == 2
+    assert all(gone in name for name in left), killed.stderr
+    machine = this.split("-")[1]
+    stay = [this, f"a.tmp-{machine}-{os.getppid()}-1", f"a.tmp-00000000-{gone}-1", f"a.tmp-{gone}", "tmp-1-2-3"]
+    for name in stay:
+        (tmp_path / name).write_bytes(b"")
+    write_bytes(tmp_path / "other", b"whole")
+    assert sorted(os.listdir(tmp_path)) == sorted(["other", *stay])
+
+
+def test_who_has_ended_is_gone_whether_or_not_somebody_asked_how():
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        assert not is_gone(process.pid)
+        assert not is_gone(os.getpid())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_gone(process.pid), "it has a number still"
+    assert is_gone(process.pid)
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path):
+    with suppress(KeyError), replacing(tmp_path / "folder") as folder:
+        folder.mkdir()
+        (folder / "a").write_bytes(b"")
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+    with replacing(tmp_path / "folder") as folder:
+        folder.mkdir()
+        (folder / "a").write_bytes(b"")
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_a_lock_names_its_holder_and_ends_with_its_file(tmp_path):

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
+import shutil
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from threading import get_native_id
 from typing import IO
 
 # What a full, protected or broken disk says: for the user to mend, and not a mistake of this program.
@@ -21,9 +27,11 @@ OF_THE_DISK = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
     *(errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EMFILE),
 }
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of a file system that has none
 
 
 _LOOK_SECONDS = 0.05
+_TEMPORARY = re.compile(r".+\.tmp-([0-9a-f]{8})-(\d{1,7})-\d+")  # of the machine, the process and the thread
 
 
 def reason(error: BaseException) -> str:
@@ -37,16 +45,78 @@ def reason(error: BaseException) -> str:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all; what a failure leaves half-written is removed."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file or a folder under, which then gets the path's name, or goes if anything fails."""
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        _remove(temporary)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in a path's folder that this thread alone uses; what it becomes must have another name in the end.
+
+    What a killed process of this machine has left in the folder under such a name goes when another first asks for one.
+    """
+    _sweep(str(path.parent))
+    return path.with_name(f"{path.name}.tmp-{_machine()}-{os.getpid()}-{get_native_id()}")
+
+
+@cache
+def _sweep(folder: str) -> None:
+    """Removes temporary files and folders of processes that are gone; once in each process, for it lists the folder."""
+    with suppress(OSError):
+        for path in Path(folder).iterdir():
+            found = _TEMPORARY.fullmatch(path.name)
+            if found and found[1] == _machine() and is_gone(int(found[2])):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no process of this machine, or of this container, has this number, or one that has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        return False
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        return state == "Z"  # its parent has not asked how it ended
+    return False
+
+
+def machine() -> str:
+    """What tells apart the machines, their boots, and the containers on them, in which a pid means other processes."""
+    names = [socket.gethostname()]
+    with suppress(OSError):
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+    with suppress(OSError):
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)
+
+
+@cache
+def _machine() -> str:
+    return hashlib.sha256(machine().encode()).hexdigest()[:8]
 
 
 def user_cache() -> Path:

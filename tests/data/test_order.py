@@ -83,7 +83,7 @@ def test_it_trains_while_the_rest_is_still_encoded_and_the_order_is_what_it_woul
 
     def watched(self, part):
         if len(read) >= 8:
-            may_go_on.wait(20)
+            may_go_on.wait(300)
         read.append(part.path)
         yield from scan(self, part)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,15 +12,17 @@ from threading import Thread
 import numpy as np
 import pytest
 
+from gregale.data import build as building
 from gregale.data import parts
-from gregale.data.build import Cache, NamedSource, build_store, store_key
+from gregale.data.build import Cache, NamedSource, Overtaken, build_store, sharing, store_key
 from gregale.data.disk import Disk
 from gregale.data.parts import discard, make_tasks, read_part, read_seal
 from gregale.data.progress import silent
-from gregale.data.sharing import Crew, Note, pid_space
+from gregale.data.sharing import Crew, Note
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
+from gregale.files import machine
 from gregale.storage import write_bytes
 from tests.disk import largest_file
 
@@ -103,6 +106,26 @@ def test_what_is_finished_is_not_done_again(source, whole, tmp_path):
     assert (("x", total, total)) in told
 
 
+def test_who_comes_when_the_store_is_just_complete_takes_it(source, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / whole.folder.name
+
+    def completed(parts, **options):
+        """Another process completes the store, and removes the parts, before this one is seen."""
+        if not folder.exists():
+            shutil.copytree(whole.folder, folder)
+        shutil.rmtree(parts)
+        return Crew(parts, **options)
+
+    monkeypatch.setattr(building, "Crew", completed)
+    assert same(build(source, tmp_path / "cache"), whole)
+    assert READ == []
+    with (
+        pytest.raises(Overtaken, match="another process has completed the token store of x at this very moment"),
+        sharing(NamedSource("x", source), BYTES, folder, 1, silent, reads=True),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("name", ["part-00000002.bin", "part-00000002.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], None])
 def test_a_damaged_part_is_done_anew(source, whole, tmp_path, name, damage):
@@ -123,7 +146,7 @@ def test_a_damaged_part_is_done_anew(source, whole, tmp_path, name, damage):
 def test_a_full_disk_is_said_and_what_was_finished_stays(source, whole, tmp_path):
     with largest_file(90), pytest.raises(UserError, match=r"cache: the token store could not be written .*File too l"):
         build(source, tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.parts/.*")), "nothing half-written takes up room"
+    assert not list((tmp_path / "cache").glob("*.parts/*.tmp-*")), "nothing half-written takes up room"
     assert same(build(source, tmp_path / "cache"), whole)
 
 
@@ -150,9 +173,9 @@ def test_a_silent_builder_is_lost_after_a_while_and_one_that_lives_is_not(tmp_pa
 def test_a_process_that_is_gone_from_this_host_is_lost_at_once(tmp_path):
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     with Crew(tmp_path) as crew:
-        note_of(crew, space=pid_space(), pid=int(gone.stdout))
+        note_of(crew, space=machine(), pid=int(gone.stdout))
         assert not crew.look()
-        note_of(crew, space=pid_space(), pid=os.getppid())
+        note_of(crew, space=machine(), pid=os.getppid())
         assert [crew.is_parent(each) for each in crew.look()] == [True]
         assert crew.neighbours() == 1
     assert not list((tmp_path / "builders").glob(f"{crew.place.name}")), "who leaves takes its note with it"

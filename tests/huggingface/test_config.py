@@ -25,6 +25,8 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ({"num_key_value_heads": 3}, "model.kv_heads is 3"),
         ({"rms_norm_eps": 0.0}, "norm_epsilon is 0"),
         ({"rms_norm_eps": "x"}, "is damaged: a number"),
+        ({"rope_theta": "x"}, "is damaged: a number"),
+        ({"rope_theta": 10**400}, "is damaged: a number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
@@ -43,6 +45,34 @@ LLAMA = {**SIZES, "model_type": "llama"}
             r"layer_types has 2 entries \(chunked_attention, full_attention\)",
         ),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "is damaged"),
+        ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "layers is 1000000000"),
+        ({"vocab_size": 2**62}, "vocab_size is 4611686018427387904; .* from 1 to 2,147,483,647"),
+        ({"model_type": "gemma2", "sliding_window": None}, "layers are sliding_attention, but there is no"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]},
+            "layers are sliding_attention, but there is no sliding_window, or it is not used",
+        ),
+        (
+            {"quantization_config": {"quant_method": "bitnet"}},
+            r"quantization_config is there \(quant_method 'bitnet'\)",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn"}},
+            "is of type 'yarn'",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            "rope_parameters and rope_scaling are both there, and differ",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by kinds of layers, which no llama has"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+            "is damaged: .*rotary scaling.*'original_max_position_embeddings'",
+        ),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
     ],
 )
@@ -55,7 +85,7 @@ def test_what_cannot_be_said_is_refused_with_its_key(changes, words):
 def test_old_and_new_forms_of_the_rotary_frequencies_are_the_same():
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}
     new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}
-    assert read_config(LLAMA | old, "") == read_config(LLAMA | new, "")
+    assert read_config(LLAMA | old, "") == read_config(LLAMA | new, "") == read_config(LLAMA | old | new, "")
 
 
 def test_older_forms_of_gemma_3_are_the_same():
@@ -75,6 +105,7 @@ def test_a_model_goes_out_as_a_family_that_can_be_it():
     assert family_that_has(plain).model_type == "llama"
     assert family_that_has(plain, "mistral").model_type == "mistral"
     assert family_that_has(replace(plain, sliding_window=8), "llama").model_type == "mistral"
+    assert family_that_has(replace(plain, hidden=100, heads=3, head_size=32), "llama").model_type == "mistral"
     for name, family in FAMILIES.items():
         assert family_that_has(family.config(**family.block), name) == family
     with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):

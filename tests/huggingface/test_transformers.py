@@ -12,10 +12,11 @@ from haliax import Axis
 
 from gregale.axes.layout import BATCH, is_named
 from gregale.huggingface.config import read_config, written_config
-from gregale.huggingface.families import family_that_has
+from gregale.huggingface.families import FAMILIES, family_that_has
 from gregale.huggingface.folder import open_folder
 from gregale.huggingface.names import slots_of
 from gregale.huggingface.weights import read_model
+from gregale.model.config import GemmaConfig
 from gregale.model.llama import Llama
 from tests.huggingface.hub import MODELS, SIZES, VOCABULARY, made
 from tests.mesh.support import layout_of, one_device
@@ -89,3 +90,27 @@ def test_a_configuration_that_transformers_reads_back_is_the_same(name):
         assert read_config(read.to_dict(), "config.json") == (family, config)
         assert read_config(written, "config.json") == (family, config)
         assert family_that_has(config, model_type) == family
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_a_gemma_without_windows_goes_out_as_one_that_transformers_computes(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    family = FAMILIES[name]
+    config = GemmaConfig(layers=1, hidden=8, heads=1, kv_heads=1, head_size=8, mlp=8, tied_head=True, **family.block)
+    written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None, "rope_parameters": {}})
+    read = transformers.AutoConfig.for_model(**written)
+    model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager")
+    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 9)
+    assert read_config(written, "config.json")[1].sliding_window is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_heads_that_do_not_divide_the_width_go_out_where_transformers_takes_them(name):
+    transformers, family = pytest.importorskip("transformers"), FAMILIES[name]
+    config = family.config(layers=1, hidden=10, heads=3, head_size=8, mlp=8, **family.block)
+    written = written_config(replace(config, vocabulary=9), family, 9, {"pad_token_id": None})
+    if family.lacks(config):
+        with pytest.raises(Exception, match="not a multiple of the number of attention heads"):
+            transformers.AutoConfig.for_model(**written)
+    else:
+        transformers.AutoConfig.for_model(**written)

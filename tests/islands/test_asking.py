@@ -15,7 +15,7 @@ from gregale.islands.protocol.headers import View
 
 TOKEN = b"a token of the fleet"
 PATIENCE = 30.0
-ARRIVES_SECONDS = 0.2  # the coordinator cannot be asked who waits
+ARRIVES_SECONDS = 0.6  # the coordinator cannot be asked who waits
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_damage_is_found(directory, name, damage):
 def test_a_round_that_is_not_there(directory):
     with pytest.raises(UserError, match="round-00000003"):
         files.read(directory, 3)
+
+
+def test_one_of_an_earlier_version_is_named_as_such(tmp_path):
+    folder = files.folder_of(tmp_path, 7)
+    folder.mkdir(parents=True)
+    (folder / files.MANIFEST).write_text(json.dumps({"outer": OUTER.to_json(), "arrays": []}), encoding="utf-8")
+    (folder / "arrays.bin").touch()
+    with pytest.raises(
+        UserError, match=r"round-00000007 .* saved by an earlier version of Gregale.* give --fresh, and"
+    ):
+        files.read(tmp_path, 7)
 
 
 def test_others_are_deleted(directory):

@@ -17,7 +17,7 @@ from gregale.axes.layout import BATCH
 from gregale.model import generate
 from gregale.model.drawing import Sampling, draw
 from gregale.model.execution import Execution
-from gregale.model.generate import BLOCK, Generator, Prompt, width_of
+from gregale.model.generate import BLOCK, Generator, Last, Prompt, width_of
 from tests.mesh.support import layout_of, one_device, placed, small_model
 from tests.model import oracle
 from tests.model.test_llama import CONFIGS, VOCABULARY, made
@@ -115,11 +115,9 @@ def test_a_sliding_window_keeps_no_more_slots_than_it_needs(length):
     """Slots are written again, by a prompt that is longer than they are many and by what is drawn after it."""
     generator, model = generator_and_model("mistral")
     prompt, count = [(5 * place) % VOCABULARY for place in range(length)], 24
-    ids, first = generate.filled([Prompt(prompt)])
+    ids, rows = generate.filled([Prompt(prompt)])
     slots = generate.slots_for(ids.shape[1], ids.shape[1] + count, model.config.sliding_window)
-    _, caches = jax.eval_shape(
-        lambda: generator.read(model, ids, first, np.zeros(1, int), slots=slots, sampling=GREEDY)
-    )
+    _, caches = jax.eval_shape(lambda: generator.read(model, ids, rows, slots=slots, sampling=GREEDY))
     assert {leaf.shape[0] for leaf in jax.tree.leaves(caches)} == {64}
     found = list(generator.tokens(model, prompted(DRAWN, prompt), count, DRAWN))
     assert found == by_full_passes(made("mistral"), prompt, count, DRAWN)
@@ -177,6 +175,14 @@ def test_on_a_mesh_tokens_are_the_same(llama3, mesh, apart):
     assert list(Generator(run, VOCABULARY, [NO_END]).tokens(model, prompted(DRAWN), 40, DRAWN)) == llama3[2]
 
 
+def test_a_batch_that_no_axis_splits_gives_the_same_tokens(alone):
+    """As a run samples on its mesh: heads are split, rows are not, and layers are gathered in their turn."""
+    layout = layout_of(1, 2, 2).inside_replica()
+    layout = replace(layout, compute={name: axes for name, axes in layout.compute.items() if name != BATCH})
+    model, generator = placed(made("llama3"), layout, layout.params), Generator(Execution(layout), VOCABULARY, [NO_END])
+    assert rows_of(generator.blocks(model, PROMPTS, 20, CUT, cycle([BLOCK]))) == alone
+
+
 @pytest.fixture(scope="module")
 def split():
     """A generator whose batch is split over `data`, whose heads over `model`, and its model."""
@@ -194,14 +200,13 @@ def test_a_batch_on_a_mesh_gives_the_same_tokens(split, alone):
 def test_on_a_mesh_caches_stay_where_they_are(split):
     """Rows over `data`, heads over `model`; written in place, and never brought together."""
     generator, model = split
-    ids, first = generate.filled(PROMPTS)
-    seeds, over = np.zeros(4, np.int32), np.zeros(4, bool)
-    _, caches = generator.read(model, ids, first, seeds, slots=320, sampling=CUT)
+    ids, rows = generate.filled(PROMPTS)
+    _, caches = generator.read(model, ids, rows, slots=320, sampling=CUT)
     for leaf in jax.tree.leaves(caches):
         assert leaf.shape == (4 * 2, 320, 4)
         assert leaf.sharding.spec[0] == ("data", "model")
-    lowered = generator.draw.lower(model, ids[:, -1], over, caches, ids.shape[1], first, BLOCK, seeds, sampling=CUT)
-    compiled = lowered.compile()
+    last = Last(ids[:, -1], np.zeros(4, bool), ids.shape[1])
+    compiled = generator.draw.lower(model, rows, last, caches, BLOCK, sampling=CUT).compile()
     part = 4 * 2 * 320 * 4 // 4  # of one cache, on a device
     for_a_token = instructions_of_the_loop(compiled.as_text())
     moved = [opcode for opcode, size in for_a_token if size >= part and opcode not in PASSED_ON]
@@ -228,10 +233,10 @@ def test_a_token_copies_neither_caches_nor_weights(kv_heads, rows):
     """
     config = replace(CONFIGS["llama2"], kv_heads=kv_heads, head_size=6)
     model, generator = small_model(config, VOCABULARY).unstacked(), generator_and_model("llama2")[0]
-    ids, first = generate.filled([Prompt(PROMPT)] * rows)
-    seeds, over = np.zeros(rows, np.int32), np.zeros(rows, bool)
-    _, caches = jax.eval_shape(lambda: generator.read(model, ids, first, seeds, slots=320, sampling=GREEDY))
-    compiled = generator.draw.lower(model, ids[:, -1], over, caches, 64, first, BLOCK, seeds, sampling=GREEDY).compile()
+    ids, batch = generate.filled([Prompt(PROMPT)] * rows)
+    _, caches = jax.eval_shape(lambda: generator.read(model, ids, batch, slots=320, sampling=GREEDY))
+    last = Last(ids[:, -1], np.zeros(rows, bool), 64)
+    compiled = generator.draw.lower(model, batch, last, caches, BLOCK, sampling=GREEDY).compile()
     leaves = jax.tree.leaves(caches)
     assert {leaf.size for leaf in leaves} == {rows * kv_heads * 320 * 6}
     for_a_token = instructions_of_the_loop(compiled.as_text())

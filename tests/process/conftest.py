@@ -1,12 +1,13 @@
 """Programs that run in two real processes, joined over gloo."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
+
+from tests.ports import free_port
 
 JOIN = """
 import sys
@@ -16,12 +17,6 @@ rank = int(sys.argv[1])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, rank)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def run(program: str, *arguments: str, devices: int = 2) -> list[str]:
@@ -41,7 +36,7 @@ def run(program: str, *arguments: str, devices: int = 2) -> list[str]:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

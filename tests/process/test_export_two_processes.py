@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.huggingface.hub import made
-from tests.process.conftest import free_port
+from tests.ports import free_port
 from tests.programs.tiny import finished
 
 pytest.importorskip("transformers")

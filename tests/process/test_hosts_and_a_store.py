@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gregale.storage import Remote
-from tests.process.conftest import free_port
+from tests.ports import free_port
 from tests.programs.tiny import (
     FAST_TO_COMPILE,
     assert_same_state,

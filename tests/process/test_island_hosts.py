@@ -16,7 +16,7 @@ import pytest
 
 from gregale.islands import files
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
+from tests.ports import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, finished, write_config, write_inputs
 
 SECONDS = ["--islands.reduce_seconds", "60", "--islands.heartbeat_seconds", "5"]

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
+from tests.ports import free_port
 
 TIMEOUT_SECONDS = 4
 HANG_SECONDS = 5
@@ -82,7 +82,7 @@ class Job:
 
     def left(self, process: int) -> tuple[int, str]:
         """Exit code and standard error of a process, when it has ended by itself."""
-        _, err = self.processes[process].communicate(timeout=60)
+        _, err = self.processes[process].communicate(timeout=300)
         return self.processes[process].returncode, err
 
     def end(self) -> None:
@@ -124,7 +124,7 @@ def test_a_lost_process_is_named_by_all_others(job, lost, number, why):
             code, err = job.left(process)
             assert re.fullmatch(message(job, lost, why), err), err
             assert code == EXIT_CODE == 75
-    assert time.monotonic() - began < TIMEOUT_SECONDS + 20, "the machine may be busy, but not as JAX waits"
+    assert time.monotonic() - began < TIMEOUT_SECONDS + 60, "the machine may be busy, but not as JAX waits"
 
 
 @pytest.mark.parametrize("job", [(2, 1)], indirect=True)
@@ -146,7 +146,7 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
         code, err = job.left(process)
         assert re.fullmatch(rf"gregale: error: {why}\. It goes on from there\.\n", err), err
         assert code == EXIT_CODE
-    assert time.monotonic() - began < HANG_SECONDS + 20
+    assert time.monotonic() - began < HANG_SECONDS + 60
 
 
 ALONE = """
@@ -162,7 +162,7 @@ def test_a_process_does_not_wait_for_ever_for_others_that_never_come():
     port = free_port()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", ALONE, str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert done.returncode == EXIT_CODE
     last = f"process 1 of 2 did not come to 127.0.0.1:{port} within 1 s (distributed.join_seconds)."
     assert done.stderr.splitlines()[-1] == f"gregale: error: {last}"

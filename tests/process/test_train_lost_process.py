@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gregale.services.peers import EXIT_CODE
-from tests.process.conftest import free_port
+from tests.ports import free_port
 from tests.programs.tiny import checkpoint_steps, finished, lines, saved_state, start_train, write_inputs
 
 SETTINGS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.process.conftest import free_port
+from tests.ports import free_port
 from tests.programs.tiny import checkpoint_steps, finished, lines, losses, saved_state, start_train, write_inputs
 
 # The quickstart in its shape, shrunk in every size but the mesh, the heads and the microbatches.

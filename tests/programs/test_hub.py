@@ -18,17 +18,24 @@ import numpy as np
 import pytest
 
 from gregale.cli.invocation import invoke
-from gregale.data.tokenizers import BpeConfig, FileConfig
+from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer, tokenizer_from_file
 from gregale.errors import UserError
+from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
 from gregale.huggingface.names import parameters_of
 from gregale.huggingface.safetensors import read_header
+from gregale.huggingface.shape import shape_and_tokenizer
+from gregale.model.base import HuggingFaceConfig
+from gregale.model.config import LlamaConfig
+from gregale.programs.exporting import write_beside
+from gregale.programs.run.model_card import Exported
 from gregale.programs.run.opened import opened
 from gregale.programs.run.trained import find_run, on_devices, open_trained, set_up_run
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
+from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
-from tests.huggingface.hub import made
+from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import losses, write_config
 
 torch = pytest.importorskip("torch")
@@ -62,6 +69,10 @@ def tensors(folder: Path) -> dict[str, tuple[str, bytes]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, dtype):
     made("qwen3", tmp_path / "hub", SHARDED, dtype)
+    saved = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert saved.pop("dtype") == dtype
+    if dtype == "bfloat16":  # which the files still say
+        (tmp_path / "hub" / "config.json").write_text(json.dumps(saved))
     assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
     assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
     assert tensors(tmp_path / "out") == tensors(tmp_path / "hub")
@@ -192,6 +203,16 @@ def wrong_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**saved, "model_type": "olmo2"}))
 
 
+def two_tables(folder: Path) -> None:
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "tie_word_embeddings": True}))
+
+
+def odd_token(folder: Path) -> None:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**saved, "added_tokens": [{"id": 256}]}))
+
+
 def first_file(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
@@ -242,6 +263,8 @@ def one_missing(folder: Path) -> None:
         (one_missing, "lacks model-00001-of-.*a download that was cut off"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged, not JSON"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (two_tables, "lm_head.weight is another tensor than model.embed_tokens.weight, though tie_word_embeddings"),
+        (odd_token, r"tokenizer.json is damaged: \{'id': 256\} is no added token"),
     ],
 )
 def test_a_folder_that_is_wrong_is_refused_in_one_line(gregale, hub, tmp_path, capsys, change, words):
@@ -269,6 +292,58 @@ def test_what_does_not_fit_is_told_before_anything_is_written(gregale, inputs, i
     assert "nowhere is not a folder, and no name of a model on the hub" in capsys.readouterr().err
     with pytest.raises(UserError, match="and its disk has"), made_whole(inputs / "large", 2**60):
         pass
+
+
+def add_token(folder: Path, name: str, special: bool) -> None:
+    """A token after all others, for which the model has no row."""
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    shared = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    saved["added_tokens"] += [{"id": 257, "content": name, "special": special, **shared}]
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
+def test_special_tokens_without_a_row_are_left_out(gregale, hub, tmp_path, capsys):
+    """Gemma 3 without images has one, that of an image."""
+    shutil.copytree(hub, tmp_path / "hub")
+    add_token(tmp_path / "hub", "<image>", special=True)
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert "tokens that the model has no rows for are left out: <image>." in capsys.readouterr().out
+    assert load_tokenizer(tmp_path / "mine").vocabulary_size == 257
+    with pytest.raises(UserError, match=r"tokens without a row in the model's tables: <image>. `gregale import"):
+        shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
+    model, tokenizer = shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "mine" / "huggingface")))
+    assert tokenizer is not None
+    assert tokenizer_from_file(tokenizer).fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
+    assert model == find_run(str(tmp_path / "mine")).read_config().model
+
+
+def test_a_word_without_a_row_is_refused(gregale, hub, tmp_path, capsys):
+    shutil.copytree(hub, tmp_path / "hub")
+    add_token(tmp_path / "hub", "<word>", special=False)
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 2
+    assert "has 257 rows, and the tokenizer 258 tokens" in capsys.readouterr().err
+
+
+def test_a_run_of_ones_own_has_no_tokens_of_the_family(imported, tmp_path):
+    """OLMo 2 and Gemma have ids of filling, where config.json names none: a token that would not be trained on."""
+    run, folder = find_run(str(imported)), tmp_path / "out"
+    family = FAMILIES["olmo2"]
+    model = LlamaConfig(layers=1, hidden=32, heads=2, mlp=64, **family.block)
+    setup = set_up_run(run, on_devices(replace(run.read_config(), model=model), 1))
+    shutil.copytree(imported, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "huggingface")
+    folder.mkdir()
+    write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257)
+    found = transformers.AutoConfig.from_pretrained(folder)
+    assert (found.pad_token_id, found.bos_token_id, found.eos_token_id) == (None, None, 256)
+
+
+def test_a_longer_context_is_told_to_who_loads_the_model(imported, tmp_path):
+    run = find_run(str(imported))
+    config = on_devices(run.read_config(), 1)
+    setup = set_up_run(run, replace(config, batch=replace(config.batch, sequence_length=4 * CONTEXT)))
+    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
 
 
 def test_a_value_that_float16_cannot_hold_is_refused(gregale, inputs, imported, tmp_path, capsys):

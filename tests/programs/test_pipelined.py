@@ -59,4 +59,4 @@ def test_it_is_sampled_on_one_device(run, gregale, capsys):
     assert capsys.readouterr().out == prompt + expected + "\n"
     in_stages = open_trained(str(run), None, devices=None)
     sampler = training_sampler(in_stages.setup, load_tokenizer(run))
-    assert sampler.text(sampler.prepared(in_stages.model), prompt, 8, Sampling(0)) == expected
+    assert sampler.texts(sampler.prepared(in_stages.model), [prompt], 8, Sampling(0)) == [expected]

@@ -14,6 +14,7 @@ import pytest
 
 from gregale.data.tokenizers import load_tokenizer
 from gregale.model.drawing import Sampling
+from gregale.model.generate import Generator
 from gregale.programs.run.trained import open_trained
 from gregale.programs.sample import showing
 from gregale.programs.sample.sampler import steady, training_sampler
@@ -36,7 +37,8 @@ class Writer:
         self.model = self.sampler.prepared(trained.model)
 
     def text(self, prompt: str, count: int, sampling: Sampling) -> str:
-        return self.sampler.text(self.model, prompt, count, sampling)
+        (text,) = self.sampler.texts(self.model, [prompt], count, sampling)
+        return text
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,30 @@ def test_narrow_sampling_is_greedy(sampler, narrow):
 def test_a_seed_gives_one_text(sampler):
     texts = [sampler.text(PROMPT, 24, Sampling(1.0, seed=seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_run_makes_its_texts_together(sampler, monkeypatch):
+    """In batches of as many rows; each is what it is by itself."""
+    monkeypatch.setattr("gregale.programs.sample.sampler.TOGETHER", 2)
+    prompts, drawn, batches = [PROMPT, "", "sea"], Sampling(1.0, seed=4), []
+    blocks = Generator.blocks
+
+    def counted(self, model, prompts, *rest):
+        batches.append(len(prompts))
+        return blocks(self, model, prompts, *rest)
+
+    monkeypatch.setattr(Generator, "blocks", counted)
+    texts = sampler.sampler.texts(sampler.model, prompts, 12, drawn)
+    assert batches == [2, 2]
+    assert texts == [sampler.text(prompt, 12, drawn) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(23, False), (24, True)])
+def test_a_text_that_outgrows_the_context_is_told(gregale, whole, sampler, capsys, tokens, told):
+    assert len(sampler.text(PROMPT, tokens, GREEDY).encode()) == tokens, "no end ended it"
+    assert gregale("sample", "whole", PROMPT, "--temperature", "0", "--tokens", tokens) == 0
+    words = "1 text became longer than the model's context of 32 tokens. It never saw a longer one"
+    assert (words in capsys.readouterr().err) == told
 
 
 def test_the_command_prints_prompt_and_continuation(gregale, whole, sampler, capsys):

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
+from gregale.data.stream import Chain
 from gregale.data.tasks.continuations import encoded
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
-from gregale.programs.run.scoring import Scorer
+from gregale.programs.run.scoring import Scorer, halves
+from gregale.programs.run.sliding import SlidingEvaluation
 from gregale.programs.run.trained import open_trained
+from tests.data.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import WORDS, lines
 
@@ -159,6 +162,21 @@ def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsy
     )
 
 
+def test_texts_are_scored_together(model, gregale):
+    """With a program for each length, not for each text; the figures of each are its own."""
+    trained = open_trained("mine", None, None)
+    evaluation = SlidingEvaluation(trained.setup, BytesTokenizer(), CONTEXT, ())
+    texts = {"a": [stream_of(3), stream_of(70, 0)], "b": [Chain([stream_of(9), stream_of(40)])], "": [stream_of(5)]}
+    found = evaluation(trained.model, texts)
+    assert evaluation._scorer._sums._cache_size() == len(halves(CONTEXT))
+    assert list(found) == list(texts)
+    for name, streams in texts.items():
+        (alone,) = evaluation(trained.model, {name: streams}).values()
+        np.testing.assert_array_equal(found[name].tokens, alone.tokens)
+        np.testing.assert_allclose(found[name].losses, alone.losses, rtol=1e-5)
+        np.testing.assert_array_equal(found[name].sizes, alone.sizes)
+
+
 def refused(capsys, gregale, *arguments) -> str:
     capsys.readouterr()
     assert gregale(*arguments) == 2
@@ -180,6 +198,9 @@ def test_what_cannot_be_scored_is_told_with_its_line(gregale, tasks, inputs, mod
         {**TIE, "choices": ["a" * 64, "b"], "answer": 0}
     )
     assert "wrong.jsonl, line 2: `answer` is 9" in told(settings, {**TIE, "answer": 9})
+    told(settings, {**TIE, "choices": ["", "a"], "answer": 0})
+    before_the_text = refused(capsys, gregale, "eval", "mine", "--tasks", "wrong.jsonl", "--data", "none-*.txt")
+    assert "nothing is left to score" in before_the_text
     assert "eval nowhere" not in refused(capsys, gregale, "eval", "nowhere", "--tasks", "wrong.jsonl")
     assert "stride is 65" in refused(capsys, gregale, "eval", "mine", "--data", "text/*.txt", "--stride", "65")
     several = ["--data", "text/0.txt", "corpus.jsonl"]
@@ -194,6 +215,7 @@ def run(inputs, tasks) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(inputs)
         chosen = ["--evaluation.tasks", "[tasks/gap.jsonl, tasks/match.jsonl]"]
+        chosen += ["--data.validation", "{words: {type: text, files: [text/0.txt]}}"]
         assert main(["train", "tiny.yaml", "--name", "tasked", *steps, *chosen]) == 0
     return inputs / "runs" / "tasked"
 
@@ -207,13 +229,23 @@ def test_a_run_scores_tasks_at_each_evaluation(gregale, run, capsys):
         for figure in figures
         for error in ("", "_stderr")
     ]
-    assert list(last) == ["step", "eval_loss", "bits_per_byte", *names]
+    texts = [f"{figure}{of}" for of in ("", ".words") for figure in ("eval_loss", "bits_per_byte")]
+    assert list(last) == ["step", *texts, *names]
     assert last["perplexity.match"] < first["perplexity.match"], "it learns its words"
     assert gregale("eval", "tasked", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == last
     assert gregale("eval", "tasked", "--tasks", "tasks/match.jsonl", "--json") == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert alone == pytest.approx({"step": 4} | {name: last[name] for name in names if "match" in name}, rel=1e-5)
+
+
+def test_the_table_of_tasks_has_figures_of_tasks_alone(gregale, run, capsys):
+    """Beside text that has figures by names too."""
+    assert gregale("eval", "tasked", "--stride", "32") == 0
+    text, table = capsys.readouterr().out.split("± the standard error\n")
+    assert "; words: " in text
+    assert "perplexity" in table
+    assert "bits_per_byte" not in table
 
 
 def test_every_mesh_finds_what_transformers_finds_of_the_export(gregale, run, inputs):
@@ -249,6 +281,7 @@ def test_tasks_alone_make_an_evaluation(gregale, run, capsys):
     assert "eval_loss" not in figures
     assert gregale("eval", "alone", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == figures
+    assert "has no text to evaluate on" in refused(capsys, gregale, "eval", "alone", "--stride", "4")
     assert gregale("train", "tiny.yaml", "--name", "alone", *arguments) == 0
     assert "alone is complete" in capsys.readouterr().out
 

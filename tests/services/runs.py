@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from gregale.services.checkpoint.manifest import record, write_manifest
-from gregale.services.checkpoint.retention import folder_name
+from gregale.services.checkpoint.retention import METADATA, folder_name
 
 CONFIG = {
     "steps": 10,
@@ -35,8 +35,15 @@ def write_lines(run: Path, *lines: Mapping[str, Any]) -> None:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
 
 
-def write_run(run: Path, done: int, saved: int | None = None, evaluated: bool = False, **config: Any) -> Path:
-    """A run that has done and logged some steps, with a checkpoint of step `saved`."""
+def write_run(
+    run: Path,
+    done: int,
+    saved: int | None = None,
+    evaluated: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """A run that has done and logged some steps, with a checkpoint of step `saved` and what is noted beside it."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **config}))
     (run / "starts.jsonl").write_text(f"{json.dumps(START)}\n")
@@ -47,6 +54,7 @@ def write_run(run: Path, done: int, saved: int | None = None, evaluated: bool = 
         folder = run / "checkpoints" / folder_name(saved)
         folder.mkdir(parents=True)
         (folder / "arrays").write_bytes(b"abc" * saved)
-        write_manifest(folder, record(folder, ["arrays"]))
+        (folder / METADATA).write_text(json.dumps(metadata or {}))
+        write_manifest(folder, record(folder, ["arrays", METADATA]))
         (run / "newest_checkpoint.json").write_text(json.dumps({"step": saved}))
     return run

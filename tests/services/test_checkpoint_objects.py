@@ -76,6 +76,20 @@ def test_a_part_is_restored_on_request_and_what_is_not_there_is_named(checkpoint
         checkpoints.restore(6, small(0))
 
 
+def test_who_has_lost_the_run_deletes_nothing_that_its_new_process_writes(folder, reports):
+    def lost() -> None:
+        raise UserError("it is being trained by another now")
+
+    (folder / "step-00000002" / "another" / "00000-00000").write_bytes(b"under way")
+    with Checkpoints(folder, report=reports.append, check=lost) as checkpoints:
+        checkpoints.save(4, small(4), {})
+        assert checkpoints.failure == "it is being trained by another now"
+    assert list(folder.files_below()) == ["step-00000002/another/00000-00000"]
+    assert reports == [
+        "The checkpoint of step 4 could not be saved: it is being trained by another now. There is no earlier one."
+    ]
+
+
 def test_damage_to_any_object_is_reported_and_the_one_before_is_used(checkpoints, reports, folder):
     for step in (10, 20):
         checkpoints.save(step, small(step), {"of": step})

@@ -18,6 +18,7 @@ from gregale.services.run_lease import Held, _Lease
 from gregale.services.run_lock import LOCK, training
 
 BEAT_SECONDS = 0.2
+LONG_BEAT_SECONDS = 4.0  # of who waits for another: on a busy machine that one counts late
 
 HOLD = """
 import sys, time
@@ -42,11 +43,11 @@ def test_a_second_process_is_refused_until_the_first_is_gone(s3):
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         reports: list[str] = []
-        with pytest.raises(UserError) as caught, training(s3, reports.append, BEAT_SECONDS):
+        with pytest.raises(UserError) as caught, training(s3, reports.append, LONG_BEAT_SECONDS):
             pass
         assert f"{s3} is being trained by process {process.pid} on" in str(caught.value)
         assert "Two would write over each other's checkpoints" in str(caught.value)
-        assert "looking for 1 s whether it still is" in reports[0]
+        assert "looking for 12 s whether it still is" in reports[0]
         process.send_signal(signal.SIGKILL)
     reports.clear()
     with training(s3, reports.append, BEAT_SECONDS) as check:
@@ -65,9 +66,17 @@ def test_one_of_another_machine_is_waited_for(kind, request):
     with training(folder, reports.append, BEAT_SECONDS):
         assert time.monotonic() - began > 3 * BEAT_SECONDS
         assert f"{folder} was last trained by process {os.getpid()} on elsewhere" in reports[0]
-        first = says(folder).count
-        time.sleep(3 * BEAT_SECONDS)
-        assert says(folder).count > first, "it counts"
+        first, until = says(folder).count, time.monotonic() + 60
+        while says(folder).count == first:
+            assert time.monotonic() < until, "it counts"
+            time.sleep(BEAT_SECONDS)
+
+
+def take(folder, lease: _Lease, check) -> None:
+    """Gives the place to another; of its holder one count that was under way may come behind."""
+    for _ in range(9):
+        (folder / LOCK).write_bytes(lease.to_bytes())
+        check()
 
 
 def test_who_lost_it_is_told_and_stops(s3, monkeypatch):
@@ -75,14 +84,13 @@ def test_who_lost_it_is_told_and_stops(s3, monkeypatch):
     monkeypatch.setattr(run_lease.os, "kill", lambda pid, number: signals.append(number))
     reports: list[str] = []
     with training(s3, reports.append, BEAT_SECONDS) as check:
-        other = of_another_machine()
-        (s3 / LOCK).write_bytes(other.to_bytes())
+        other, until = of_another_machine(), time.monotonic() + 60
         with pytest.raises(UserError, match=rf"{s3} is being trained by {other.holder} now, who took this process for"):
-            check()
-        until = time.monotonic() + 20
+            take(s3, other, check)
         while not signals and time.monotonic() < until:
             time.sleep(0.02)
         assert signals == [signal.SIGTERM]
+        (s3 / LOCK).write_bytes(other.to_bytes())
         assert reports[0].endswith("This one stops.")
     assert says(s3) == other, "it is the other's to give back"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -85,13 +86,25 @@ def test_a_run_with_tasks_alone_is_complete_when_they_are_scored(tmp_path):
     assert state_of(run) is State.COMPLETE
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "state"), [(20, None, State.COMPLETE), (20, 5, State.STOPPED), (9, 5, State.COMPLETE)]
-)
-def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, every, state):
-    """An evaluation after its last step is the end's, unless it was its turn."""
-    others = {"steps": steps, "evaluation": {"every": every}, "islands": {"lighthouse": "a:1"}}
-    assert state_of(write_run(tmp_path / "a", 10, saved=10, evaluated=True, **others)) is state
+NO_TEXT = {"held_out": 0, "validation": {}}
+
+
+@pytest.mark.parametrize(("done", "left"), [(10, {"evaluated": True}), (9, {"data": NO_TEXT})])
+@pytest.mark.parametrize("steps", [9, 20])
+def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, done, left):
+    """Whether its last step was logged (not each of them may be), and whether it was its turn to evaluate after it."""
+    others = {"steps": steps, "evaluation": {"every": 5}, "islands": {"lighthouse": "a:1"}, **left}
+    for name, metadata, state in (
+        ("of an earlier version", {}, State.STOPPED),
+        ("left", {"islands": {"complete": False}}, State.STOPPED),
+        ("complete", {"islands": {"complete": True}}, State.COMPLETE),
+    ):
+        assert state_of(write_run(tmp_path / name, done, saved=10, metadata=metadata, **others)) is state, name
+
+
+def test_an_island_whose_last_evaluation_was_not_written_has_stopped(tmp_path):
+    metadata, others = {"islands": {"complete": True}}, {"islands": {"lighthouse": "a:1"}}
+    assert state_of(write_run(tmp_path / "a", 10, saved=10, metadata=metadata, **others)) is State.STOPPED
 
 
 def test_who_holds_the_lock_trains(tmp_path):
@@ -128,20 +141,12 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
     path = tmp_path / "lock"
     assert not is_held(path)
     assert not path.exists()
-    program = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); input()"
     path.touch()
-    command = [sys.executable, "-c", program, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looking:
-        assert looking.stdout is not None
-        looking.stdout.readline()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
         with pytest.raises(Taken):
             acquire(path)
-
-        def ended(_: float) -> None:
-            looking.kill()
-            looking.wait()
-
-        monkeypatch.setattr("gregale.files.time.sleep", ended)
+        monkeypatch.setattr("gregale.files.time.sleep", lambda _: looking.close())
         acquire(path).close()
 
 

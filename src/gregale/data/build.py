@@ -26,6 +26,10 @@ from gregale.storage import Place, Remote, remove_tree, write_bytes
 SOURCE_NAME = "source.json"
 
 
+class Overtaken(UserError):
+    """Another process has completed the store, and removed its parts."""
+
+
 @dataclass(frozen=True)
 class NamedSource:
     """A source with the name that the configuration gives it, for messages and progress."""
@@ -85,7 +89,7 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers
 
 def build(source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report) -> None:
     """Does this process's share in building a store; returns when it is complete."""
-    with sharing(source, tokenizer, folder, workers, report) as share:
+    with suppress(Overtaken), sharing(source, tokenizer, folder, workers, report) as share:
         tasks, parts = make_tasks(source.config), parts_of(folder)
         while not is_complete(folder):
             share.encode(lambda: is_complete(folder))
@@ -102,6 +106,8 @@ def sharing(
     """This process's share in building a store; see `build_store`.
 
     - `reads`: it reads the parts themselves, which then stay as long as it is there
+
+    Raises `Overtaken` if the parts went while this process came, and `UserError` as `build_store`.
     """
     tasks, parts = make_tasks(source.config), parts_of(folder)
     with usable(folder.parent):
@@ -114,8 +120,11 @@ def sharing(
                 raise UserError(f"{folder}: the parent process builds it. {UNGUARDED}")  # it would wait for ever
             yield Share(source.name, tasks, parts, crew, encoders, report)
     except OSError as error:
-        if is_complete(folder):  # and who completed it has removed the parts
-            return
+        if is_complete(folder):
+            raise Overtaken(
+                f"{folder.parent}: another process has completed the token store of {source.name} at this very moment. "
+                "Give the same command again."
+            ) from error
         raise UserError(
             f"{folder.parent}: the token store could not be written there ({reason(error)}). The parts that are "
             "finished stay, and the same command goes on from them."

@@ -10,7 +10,6 @@ The worker processes import this module; it must never import JAX.
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from gregale.data.sources import Document, Part, Skipped, SourceConfig
 from gregale.data.store import json_sha256
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
+from gregale.files import replacing
 from gregale.storage import Place, Remote, read_range, write_bytes
 
 TASK_BYTES = 8 << 20
@@ -107,18 +107,14 @@ def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
         folder: where the store's parts lie.
     """
     place = folder / part_name(task.number)
-    there = None if isinstance(place, Remote) else place.parent
-    descriptor, name = tempfile.mkstemp(dir=there, prefix=".part-")
-    try:
-        with open(descriptor, "w+b") as file:
+    if isinstance(place, Remote):
+        with tempfile.TemporaryFile() as file:  # it has no name, and so goes however this process ends
             seal = write_part(task, tokenizer, file)
-        if isinstance(place, Remote):
-            place.upload(Path(name))
-        else:
-            os.chmod(name, 0o644)
-            os.replace(name, place)
-    finally:
-        Path(name).unlink(missing_ok=True)
+            file.flush()
+            place.upload(Path(f"/proc/self/fd/{file.fileno()}"))
+    else:
+        with replacing(place) as temporary, temporary.open("w+b") as file:
+            seal = write_part(task, tokenizer, file)
     content = asdict(seal)
     sealed = json.dumps(content | {"sha256": json_sha256(content)}).encode()
     write_bytes(folder / seal_name(task.number), sealed)

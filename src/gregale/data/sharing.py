@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from threading import Event, Lock, Thread
 
 from gregale.errors import UserError
+from gregale.files import is_gone, machine
 from gregale.storage import Place, files_below, write_bytes
 
 BEAT_SECONDS = 5.0
@@ -77,7 +77,7 @@ class Crew:
         reads: bool = False,
     ):
         self._folder = folder / "builders"
-        self._note = Note(secrets.token_hex(8), socket.gethostname(), pid_space(), os.getpid(), reads=reads)
+        self._note = Note(secrets.token_hex(8), socket.gethostname(), machine(), os.getpid(), reads=reads)
         self._beat_seconds, self._lost_seconds = beat_seconds, lost_seconds
         self._others: list[Note] = []
         self._seen: dict[str, tuple[int, float]] = {}
@@ -148,8 +148,7 @@ class Crew:
         if note.beat != beat:
             self._seen[note.builder] = (note.beat, now)
             since = now
-        is_gone = note.space == self._note.space and not Path(f"/proc/{note.pid}").exists()
-        if not is_gone and now - since <= self._lost_seconds:
+        if not (note.space == self._note.space and is_gone(note.pid)) and now - since <= self._lost_seconds:
             return False
         with suppress(OSError, UserError):
             (self._folder / f"{note.builder}.json").unlink(missing_ok=True)  # if it lives, its next beat writes it
@@ -170,9 +169,3 @@ class Crew:
         while not self._left.wait(self._beat_seconds):
             with suppress(OSError, UserError):  # a store that is out of order: the others take over what this one has
                 self._write(beat=self._note.beat + 1)
-
-
-def pid_space() -> str:
-    """What tells apart the machines, and the containers on them, in which the same pid means other processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"

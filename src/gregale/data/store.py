@@ -13,8 +13,8 @@ A store is a folder with three files, and a note:
 import hashlib
 import json
 import os
-import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
-from gregale.files import write_bytes
+from gregale.files import replacing, write_bytes
 from gregale.storage import Place
 
 FORMAT = 1
@@ -98,12 +98,8 @@ def read_note(path: Path) -> dict | None:
 
 def write_note(path: Path, verified: dict[str, int]) -> None:
     """Notes what was verified, whole or not at all. Where the store belongs to another user it is not noted."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(verified), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with suppress(OSError):
+        write_bytes(path, json.dumps(verified).encode())
 
 
 def open_store(folder: Path) -> TokenStore:
@@ -162,9 +158,8 @@ def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: d
         description: the fields of the manifest that say what the store is made of.
         tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
     """
-    with (folder / f"{DOCUMENTS_NAME}.new").open("wb") as file:
+    with replacing(folder / DOCUMENTS_NAME) as temporary, temporary.open("wb") as file:
         np.save(file, offsets)
-    os.replace(folder / f"{DOCUMENTS_NAME}.new", folder / DOCUMENTS_NAME)
     files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
     counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
     manifest = {"format": FORMAT, **counts, **description, "files": files}

@@ -16,6 +16,7 @@ from gregale.data import pieces
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.errors import UserError
+from gregale.files import replacing
 from gregale.settings import Fixed, Settings, whole
 from gregale.storage import Place, Remote
 
@@ -108,11 +109,6 @@ class Tokenizer(ABC):
         """A hash of all that the tokenizer does."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
-    @property
-    def beginning(self) -> list[int]:
-        """The special tokens that stand before a text by the tokenizer's own file; `encode` leaves them out."""
-        return []
-
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one at a time."""
         return StreamDecoder(self.token_pieces)
@@ -200,12 +196,6 @@ class LibraryTokenizer(Tokenizer):
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
 
-    @property
-    def beginning(self) -> list[int]:
-        ids = self._library.encode("a").ids
-        begins = self._library.encode("a", add_special_tokens=False).ids
-        return ids[: next(at for at in range(len(ids)) if ids[at : at + len(begins)] == begins)]
-
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
@@ -239,12 +229,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Place) -> Place:
         path.write_bytes(json.dumps(tokenizer.to_json()).encode())
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(tokenizer.to_json(), file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
     return path
 
 

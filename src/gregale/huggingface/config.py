@@ -28,6 +28,7 @@ OTHERS = {
 DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 ONLY = {"mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 LOCAL_BASE = "rope_local_base_freq"  # of layers with a window
+LARGEST = 2**31 - 1  # of a size
 FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
     "low_freq_factor": "low_frequency_factor",
@@ -48,22 +49,38 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
     family = family_of(saved.get("model_type"), place)
     given = {**DEFAULTS, **family.defaults, **saved}
     for key in SIZES:
-        if not isinstance(size := given.get(key), int) or size < 1:
-            raise UserError(f"{place}: {key} is {size!r}; it has to be there, and a whole number above 0.")
+        if not isinstance(size := given.get(key), int) or not 0 < size <= LARGEST:
+            raise UserError(
+                f"{place}: {key} is {size!r}; it has to be there, and a whole number from 1 to {LARGEST:,}."
+            )
     for key, only in (ONLY | dict(family.only)).items():
         if given.get(key, only) not in (only, None):
             raise UserError(f"{place}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")
+    _check_whole(given, place)
     try:
         fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
+        family.config(**fields)  # the number of layers is a sensible one before there is a list of them
         fields |= {**family.block, **_windows(given, family, place)}
-        local = fields["sliding_window"] is not None and LOCAL_BASE in family.keys
-        return family, family.config(**fields, **_rotary(given, local, place))
+        return family, family.config(**fields, **_rotary(given, family, fields["sliding_window"] is not None, place))
     except KeyedError as error:
         raise UserError(f"{place}: {error}") from None
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(
             f"{place} is damaged: a number, or a part of the rotary scaling, is not what it has to be ({error})."
         ) from None
+
+
+def _check_whole(given: Mapping[str, Any], place: str) -> None:
+    """Raises `UserError` for a quantised model: whatever its tensors are, they are not the numbers to compute with."""
+    if quantised := given.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise UserError(
+            f"{place}: quantization_config is there (quant_method {method!r}): a quantised model, which Gregale does "
+            "not read. Take the model that it was made of; where the tool that quantised it made it whole again, take "
+            "the key out."
+        )
 
 
 def _plain_keys(family: Family) -> dict[str, str]:
@@ -72,21 +89,33 @@ def _plain_keys(family: Family) -> dict[str, str]:
     return SIZES | OTHERS | own
 
 
-def _rotary(given: Mapping[str, Any], local_too: bool, place: str) -> dict[str, Any]:
+def _rotary(given: Mapping[str, Any], family: Family, windows: bool, place: str) -> dict[str, Any]:
     """Bases and scaling: of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling`.
 
-    The former may be by the kind of a layer. With `local_too` those with a window may have a base of their own.
+    The former may be by the kind of a layer, in a family where layers with a window may have a base of their own.
+
+    - `windows`: whether some layers have one
     """
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    local = {"rope_theta": given.get(LOCAL_BASE)}
+    new, old = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
+    rope, local = new or old, {"rope_theta": given.get(LOCAL_BASE)}
     if FULL in rope or SLIDING in rope:
+        if LOCAL_BASE not in family.keys:
+            raise UserError(f"{place}: rope_parameters are by kinds of layers, which no {family.model_type} has.")
         rope, local = (rope.get(FULL) or {}, {**local, **(rope.get(SLIDING) or {})})
-    base = float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
-    found = {"rotary_base": base, "rotary_scaling": _scaling(rope, place)}
-    if not local_too or local["rope_theta"] is None:
+
+    def said(rope: Mapping[str, Any]) -> dict[str, Any]:
+        base = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
+        return {"rotary_base": float(base), "rotary_scaling": _scaling(rope, place)}
+
+    found = said(rope)
+    if new and old and said(old) != found:
+        raise UserError(
+            f"{place}: rope_parameters and rope_scaling are both there, and differ; take out what does not hold."
+        )
+    if not windows or LOCAL_BASE not in family.keys or local["rope_theta"] is None:
         return found
     local_base, local_scaling = float(local["rope_theta"]), _scaling(local, place)
-    if (local_base, local_scaling) == (base, found["rotary_scaling"]):
+    if {"rotary_base": local_base, "rotary_scaling": local_scaling} == found:
         return found
     if local_scaling is not None:
         raise UserError(f"{place}: layers with a window have a rotary scaling of their own; Gregale has none there.")
@@ -94,24 +123,25 @@ def _rotary(given: Mapping[str, Any], local_too: bool, place: str) -> dict[str, 
 
 
 def _scaling(rope: Mapping[str, Any], place: str) -> RotaryScaling | None:
+    if (part := rope.get("partial_rotary_factor")) not in (1.0, None):
+        raise UserError(f"{place}: partial_rotary_factor is {part!r}; Gregale turns all of a head, 1.0.")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScaling(factor=float(rope["factor"]))
     if kind == "llama3":
-        return Llama3Scaling(
-            factor=float(rope["factor"]), **{ours: rope[key] for key, ours in LLAMA3.items() if key in rope}
-        )
+        return Llama3Scaling(factor=float(rope["factor"]), **{ours: rope[key] for key, ours in LLAMA3.items()})
     raise UserError(f"{place}: the rotary scaling is of type {kind!r}; Gregale has default, linear and llama3.")
 
 
 def _windows(given: Mapping[str, Any], family: Family, place: str) -> dict[str, Any]:
     """The sliding window, and the layers without it."""
     none = {"sliding_window": None, "full_layers": ()}
-    if family.window is None or not given.get(family.window) or given.get("sliding_window") is None:
-        return none
+    window = given.get("sliding_window") if family.window is not None and given.get(family.window) else None
     kinds = given.get("layer_types") if family.has_layer_types else None
+    if window is None and kinds is None and family.full_every is None:
+        return none
     kinds = _layer_types(given, family) if kinds is None else kinds
     if len(kinds) != given["num_hidden_layers"] or not set(kinds) <= {FULL, SLIDING}:
         raise UserError(
@@ -119,7 +149,11 @@ def _windows(given: Mapping[str, Any], family: Family, place: str) -> dict[str, 
             f"for each of the {given['num_hidden_layers']} layers, and Gregale computes {FULL} and {SLIDING}."
         )
     full = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
-    return none if len(full) == len(kinds) else {"sliding_window": given["sliding_window"], "full_layers": full}
+    if len(full) == len(kinds):
+        return none
+    if window is None:
+        raise UserError(f"{place}: layers are {SLIDING}, but there is no sliding_window, or it is not used.")
+    return {"sliding_window": window, "full_layers": full}
 
 
 def _layer_types(given: Mapping[str, Any], family: Family) -> list[str]:
@@ -162,6 +196,8 @@ def _written_windows(config: LlamaConfig, family: Family) -> dict[str, Any]:
         return {}
     window, full = config.sliding_window, config.full_layers
     fields: dict[str, Any] = {"sliding_window": window}
+    if window is None and family.full_every is not None:  # transformers wants a number, though no layer has a window
+        fields["sliding_window"] = family.defaults["sliding_window"]
     if family.has_layer_types:
         fields["layer_types"] = [FULL if window is None or i in full else SLIDING for i in range(config.layers)]
     if family.window == "use_sliding_window":

@@ -70,6 +70,7 @@ class Family:
     - `keys`: of config.json, beside those that all families have -> field of `LlamaConfig`
     - `only`: keys of config.json with the one value that can be computed, which it is given too
     - `defaults`: of keys that config.json may leave out
+    - `any_heads`: whether transformers takes a `hidden_size` that the number of heads does not divide
     """
 
     model_type: str
@@ -82,6 +83,7 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    any_heads: bool = True
 
     @property
     def has_layer_types(self) -> bool:
@@ -100,6 +102,8 @@ class Family:
         free |= {"sliding_window"} if self.window is not None else set()
         free |= {"full_layers"} if self.has_layer_types else set()
         differing = [name for name in BLOCK if name not in free and getattr(config, name) != wanted[name]]
+        if config.hidden % config.heads and not self.any_heads:
+            differing.append("heads")
         return [f"model.{name} {getattr(config, name)}" for name in differing]
 
 
@@ -127,7 +131,7 @@ GEMMA_DEFAULTS = {
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", {**PROJECTIONS, **NORMS_BEFORE}),
+        Family("llama", "LlamaForCausalLM", {**PROJECTIONS, **NORMS_BEFORE}, any_heads=False),
         Family(
             "mistral",
             "MistralForCausalLM",
@@ -168,6 +172,7 @@ FAMILIES = {
             keys=GEMMA_KEYS,
             only=GEMMA_ONLY,
             defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            any_heads=False,
         ),
         Family(
             "gemma3_text",
@@ -180,6 +185,7 @@ FAMILIES = {
             keys={**GEMMA_KEYS, "rope_local_base_freq": "window_rotary_base"},
             only=GEMMA_ONLY,
             defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            any_heads=False,
         ),
     )
 }

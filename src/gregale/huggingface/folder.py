@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.files import NO_LOCKS, Taken, acquire, is_at, replacing, sign
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
 from gregale.huggingface.names import Slot, check_names
@@ -22,6 +23,7 @@ from gregale.storage import Place, write_bytes
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # What goes with a model, whatever is trained of it.
 BESIDE = (
@@ -62,8 +64,12 @@ class Folder:
 
 def open_folder(path: Path) -> Folder:
     """The model in a folder; raises `UserError` if there is none, or one that is damaged or of another kind."""
+    if path.is_file():
+        raise UserError(f"{path} is a file; a model is a folder with {CONFIG}, {TOKENIZER} and {WEIGHTS}.")
     if not path.is_dir():
         raise UserError(f"{path} is not a folder, and no name of a model on the hub, which is ORG/NAME.")
+    if not (path / CONFIG).is_file() or not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
+        _refuse_others(path)
     saved = read_json(path / CONFIG)
     family, model = read_config(saved, str(path / CONFIG))
     return Folder(path, saved, family, model, _tensors(path))
@@ -74,26 +80,49 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         names = weight_files(path)
         if missing := [name for name in names if not (path / name).is_file()]:
             raise UserError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: a download that was cut off?")
-        return {name: tensor for file in names for name, tensor in read_header(path / file).items()}
+        found: dict[str, Tensor] = {}
+        for file in names:
+            for name, tensor in read_header(path / file).items():
+                if (other := found.setdefault(name, tensor)) is not tensor:
+                    raise UserError(f"{path} has {name} twice, in {other.path.name} and in {file}.")
+        return found
     if (path / WEIGHTS).is_file():
         return read_header(path / WEIGHTS)
-    pickled = sorted(found.name for pattern in PICKLES for found in path.glob(pattern))
-    if pickled:
+    raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
+
+
+def _refuse_others(path: Path) -> None:
+    """Raises `UserError` for the forms of a model that are no safetensors of all of it, with what to do."""
+    if (path / ADAPTER).is_file():
         raise UserError(
-            f"{path} has its weights in {pickled[0]}, a pickle: to read one is to run whatever code it holds, so "
+            f"{path} is an adapter, by its {ADAPTER}: changes to another model. Join them where you have both: "
+            "`AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)` of peft, and "
+            "the tokenizer beside it."
+        )
+    if pickled := _first(path, PICKLES):
+        raise UserError(
+            f"{path} has its weights in {pickled}, a pickle: to read one is to run whatever code it holds, so "
             "Gregale reads none. Take the safetensors of this model, or make them where you trust the file: "
             "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)` of transformers."
         )
-    raise UserError(f"{path} has no {WEIGHTS} and no {INDEX}.")
+    if packed := _first(path, ("*.gguf",)):
+        raise UserError(
+            f"{path} has its weights in {packed}, which is another format, most often quantised. Take the "
+            "safetensors of the model that it was made of."
+        )
+
+
+def _first(path: Path, patterns: tuple[str, ...]) -> str | None:
+    return min((found.name for pattern in patterns for found in path.glob(pattern)), default=None)
 
 
 def weight_files(path: Path) -> list[str]:
     """The files that the index of a folder names."""
     place = read_json(path / INDEX).get("weight_map")
-    names = sorted(set(place.values())) if isinstance(place, dict) else []
+    names = list(place.values()) if isinstance(place, dict) else []
     if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
         raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
-    return names
+    return sorted(set(names))
 
 
 def read_json(path: Place) -> dict[str, Any]:
@@ -102,7 +131,7 @@ def read_json(path: Place) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged, not JSON ({error}).") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object.")
@@ -127,22 +156,42 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
 
     `size`: bytes that it will hold
 
-    Raises `UserError` if something has the name already, or the disk lacks the room.
+    Raises `UserError` if something has the name already, if another process is making it, or the disk lacks the room.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already, and would be overwritten. Give another name, or remove it.")
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.absolute().parent).free
-    if free < size:
-        raise UserError(
-            f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
-        )
-    partial = path.absolute().with_name(f".{path.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    with _alone(path.absolute()):
+        free = shutil.disk_usage(path.absolute().parent).free
+        if free < size:
+            raise UserError(
+                f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
+            )
+        with replacing(path.absolute()) as partial:
+            partial.mkdir()
+            yield partial
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While this process makes a folder no other one does.
+
+    The lock is a file, which does not outlast the folder's making; a file system without locks has none to wait for.
+    """
+    lock = path.with_name(f".{path.name}.lock")
     try:
-        yield partial
-        os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        file = acquire(lock)
+    except Taken as taken:
+        raise UserError(f"{path} is being made by another process ({taken}).") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    with file:
+        sign(file)
+        try:
+            yield
+        finally:
+            if is_at(file, lock):
+                lock.unlink()

@@ -13,9 +13,9 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK
-from gregale.huggingface.folder import BESIDE, INDEX, WEIGHTS, weight_files
+from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
 
-REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def model_folder(given: str, weights: bool = True) -> Path:
@@ -29,7 +29,12 @@ def model_folder(given: str, weights: bool = True) -> Path:
     repository = REPOSITORY.fullmatch(given)
     if path.exists() or repository is None:
         return path
-    found = _snapshot(given, repository["name"], repository["revision"], BESIDE)
+    if Path(repository["owner"]).is_dir() and repository["revision"] is None:  # what was meant asks no network
+        raise UserError(
+            f"{given} is no folder, though there is a folder {repository['owner']} here. If a repository of the hub is "
+            f"meant, name its branch too: {given}@main."
+        )
+    found = _snapshot(given, repository["name"], repository["revision"], (*BESIDE, ADAPTER))
     if not weights:
         return found
     files = weight_files(found) if (found / INDEX).is_file() else [WEIGHTS]
@@ -54,6 +59,8 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files)))
+    except errors.HFValidationError:
+        problem = f"{name} cannot be the name of a repository of the hub either"
     except errors.GatedRepoError:
         problem = (
             f"the hub gives {name} only to who has accepted its conditions: do so on its page, and log in with "

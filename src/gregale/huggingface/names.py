@@ -17,7 +17,7 @@ from gregale.huggingface.families import Family
 SHOWN = 4
 # Old folders keep what is computed; a tied model may keep its head, which is the embedding.
 SUPERFLUOUS = (".rotary_emb.inv_freq",)
-HEAD = "lm_head.weight"
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class Tensor:
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, by name; their values are not read.
 
-    Raises `UserError` if the file is cut off or damaged, or has numbers that are no floats.
+    Raises `UserError` if the file is cut off or damaged, if its tensors do not fill it one behind the other, or if it
+    has numbers that are no floats.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -68,9 +69,16 @@ def read_header(path: Path) -> dict[str, Tensor]:
             found = {name: _tensor(path, name, entry, LENGTH.size + length) for name, entry in header.items()}
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{path} is damaged: the header of a safetensors file is JSON, and this is not.") from None
-    end = max((each.end for each in found.values()), default=size)
+    end = LENGTH.size + length
+    for tensor in sorted(found.values(), key=lambda each: (each.begin, each.end)):
+        if tensor.begin != end:  # two share bytes, or bytes belong to none, as with a name that is there twice
+            raise UserError(
+                f"{path} is damaged: {tensor.name} begins at byte {tensor.begin:,}, and the one before it ends at "
+                f"{end:,}."
+            )
+        end = tensor.end
     if end != size:
         state = "cut off" if size < end else "damaged"
         raise UserError(f"{path} is {state}: by its header it has {end:,} bytes, and there are {size:,}.")
@@ -83,9 +91,11 @@ def _tensor(path: Path, name: str, entry: dict, data: int) -> Tensor:
             f"{path}: {name} is of dtype {entry['dtype']}; Gregale reads {', '.join(DTYPES)}. A quantised model has to "
             "be made whole by the tool that quantised it."
         )
-    dtype, shape = DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-    begin, end = (int(place) for place in entry["data_offsets"])
-    if begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        raise UserError(f"{path} is damaged: the shape and the place of {name} are not all whole numbers from 0.")
+    if end - begin != prod(shape) * dtype.itemsize:
         raise UserError(
             f"{path} is damaged: {name} of shape {list(shape)} and dtype {entry['dtype']} takes "
             f"{prod(shape) * dtype.itemsize:,} bytes, and its header gives it {end - begin:,}."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gregale.data.tokenizers import FileConfig
+from gregale.errors import UserError
 from gregale.huggingface.config import read_config
 from gregale.huggingface.folder import CONFIG, TOKENIZER, read_json
 from gregale.huggingface.hub import model_folder
-from gregale.huggingface.tokenizer import end_of_document
+from gregale.huggingface.tokenizer import end_of_document, rowless
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 
@@ -22,4 +23,9 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     if not given.with_tokenizer:
         return model, None
     end = end_of_document(folder, saved, "model.with_tokenizer: false, and data.tokenizer with `end_of_document: NAME`")
+    if model.vocabulary is not None and (beyond := rowless(folder, model.vocabulary)):
+        raise UserError(
+            f"{given.path} has tokens without a row in the model's tables: {', '.join(beyond)}. `gregale import "
+            f"{given.path} NAME` leaves them out; give NAME/huggingface as the path."
+        )
     return model, FileConfig(str(folder.absolute() / TOKENIZER), end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,41 @@ def end_of_document(folder: Path, saved: Mapping[str, Any], otherwise: str) -> s
             "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` of transformers writes it."
         )
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    ids = generation.get("eos_token_id", saved.get("eos_token_id"))
+    ids = generation.get("eos_token_id")
+    ids = saved.get("eos_token_id") if ids is None else ids
     first = ids[0] if isinstance(ids, list) and ids else ids
-    content = read_json(folder / TOKENIZER)
-    names = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-    if first not in names:
+    names = {token["id"]: token["content"] for token in _added(folder)}
+    if not isinstance(first, int) or first not in names:
         raise UserError(
             f"{folder}: its eos_token_id is {ids}, which is none of the tokens added in {TOKENIZER}. Give the name of "
             f"the token that ends a text, {otherwise}: {', '.join(list(names.values())[:20]) or 'none'}."
         )
     return names[first]
+
+
+def rowless(folder: Path, rows: int) -> list[str]:
+    """The names of special tokens beyond the rows of a model's tables: no text has them, and it cannot compute them.
+
+    Gemma 3 without images has one, that of an image.
+    """
+    return [token["content"] for token in _added(folder) if token["special"] and token["id"] >= rows]
+
+
+def text_without(folder: Path, names: Sequence[str]) -> str:
+    """A folder's tokenizer.json without some of its added tokens."""
+    content = read_json(folder / TOKENIZER)
+    kept = [token for token in content.get("added_tokens") or [] if token["content"] not in names]
+    return json.dumps({**content, "added_tokens": kept})
+
+
+def _added(folder: Path) -> list[dict[str, Any]]:
+    """The tokens that a tokenizer.json has beside its model's."""
+    found = read_json(folder / TOKENIZER).get("added_tokens") or []
+    kinds = {"id": int, "content": str, "special": bool}
+    for token in found if isinstance(found, list) else [found]:
+        if not (isinstance(token, dict) and all(isinstance(token.get(key), kind) for key, kind in kinds.items())):
+            raise UserError(f"{folder / TOKENIZER} is damaged: {token!r} is no added token.")
+    return found
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:

@@ -14,7 +14,7 @@ from gregale.axes.layout import LAYERS, Layout, is_named
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
-from gregale.huggingface.names import Slot, parameters_of, path_of, slots_of
+from gregale.huggingface.names import HEAD, TABLE, Slot, parameters_of, path_of, slots_of
 from gregale.huggingface.safetensors import Tensor, blocks
 
 Tree = Any
@@ -76,3 +76,16 @@ def check_finite(tensor: Tensor) -> None:
     """Raises `UserError` if a value is NaN or infinite; reads the tensor block by block."""
     if not all(np.isfinite(block).all() for block in blocks(tensor.mapped())):
         raise UserError(f"{tensor.path}: {tensor.name} holds NaN or infinity: damaged, or of a training that failed.")
+
+
+def check_tied(folder: Folder) -> None:
+    """Raises `UserError` if the file of a model with one table for both ends has two: with which to compute?"""
+    head, table = folder.tensors.get(HEAD), folder.tensors.get(TABLE)
+    if not folder.model.tied_head or head is None or table is None:
+        return
+    pairs = zip(blocks(head.mapped()), blocks(table.mapped()), strict=False)
+    if head.shape != table.shape or not all(np.array_equal(*pair) for pair in pairs):
+        raise UserError(
+            f"{folder.path}: {HEAD} is another tensor than {TABLE}, though tie_word_embeddings says that they are one. "
+            "Set it to false in config.json if both were trained."
+        )

@@ -80,7 +80,10 @@ def read(directory: Place, number: int) -> Saved:
     folder = folder_of(directory, number)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        outer, own, part_bytes = Outer.from_json(manifest["outer"]), manifest["parts"], manifest["part_bytes"]
+        outer = Outer.from_json(manifest["outer"])
+        if "parts" not in manifest:
+            raise ValueError("they were saved by an earlier version of Gregale, in another form")
+        own, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
         starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
         with ThreadPoolExecutor(_THREADS) as pool:

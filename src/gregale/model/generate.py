@@ -33,6 +33,30 @@ class Prompt(NamedTuple):
     seed: int = 0
 
 
+class Rows(NamedTuple):
+    """What stays the same of a batch while its texts grow, for each row.
+
+    - `first`: the place of its first token, int32 [row]
+    - `seeds`: of what is drawn, int32 [row]
+    """
+
+    first: np.ndarray
+    seeds: np.ndarray
+
+
+class Last(NamedTuple):
+    """The tokens that a block follows.
+
+    - `tokens`: one of each row, int32 [row]
+    - `over`: whether a row has ended, bool [row]
+    - `place`: where they stand
+    """
+
+    tokens: np.ndarray
+    over: np.ndarray
+    place: int
+
+
 class Generator:
     """Continues prompts with models of one shape; keeps its compiled programs from one batch and model to the next.
 
@@ -86,13 +110,12 @@ class Generator:
         - `sizes`: how many tokens each block after the first may have, 1 to `BLOCK`; does not change the tokens
         - `is_over`: whether no more is wanted of a row, asked after each block
         """
-        ids, first = filled(prompts)
-        seeds = np.asarray([prompt.seed for prompt in prompts], np.int32)
+        ids, rows = filled(prompts)
         sampling = replace(sampling, seed=0)  # a seed of its own makes no program of its own
         known, most = ids.shape[1], ids.shape[1] + count  # tokens that are known, and that are wanted in all
         window = model.config.window_of_all
         slots = slots_for(known, most, window)
-        tokens, caches = self.read(model, ids, first, seeds, slots=slots, sampling=sampling)
+        tokens, caches = self.read(model, ids, rows, slots=slots, sampling=sampling)
         drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)
         while True:
             yield drawn
@@ -107,20 +130,19 @@ class Generator:
             wanted = min(next(sizes), most - known)
             if window is None or slots < window:
                 wanted = min(wanted, slots + 1 - known)
-            block, caches = self.draw(
-                model, drawn[:, -1], over, caches, known - 1, first, wanted, seeds, sampling=sampling
-            )
+            last = Last(drawn[:, -1], over, known - 1)
+            block, caches = self.draw(model, rows, last, caches, wanted, sampling=sampling)
             drawn = np.asarray(block)[:, :wanted]
 
-    def _read_prompts(self, model, ids, first, seeds, slots: int, sampling: Sampling):
+    def _read_prompts(self, model, ids, rows: Rows, slots: int, sampling: Sampling):
         """The tokens [row] after prompts `ids` [row, position], and the caches."""
-        tokens, last = self._execution.placed(hax.named(ids, (BATCH, POSITION))), ids.shape[1] - 1
-        logits, caches = model.prefill(tokens, hax.named(first, (BATCH,)), slots, self._execution)
-        return self._everywhere(self._drawn(logits, last - first, seeds, sampling)), caches
+        tokens = self._execution.placed(hax.named(ids, (BATCH, POSITION)))
+        logits, caches = model.prefill(tokens, hax.named(rows.first, (BATCH,)), slots, self._execution)
+        return self._everywhere(self._drawn(logits, ids.shape[1] - 1, rows, sampling)), caches
 
-    def _draw_block(self, model, tokens, over, caches, place, first, wanted, seeds, sampling: Sampling):
-        """The `wanted` tokens after those at a place, [row, BLOCK], and the caches; fewer if all rows are over."""
-        run, ends = self._execution, jnp.asarray(self._ends)
+    def _draw_block(self, model, rows: Rows, last: Last, caches, wanted, sampling: Sampling):
+        """The `wanted` tokens after the last ones, [row, BLOCK], and the caches; fewer if all rows are over."""
+        run, first, ends = self._execution, hax.named(rows.first, (BATCH,)), jnp.asarray(self._ends)
 
         def goes_on(state):
             drawn, _, over, _, _ = state
@@ -128,14 +150,14 @@ class Generator:
 
         def one(state):
             drawn, tokens, over, block, caches = state
-            last = run.placed(hax.named(tokens[:, None], (BATCH, POSITION)))
-            logits, caches = model.decode(last, caches, place + drawn, hax.named(first, (BATCH,)), run)
-            tokens = jnp.where(over, ends[0], self._drawn(logits, place + drawn - first, seeds, sampling))
+            place, known = last.place + drawn, run.placed(hax.named(tokens[:, None], (BATCH, POSITION)))
+            logits, caches = model.decode(known, caches, place, first, run)
+            tokens = jnp.where(over, ends[0], self._drawn(logits, place, rows, sampling))
             over = over | (tokens[:, None] == ends).any(axis=1)
             return drawn + 1, tokens, over, block.at[:, drawn].set(tokens), caches
 
-        block = jnp.full((len(tokens), BLOCK), ends[0])
-        *_, block, caches = jax.lax.while_loop(goes_on, one, (jnp.int32(0), tokens, over, block, caches))
+        block = jnp.full((len(last.tokens), BLOCK), ends[0])
+        *_, block, caches = jax.lax.while_loop(goes_on, one, (jnp.int32(0), last.tokens, last.over, block, caches))
         return self._everywhere(block), caches
 
     def _with_room(self, caches, slots: int):
@@ -144,8 +166,8 @@ class Generator:
 
         return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
-    def _drawn(self, logits: NamedArray, positions, seeds, sampling: Sampling) -> jax.Array:
-        """The tokens [row] that follow those at positions of their texts; seed and position give the randomness.
+    def _drawn(self, logits: NamedArray, place, rows: Rows, sampling: Sampling) -> jax.Array:
+        """The tokens [row] that follow those at a place; a row's seed and its position there give the randomness.
 
         A device draws for its own rows: the partitioner would bring all rows together to sort one.
         """
@@ -159,19 +181,20 @@ class Generator:
         drawn = jax.shard_map(
             jax.vmap(one), mesh=layout.mesh, in_specs=(all_of_a_row, each, each), out_specs=each, check_vma=False
         )
-        return drawn(logits.rearrange((BATCH, "vocab")).array, seeds, positions)
+        return drawn(logits.rearrange((BATCH, "vocab")).array, rows.seeds, place - rows.first)
 
     def _everywhere(self, array: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(array, self._execution.layout.sharding((), {}))
 
 
-def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [row, place], filled up on the left, and the places of the rows' first tokens [row]."""
+def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, Rows]:
+    """Token ids [row, place], filled up on the left, and what else the rows are."""
     width = max(width_of(len(prompt.tokens)) for prompt in prompts)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt.tokens) :] = prompt.tokens
-    return ids, np.asarray([width - len(prompt.tokens) for prompt in prompts], np.int32)
+    first, seeds = [width - len(prompt.tokens) for prompt in prompts], [prompt.seed for prompt in prompts]
+    return ids, Rows(np.asarray(first, np.int32), np.asarray(seeds, np.int32))
 
 
 def width_of(tokens: int) -> int:

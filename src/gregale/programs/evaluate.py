@@ -78,8 +78,13 @@ class EvalOptions(Settings):
                 f"stride {self.stride} and batches {self.batches} are both given, but sliding windows go over all of "
                 "the text; leave one out."
             )
-        if self.tasks and not self.data and (self.stride is not None or self.batches is not None or self.all):
+        if self.tasks and not self.data and self.is_about_text:
             raise UserError("stride, batches and all are about text, and only tasks are named; name --data too.")
+
+    @property
+    def is_about_text(self) -> bool:
+        """Whether it says how text is to be evaluated."""
+        return self.stride is not None or self.batches is not None or self.all
 
 
 def main(options: EvalOptions) -> int:
@@ -91,18 +96,20 @@ def main(options: EvalOptions) -> int:
     if names_nothing:
         tasks = read_tasks(config.evaluation.tasks)
     tokenizer = load_tokenizer(trained.run.path)
-    figures, words = {}, ""
+    figures, words, scored = {}, "", {}
     with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
-        if options.data or (names_nothing and (config.data.evaluates or not tasks)):
+        # before the text is evaluated: it finds questions that cannot be scored
+        evaluation = evaluation_on(tasks, trained.setup, tokenizer, trained.run, console.message) if tasks else None
+        if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
             text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
             figures, words = text_figures(trained, text, tokenizer, options, console)
-        if tasks:
-            evaluation = evaluation_on(tasks, trained.setup, tokenizer, trained.run, console.message)
-            figures |= evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
+        if evaluation is not None:
+            scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
     if options.json:
+        figures |= scored
         print(json.dumps({"step": trained.step} | dict.fromkeys(figures) | finite(figures), allow_nan=False))
     else:
-        print_figures(f"{trained.run.path} at step {trained.step}", words, tasks, figures)
+        print_figures(f"{trained.run.path} at step {trained.step}", words, tasks, scored)
     return 0
 
 
@@ -124,12 +131,9 @@ def text_figures(
     """The figures of text, and what they are in words."""
     if options.stride is not None:
         evaluation = SlidingEvaluation(trained.setup, tokenizer, options.stride, start_of(trained.run, tokenizer))
-        found = {}
-        for name, streams in text.streams.items():
-            label = name or "windows"
-            found[name] = evaluation(
-                trained.model, streams, lambda done, total, label=label: console.progress(label, done, total, "windows")
-            )
+        found = evaluation(
+            trained.model, text.streams, lambda done, total: console.progress("windows", done, total, "windows")
+        )
         whole = found.pop("") if "" in found else Documents.joined(list(found.values()))
         figures = whole.figures()
         for name, documents in found.items():
@@ -144,7 +148,11 @@ def text_figures(
 
 
 def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping[str, float]) -> None:
-    """Figures for a reader: those of text in a line, those of tasks in a table."""
+    """Figures for a reader: those of text in a line, those of tasks in a table.
+
+    - `words`: the figures of text
+    - `figures`: those of the tasks
+    """
     if words:
         print(f"{what}: {words}")
     if tasks:

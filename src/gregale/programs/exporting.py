@@ -99,7 +99,7 @@ class CameWith:
 
     @property
     def dtype(self) -> str:
-        found = self.config.get("dtype", self.config.get("torch_dtype"))
+        found = self.config.get("dtype") or self.config.get("torch_dtype")
         return found if found in DTYPES else "float32"
 
 
@@ -193,10 +193,15 @@ def write_beside(folder: Path, exported: Exported, rows: int) -> None:
     tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
     copy_beside(run.huggingface, folder, [name for name in BESIDE if name not in (CONFIG, INDEX)])
     context, end = config.batch.sequence_length, tokenizer.end_of_document
-    saved = {"max_position_embeddings": context, "bos_token_id": None, "eos_token_id": end, **came_with.config}
+    # None, or transformers would take the ids of its own models of this family.
+    none = {"bos_token_id": None, "pad_token_id": None}
+    saved = {"max_position_embeddings": 0, "eos_token_id": end, **(came_with.config or none)}
+    own = {
+        "max_position_embeddings": max(context, saved["max_position_embeddings"]),
+        "dtype" if "dtype" in saved else "torch_dtype": exported.dtype,
+    }
     assert isinstance(config.model, LlamaConfig)
-    key = "dtype" if "dtype" in saved else "torch_dtype"
-    write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | {key: exported.dtype})
+    write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | own)
     if not came_with.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)

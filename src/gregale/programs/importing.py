@@ -8,18 +8,19 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import numpy as np
 from haliax import Axis
 
 from gregale.data.config import DataConfig
 from gregale.data.progress import progress_bars
 from gregale.data.sources.base import expand
-from gregale.data.tokenizers import FileConfig, save_tokenizer, tokenizer_from_file
+from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
-from gregale.huggingface.folder import TOKENIZER, Folder, copy_beside, made_whole, open_folder
+from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
 from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.names import slots_of
-from gregale.huggingface.tokenizer import end_of_document
-from gregale.huggingface.weights import check_finite
+from gregale.huggingface.tokenizer import end_of_document, rowless, text_without
+from gregale.huggingface.weights import check_finite, check_tied
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
@@ -28,6 +29,7 @@ from gregale.services.command import Command
 from gregale.services.config import BatchConfig, TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
+from gregale.storage import write_bytes
 
 LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
 
@@ -47,8 +49,16 @@ def main(options: ImportOptions) -> int:
     """Checks everything, then copies; the folder is there in full or not at all."""
     folder, target = open_folder(model_folder(options.source)), Path(expand(options.target))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
-    tokenizer = tokenizer_from_file(FileConfig(str(folder.path / TOKENIZER), end))
     config = configuration(folder, target, end, model_name(options.source))
+    beyond = rowless(folder.path, folder.model.vocabulary or 0)
+    text = text_without(folder.path, beyond)
+    tokenizer = LibraryTokenizer(text, end, str(folder.path / TOKENIZER))
+    if (rows := folder.model.vocabulary or 0) < tokenizer.vocabulary_size:
+        raise UserError(
+            f"{folder.path}: the model has {rows} rows, and the tokenizer {tokenizer.vocabulary_size} tokens: some "
+            "that texts consist of have none. They are not of one model, or its tables were not made longer with "
+            "tokens that were added."
+        )
     vocabulary = padded_vocabulary(config, tokenizer.vocabulary_size)
     model = abstract_model(config, vocabulary)
     folder.check(slots_of(model, folder.family))
@@ -57,6 +67,11 @@ def main(options: ImportOptions) -> int:
         run = RunDirectory(partial_target)
         run.huggingface.mkdir()
         copy_beside(folder.path, run.huggingface)
+        if beyond:
+            write_bytes(run.huggingface / TOKENIZER, text.encode())
+        if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # `export` of a run has no files to ask
+            write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
+        check_tied(folder)
         done = 0
         for file in folder.files:
             for tensor in folder.tensors.values():
@@ -66,6 +81,8 @@ def main(options: ImportOptions) -> int:
             report("copying", done := done + file.stat().st_size, size)
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
+    if beyond:
+        print(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
     print(
         f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
         f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
@@ -87,6 +104,11 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
         data=DataConfig(tokenizer=tokenizer, held_out=0),
         batch=BatchConfig(sequence_length=min(context_of(folder), LONGEST)),
     )
+
+
+def dtype_of(folder: Folder) -> str:
+    """The dtype that holds the values of all tensors."""
+    return str(np.result_type(*{tensor.dtype for tensor in folder.tensors.values()}))
 
 
 def context_of(folder: Folder) -> int:

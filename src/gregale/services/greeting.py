@@ -9,6 +9,8 @@ from typing import NamedTuple
 from gregale.services.distributed import DistributedConfig
 from gregale.services.signing import is_signed, sign
 
+MOST_DIGITS = 10  # of a number of processes, or a pid
+
 
 class Greeting(NamedTuple):
     """`join`, these words, and the proof of the secret, with a word that process 0 has drawn for this connection.
@@ -36,9 +38,11 @@ class Greeting(NamedTuple):
     def parse(line: str, token: bytes, challenge: str) -> tuple[Greeting, bool] | None:
         """What was said, and whether its proof is right; None if it is no greeting."""
         words = line.split()
-        if len(words) != 7 or words[0] != "join" or not all(word.isdecimal() for word in words[1:4]):
+        if len(words) != 7 or words[0] != "join" or not all(map(_is_number, words[1:4])):
             return None
         greeting = Greeting(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
+        if greeting.number >= greeting.processes:
+            return None
         return greeting, is_signed(token, words[6], challenge.encode(), " ".join(words[1:6]).encode())
 
     @property
@@ -53,3 +57,7 @@ class Greeting(NamedTuple):
         """Process 0's name; None if its proof is wrong."""
         proof, _, name = answer.partition(" ")
         return name if is_signed(token, proof, self.word.encode(), name.encode()) else None
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) <= MOST_DIGITS  # Python refuses to read thousands of them

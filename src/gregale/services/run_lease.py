@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from threading import Event, Thread
 from uuid import uuid4
 
 from gregale.errors import UserError
-from gregale.files import Holder
+from gregale.files import Holder, is_gone, machine
 from gregale.storage import Remote, StoreError
 
 _PERIODS = 3.0  # without a count, after which a holder is taken for dead
@@ -41,7 +40,7 @@ class _Lease:
 
     @staticmethod
     def of_this_process() -> _Lease:
-        return _Lease(socket.gethostname(), os.getpid(), time.time(), _machine(), uuid4().hex)
+        return _Lease(socket.gethostname(), os.getpid(), time.time(), machine(), uuid4().hex)
 
     @staticmethod
     def read(place: Remote) -> _Lease | None:
@@ -63,21 +62,13 @@ class _Lease:
     @property
     def is_of_nobody(self) -> bool:
         """Whether its process was one of this machine, and no process has its number now."""
-        if self.machine != _machine():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
+        return self.machine == machine() and is_gone(self.pid)
 
     @property
     def is_of_a_dead_process(self) -> bool:
         """Whether its process was one of this machine, and is gone; asked by a process that holds no lease yet."""
         # This one's number: of an earlier process that had it, as in a container that starts anew.
-        return self.is_of_nobody or (self.machine == _machine() and self.pid == os.getpid())
+        return self.is_of_nobody or (self.machine == machine() and self.pid == os.getpid())
 
 
 class Held:
@@ -176,13 +167,3 @@ def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: flo
             report(f"{error}. This one stops.")
             os.kill(os.getpid(), signal.SIGTERM)
             return
-
-
-def _machine() -> str:
-    """What tells machines, and the containers on one, apart."""
-    names = [socket.gethostname()]
-    with suppress(OSError):
-        names.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-    with suppress(OSError):
-        names.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(names)

@@ -8,7 +8,6 @@ and sees whether somebody touches it. In an object store it is a lease, see `run
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +18,13 @@ from threading import Event, Thread
 from typing import IO
 
 from gregale.errors import UserError
-from gregale.files import Holder, Taken, acquire, holder_of, is_at, is_held, sign
+from gregale.files import NO_LOCKS, Holder, Taken, acquire, holder_of, is_at, is_held, sign
 from gregale.services.run_lease import is_counting, leased
 from gregale.storage import Place, Remote
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
 SILENCE_SECONDS = 6 * BEAT_SECONDS  # of somebody far away, who is gone then
-_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def _locked(directory: Path, report: Callable[[str], None], beat_seconds: float)
     except Taken as taken:
         raise UserError(_refusal(directory, taken)) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         report(f"{path}: this file system has no locks, so nothing keeps a second process from training the run too.")
         yield

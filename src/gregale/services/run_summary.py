@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from gregale.errors import UserError
 from gregale.files import reason
-from gregale.services.checkpoint.manifest import MANIFEST
-from gregale.services.checkpoint.retention import committed_steps, folder_name
+from gregale.services.checkpoint.manifest import MANIFEST, read_records
+from gregale.services.checkpoint.retention import METADATA, committed_steps, folder_name
 from gregale.services.history import HIGHEST_STEP, LARGEST, flat
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
@@ -114,7 +114,7 @@ def summary_of(run: RunPlaces) -> Summary:
         state = State.IMPORTED
     else:
         problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {torn}." if torn else None)
-        complete = _is_complete(config, saved, step, evaluation)
+        complete = _is_complete(run, config, saved, evaluation)
         state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
     sent = _number(step, "network_bytes_sent")
     return Summary(
@@ -193,19 +193,27 @@ def checkpoint_problem(run: RunPlaces, noted: int | None) -> str | None:
     return f"{folder}: {len(bad)} files are gone or not whole, {bad[0]} among them." if bad else None
 
 
-def _is_complete(config: Entry, saved: int | None, step: Entry, evaluation: Entry) -> bool:
+def _is_complete(run: RunPlaces, config: Entry, saved: int | None, evaluation: Entry) -> bool:
     """Whether the last step is done, saved and evaluated: an island's is the one after which its fleet was complete."""
     steps = config.get("steps")
     if saved is None or type(steps) is not int:
         return False
     evaluates = bool(config.get("data.held_out") or config.get("evaluation.tasks"))
     evaluates = evaluates or any(key.startswith("data.validation.") for key in config)
-    last = evaluation.get("step") == saved and is_evaluation(evaluation)
+    if evaluates and not (evaluation.get("step") == saved and is_evaluation(evaluation)):
+        return False
     if config.get("islands.lighthouse") is None:
-        return saved >= steps and (last or not evaluates)
-    every = config.get("evaluation.every")
-    is_between = saved < steps and type(every) is int and saved % every == 0  # evaluated because it was its turn
-    return saved == step.get("step") and last and not is_between
+        return saved >= steps
+    return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved))
+
+
+def _is_of_a_complete_fleet(folder: Place) -> bool:
+    """Whether an island's checkpoint was saved when the fleet had made all its rounds, as it says itself."""
+    try:
+        name = next(each for each in read_records(folder) if each.rpartition("/")[2] == METADATA)
+        return json.loads((folder / name).read_bytes())["islands"]["complete"] is True
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return False
 
 
 def _config(run: RunPlaces) -> tuple[Entry, str | None]:

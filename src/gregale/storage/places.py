@@ -7,9 +7,9 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from threading import get_ident
 
 from gregale.errors import UserError
+from gregale.files import replacing, temporary_beside
 from gregale.files import write_bytes as write_file
 from gregale.storage.filesystems import SCHEMES
 from gregale.storage.patience import Patience
@@ -57,7 +57,7 @@ def create(place: Place, content: bytes) -> bool:
     """Writes a file or an object if there is none; returns whether it did. `content` has to be like no other's."""
     if isinstance(place, Remote):
         return place.create(content)
-    temporary = place.with_name(f"{place.name}.new-{os.getpid()}-{get_ident()}")
+    temporary = temporary_beside(place)
     try:
         temporary.write_bytes(content)
         os.link(temporary, place)
@@ -108,12 +108,8 @@ def upload(file: Path, to: Place) -> None:
     if isinstance(to, Remote):
         to.upload(file)
         return
-    temporary = to.with_name(f"{to.name}.tmp-{os.getpid()}")
-    try:
+    with replacing(to) as temporary:
         shutil.copyfile(file, temporary)
-        os.replace(temporary, to)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def download(place: Place, file: Path) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gregale.files import replacing
 from gregale.storage.filesystems import filesystem
 from gregale.storage.patience import Beyond, Patience, StoreError, patiently
 
@@ -142,12 +143,8 @@ class Remote:
 
     def download(self, file: Path) -> None:
         """Writes a file from the object, whole or not at all."""
-        temporary = file.with_name(f"{file.name}.tmp-{os.getpid()}")
-        try:
+        with replacing(file) as temporary:
             self._ask(lambda system, path: system._get_file(path, str(temporary)))
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def copy_to(self, other: Remote) -> None:
         """Has the store copy the object."""

@@ -1,6 +1,5 @@
 """Pictures of the model: utilisation against bandwidth, and the timeline of a few steps."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.files import replacing
 from gregale.settings import shortened
 from gregale.timeline.simulate import Interval
 
@@ -166,13 +166,11 @@ def save_figure(figure: "Figure", path: Path) -> None:
     """Write the picture whole or not at all, the same bytes for the same content; see `on_any_page` for SVG."""
     import matplotlib
 
-    partial = path.with_name(f".{path.name}.partial")
     metadata = {"Date": None} if path.suffix == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "gregale"}):
+    with replacing(path) as partial, matplotlib.rc_context({"svg.hashsalt": "gregale"}):
         figure.savefig(partial, format=path.suffix[1:], metadata=metadata, dpi=150)
-    if path.suffix == ".svg":
-        partial.write_text(on_any_page(partial.read_text(encoding="utf-8")), encoding="utf-8")
-    os.replace(partial, path)
+        if path.suffix == ".svg":
+            partial.write_text(on_any_page(partial.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def on_any_page(svg: str) -> str:

@@ -139,23 +139,23 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
         socket.create_connection((host, int(port)), 5.0) as silent,
         socket.create_connection((host, int(port))) as slow,
     ):
-        begin = time.monotonic()
-        for _ in range(20):
+        for _ in range(100):
             try:
                 slow.sendall(b"G")
             except OSError:
                 break
             time.sleep(0.1)
-        assert time.monotonic() - begin < 1.9
+        else:
+            pytest.fail("it may go on for ever")
         assert silent.recv(10) == b""
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 
 def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
     """The copy of an inner optimizer comes at the end of a step."""
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.6)
     answered = threading.Event()
-    server = make_server(on_message=lambda message: {"late": not answered.wait(1.0)})
+    server = make_server(on_message=lambda message: {"late": not answered.wait(1.8)})
     assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 
@@ -170,7 +170,9 @@ def test_connections_are_bounded(make_server, monkeypatch):
     assert "there are 3 connections" in server.complaints[0]
     for connection in held:
         connection.close()
-    time.sleep(0.2)
+    until = time.monotonic() + 20
+    while server._http._deadlines and time.monotonic() < until:
+        time.sleep(0.01)
     assert call(server.address, TOKEN, {}, 5.0) == {}
 
 

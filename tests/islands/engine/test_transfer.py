@@ -28,7 +28,7 @@ def small_pieces(monkeypatch):
     """Pieces of 64 kB, and short patience."""
     for module in (state, transfer, manifest):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(transfer, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(transfer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
 

@@ -100,8 +100,7 @@ def test_an_imported_model_gets_what_transformers_would_give_it(tmp_path):
     end = saved["end_of_document"]
     library.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, plain.end_of_document)])
     tokenizer = LibraryTokenizer(library.to_str(), end, "tokenizer.json")
-    assert tokenizer.beginning == [plain.end_of_document]
-    assert plain.beginning == BYTES.beginning == []
+    assert tokenizer.start == (plain.end_of_document,)
     np.testing.assert_array_equal(tokenizer.encode("gale"), plain.encode("gale"))
     form = form_of(imported(tmp_path, tokenizer, eos_token_id=[plain.end_of_document, 7]), tokenizer)
     assert form.ends == (plain.end_of_document, 7)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from gregale.data.sources.base import BYTE_ORDER_MARK, expand
+from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand
 from gregale.data.sources.files import files_of, read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.data.tasks.kinds import KINDS, Form, Question, Score
@@ -111,6 +111,7 @@ def form_of(place: str, line: dict[str, Any]) -> Form:
             )
         if not isinstance(value, str):
             raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
+        encodable(value, place)
     if line["kind"] not in KINDS:
         near = did_you_mean(get_close_matches(line["kind"], KINDS, n=1))
         raise UserError(f"{place}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")

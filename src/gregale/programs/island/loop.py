@@ -19,8 +19,9 @@ from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.programs.train.traffic import Traffic
+from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.signals import StopRequest
-from gregale.storage import Place
+from gregale.storage import Place, StoreError
 from gregale.training.state import TrainState
 
 
@@ -92,7 +93,8 @@ class IslandLoop(Loop):
                     log.took(stepper.step, report, figures)
                     state, finish = stepper.follow(state)
                     step = stepper.step
-                    self._between(stepper, state, step, log, traffic, consumed)
+                    if finish is None:  # else what is saved, below, is the state at the end
+                        self._between(stepper, state, step, log, traffic, consumed)
             log.catch_up()
         except TooManySkipped as error:
             raise UserError(f"{error} {after_skipping(state)}") from None
@@ -141,12 +143,12 @@ class IslandLoop(Loop):
                 "seen": stepper.seen(),
                 "holder": guide.holder,
                 "used": guide.used(stepper.batches),
+                "complete": self.complete,
             },
         }
 
         def beside() -> None:
-            kept = {self._round_of(each) for each in self._checkpoints.steps()} | {outer.round}
-            files.keep_only(sides.folder, kept)
+            files.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
             files.write(sides.folder, outer, sides.outer.leaves(moment))
             self._observers.trackers.flush()
             sides.flush()
@@ -155,8 +157,18 @@ class IslandLoop(Loop):
         with self._spent.on("saving_seconds"):
             self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
 
-    def _round_of(self, step: int) -> int:
+
+def rounds_of(checkpoints: Checkpoints) -> set[int]:
+    """The rounds that checkpoints were saved after: what is saved of these goes with them.
+
+    One that cannot be read has none. Raises `StoreError` if the store does not tell: that one may be sound.
+    """
+    found = set()
+    for step in checkpoints.steps():
         try:
-            return self._checkpoints.metadata(step)["islands"]["round"]
+            found.add(checkpoints.metadata(step)["islands"]["round"])
+        except StoreError:
+            raise
         except (UserError, KeyError):
-            return -1
+            continue
+    return found

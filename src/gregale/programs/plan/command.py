@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, vocabulary_size
 from gregale.errors import UserError
+from gregale.files import write_bytes
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.page import plan_page
@@ -158,12 +158,10 @@ def target_of(options: PlanOptions, config: TrainConfig) -> Target:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        write_bytes(path, text.encode())
     except OSError as error:
         raise UserError(f"hlo: cannot write {path}: {error.strerror}.") from error
-    os.replace(temporary, path)
 
 
 COMMAND = Command(main=main, options=PlanOptions, config=TrainConfig, positional=("config",))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gregale.data.stream import Stream
-from gregale.data.tasks.windows import SlidingWindows
+from gregale.data.tasks.windows import SlidingWindows, parts_of
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.programs.run.scoring import Scorer
@@ -65,17 +65,23 @@ class SlidingEvaluation:
             )
 
     def __call__(
-        self, model, streams: Sequence[Stream], at_batch: Callable[[int, int], None] = lambda done, total: None
-    ) -> Documents:
-        """The sums over each document of some streams.
+        self,
+        model,
+        texts: Mapping[str, Sequence[Stream]],
+        at_batch: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, Documents]:
+        """The sums over each document of some texts, by name; all are scored together, by the fewest programs.
 
         - `at_batch(done, total)`: called at each batch, with windows
         """
-        end = self._tokenizer.end_of_document
+        end, streams = self._tokenizer.end_of_document, [each for its in texts.values() for each in its]
         windows = SlidingWindows(streams, self._scorer.context, self._stride, self._start, end)
         losses = -self._scorer(model, windows, at_batch).log_likelihoods
         by_document = np.bincount(windows.documents, losses, len(windows.sizes))
-        return Documents(by_document, windows.sizes, windows.sums(self._tokenizer.token_bytes))
+        found = (by_document, windows.sizes, windows.sums(self._tokenizer.token_bytes))
+        counts = [sum(len(part.starts) - 1 for each in its for part in parts_of(each)) for its in texts.values()]
+        parts = zip(*(np.split(array, np.cumsum(counts)[:-1]) for array in found), strict=True)
+        return {name: Documents(*part) for name, part in zip(texts, parts, strict=True)}
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:

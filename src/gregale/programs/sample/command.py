@@ -87,10 +87,12 @@ def main(options: SampleOptions) -> int:
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in asked]
     check_lengths(asked, prompts, context)
     if options.prompts is None:
-        show(options, form, prompts[0])
+        counts = [show(options, form, prompts[0])]
     else:
         with results_to(options.out) as results:
-            continue_all(options, form, asked, prompts, results)
+            counts = continue_all(options, form, asked, prompts, results)
+    lengths = [len(prompt.tokens) + count for prompt, count in zip(prompts, counts, strict=True)]
+    tell_lengths(lengths, context)
     return 0
 
 
@@ -111,6 +113,15 @@ def check_lengths(asked: Sequence[Asked], prompts: Sequence[Prompt], context: in
             )
 
 
+def tell_lengths(lengths: Sequence[int], context: int) -> None:
+    """Says how many texts, whose lengths in tokens these are, have become longer than the context."""
+    if longer := sum(length > context for length in lengths):
+        say(
+            f"{longer:,} text{'s' * (longer != 1)} became longer than the model's context of {context:,} tokens. It "
+            "never saw a longer one: what stands behind may be poor."
+        )
+
+
 def opened(options: SampleOptions, form: Form) -> tuple[Sampler, object, int]:
     """The sampler of a run, its model, and the rows of a batch.
 
@@ -126,8 +137,11 @@ def opened(options: SampleOptions, form: Form) -> tuple[Sampler, object, int]:
     return sampler, sampler.prepared(trained.model), multiple_of(where.rows, options.batch)
 
 
-def show(options: SampleOptions, form: Form, prompt: Prompt) -> None:
-    """Prints the prompt and its continuation, as it is drawn; when it is interrupted, what is there."""
+def show(options: SampleOptions, form: Form, prompt: Prompt) -> int:
+    """Prints the prompt and its continuation, as it is drawn; when it is interrupted, what is there.
+
+    Returns how many tokens were drawn.
+    """
     sampler, model, _ = opened(options, form)
     screen, pace = Screen(sys.stdout), Pace()
     text = Continuation(form, options.tokens, options.stop)
@@ -141,18 +155,19 @@ def show(options: SampleOptions, form: Form, prompt: Prompt) -> None:
         raise
     screen.write("\n")
     say(str(pace))
+    return text.tokens
 
 
 def continue_all(
     options: SampleOptions, form: Form, asked: Sequence[Asked], prompts: Sequence[Prompt], results: Results
-) -> None:
-    """Continues the prompts of a file, batch by batch."""
+) -> list[int]:
+    """Continues the prompts of a file, batch by batch; returns how many tokens were drawn for each."""
     sampler, model, rows = opened(options, form)
-    filling = Prompt(form.ids(""))
+    counts = [0] * len(prompts)
     pace, done, before = Pace(), 0, 0
     with Status() as status:
         for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
-            batch = [prompts[number] for number in numbers] + [filling] * (rows - len(numbers))
+            batch = sampler.filled_up([prompts[number] for number in numbers], rows)
             texts = [Continuation(form, options.tokens, options.stop) for _ in numbers]
             for _ in sampler.pieces(model, batch, texts, options.sampling, chain([1], repeat(BLOCK))):
                 pace.at(before + sum(text.tokens for text in texts))
@@ -160,7 +175,9 @@ def continue_all(
             done, before = done + len(numbers), pace.tokens
             for number, text in zip(numbers, texts, strict=True):
                 results.add(number, result_of(asked[number], text))
+                counts[number] = text.tokens
     say(f"{len(prompts):,} prompt{'s' * (len(prompts) != 1)}, {pace}")
+    return counts
 
 
 def result_of(asked: Asked, text: Continuation) -> dict[str, Any]:

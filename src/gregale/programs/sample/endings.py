@@ -46,7 +46,7 @@ def form_of(run: RunDirectory, tokenizer: Tokenizer) -> Form:
     saved: Any = read_json(path).get("eos_token_id") if path.is_file() else None
     ends = saved if isinstance(saved, list) else [saved]
     known = (end for end in ends if isinstance(end, int) and 0 <= end != tokenizer.end_of_document)
-    return Form(tokenizer, tuple(tokenizer.beginning), tuple(known))
+    return Form(tokenizer, tokenizer.start, tuple(known))
 
 
 class StopStrings:

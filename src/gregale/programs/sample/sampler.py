@@ -19,8 +19,10 @@ from gregale.model.execution import execution
 from gregale.model.generate import BLOCK, Generator, Prompt
 from gregale.programs.run.setup import Setup
 from gregale.programs.sample.endings import Continuation, Form
+from gregale.programs.sample.prompts import batches_of
 
 PATIENCE_S = 0.1  # text is shown at least as often, if a token takes no longer
+TOGETHER = 8  # texts that a run makes at a time, at most: their caches lie beside the state that it trains
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Where:
 
 
 def beside_training(setup: Setup) -> Where:
-    """Where a run samples one text at a time.
+    """Where a run samples, with no batch split.
 
     On a CPU that is one device: simulated devices share the cores, and in every layer of every token they would wait
     for one another. Elsewhere it is the mesh. There a device keeps whole weights if it has them anyway (nothing is
@@ -75,13 +77,19 @@ class Sampler:
         model = model if mesh == self._trained_on else on_one_device(model, self._trained_on, mesh.devices.flat[0])
         return self._prepare(model) if self._where.whole else model
 
-    def text(self, model, prompt: str, count: int, sampling: Sampling) -> str:
-        """The continuation of one prompt. Every process of a run has to ask for it."""
-        asked = Prompt(self._form.ids(prompt), sampling.seed)
-        text = Continuation(self._form, count)
-        for _ in self.pieces(model, [asked], [text], sampling, repeat(BLOCK)):
-            pass
-        return text.text
+    def texts(self, model, prompts: Sequence[str], count: int, sampling: Sampling) -> list[str]:
+        """The continuations of prompts, each with the same seed. Every process of a run has to ask for them."""
+        asked = [Prompt(self._form.ids(prompt), sampling.seed) for prompt in prompts]
+        texts, rows = [Continuation(self._form, count) for _ in asked], min(len(asked), TOGETHER)
+        for numbers in batches_of([len(prompt.tokens) for prompt in asked], rows):
+            batch, chosen = [asked[number] for number in numbers], [texts[number] for number in numbers]
+            for _ in self.pieces(model, self.filled_up(batch, rows), chosen, sampling, repeat(BLOCK)):
+                pass
+        return [text.text for text in texts]
+
+    def filled_up(self, prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
+        """The prompts, and what fills a batch up to so many rows."""
+        return [*prompts, *[Prompt(self._form.ids(""))] * (rows - len(prompts))]
 
     def pieces(
         self,

@@ -176,7 +176,8 @@ class Loop:
     def _sample(self, sampler: Sampler, model, step: int) -> None:
         samples = self._setup.config.samples
         sampling, model = Sampling(temperature=samples.temperature, seed=step), sampler.prepared(model)
-        texts = [prompt + sampler.text(model, prompt, samples.tokens, sampling) for prompt in samples.prompts]
+        added = sampler.texts(model, samples.prompts, samples.tokens, sampling)
+        texts = [prompt + text for prompt, text in zip(samples.prompts, added, strict=True)]
         if jax.process_index() == 0:
             try:
                 self._run.write_samples(step, texts)

@@ -21,7 +21,7 @@ from gregale.storage import Place
 
 @dataclass(frozen=True)
 class Notices:
-    """What process 0 calls, mostly in a thread: with a line for the user, before a checkpoint counts, and after."""
+    """What process 0 calls, mostly in a thread: a line for the user; before a save and before it counts; after it."""
 
     report: Callable[[str], None]
     check: Callable[[], None]
@@ -53,12 +53,14 @@ class Saver:
         texts = {LEAVES: json.dumps(leaves, indent=1), METADATA: json.dumps(metadata, indent=1)}
         stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         size = sum(array.nbytes for array in stored.values())
-        failed = _failure_of(lambda: self._shelf.begin(step, texts, size))
-        if failed and jax.process_index() == 0:
-            self._give_up(step, failed)
-        self.failure = first_message(failed)
-        if self.failure:
-            return
+        # Who has lost the run must not take what its new process is writing for what a killed one has left.
+        for action in (self._check, lambda: self._shelf.begin(step, texts, size)):
+            failed = _failure_of(action)
+            if failed and jax.process_index() == 0:
+                self._give_up(step, failed)
+            self.failure = first_message(failed)
+            if self.failure:
+                return
         failed = _failure_of(lambda: self._shelf.take(step, stored))
         self._in_flight = step, self._thread.submit(self._commit, step, failed, beside)
 
@@ -75,6 +77,10 @@ class Saver:
         """Waits, without the other processes, and frees the threads."""
         self._thread.shutdown()
         self._shelf.close(has_failed=bool(self.failure))
+
+    def _check(self) -> None:
+        if jax.process_index() == 0:
+            self._notices.check()
 
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
@@ -94,7 +100,7 @@ class Saver:
         failed = failed or _failure_of(lambda: records.update(self._written(step, beside)))
         barrier(f"{name} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
-            failed = failed or _failure_of(self._notices.check)
+            failed = failed or _failure_of(self._check)
             failed = failed or _failure_of(lambda: self._shelf.publish(step, records))
             if failed:
                 self._give_up(step, failed)

@@ -66,7 +66,8 @@ class Checkpoints:
             report: told in one line of each checkpoint that is committed or failed (in a thread) or damaged; process 0
                 only.
             committed: called with the step of each checkpoint that is committed, likewise.
-            check: called before each is, likewise; raises if this process must not write to the run any more.
+            check: called before each begins and before it is, likewise; raises if this process must not write to the
+                run any more.
         """
         self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None

@@ -1,0 +1,109 @@
+"""A model's folder: what is none of one is told, and one that is made is there in full or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.huggingface.folder import made_whole, open_folder
+from gregale.huggingface.hub import model_folder
+from tests.huggingface.hub import SIZES
+
+CONFIG = json.dumps({**SIZES, "model_type": "llama"})
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+TENSOR = struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 4
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "has no config.json"),
+        ({"config.json": CONFIG}, "has no model.safetensors and no model.safetensors.index.json"),
+        ({"config.json": "[" * 100_000}, "config.json is damaged, not JSON"),
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is an adapter, by its adapter_config.json"),
+        ({"adapter_config.json": "{}", "config.json": CONFIG}, "is an adapter"),
+        ({"model-Q4_K_M.gguf": "GGUF"}, "has its weights in model-Q4_K_M.gguf, which is another format"),
+        ({"consolidated.00.pth": ""}, "has its weights in consolidated.00.pth, a pickle"),
+    ],
+)
+def test_what_is_no_model_in_safetensors_is_told(tmp_path, files, words):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({"a": "1.safetensors", "b": "2.safetensors"}, "has a twice, in 1.safetensors and in 2.safetensors"),
+        ({"a": "../1.safetensors"}, "has no weight_map from tensors to files beside it"),
+        ({"a": "/etc/passwd"}, "has no weight_map from tensors to files beside it"),
+        ({"a": ".."}, "lacks .., which"),
+        ({"a": ["1.safetensors"]}, "has no weight_map from tensors to files beside it"),
+    ],
+)
+def test_an_index_names_files_beside_it_with_each_tensor_once(tmp_path, weight_map, words):
+    (tmp_path / "config.json").write_text(CONFIG)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name in ("1", "2"):
+        (tmp_path / f"{name}.safetensors").write_bytes(TENSOR)
+    with pytest.raises(UserError, match=words):
+        open_folder(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "model.gguf").write_text("GGUF")
+    with pytest.raises(UserError, match=r"model.gguf is a file; a model is a folder with config.json"):
+        open_folder(tmp_path / "model.gguf")
+
+
+def test_a_place_on_this_machine_never_asks_the_network(tmp_path, monkeypatch):
+    """Nothing stands in for the hub here: what asked it would take long, and say something else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for given in ("./small", "../small", "models/../small", "/models/small", "a/b/c", "ünd/small"):
+        assert model_folder(given) == Path(given)
+    with pytest.raises(UserError, match=r"models/small is no folder, though there is a folder models here.*small@main"):
+        model_folder("models/small")
+
+
+def test_a_name_that_no_repository_can_have_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="a/b--c is no folder here, and a/b--c cannot be the name of a repository"):
+        model_folder("a/b--c")
+
+
+def test_two_do_not_make_one_folder_at_once(tmp_path):
+    with made_whole(tmp_path / "out", 0) as partial:
+        (partial / "file").write_text("first")
+        with (
+            pytest.raises(UserError, match=rf"is being made by another process \(process {os.getpid()} on "),
+            made_whole(tmp_path / "out", 0),
+        ):
+            pass
+    assert (tmp_path / "out" / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from gregale.huggingface.folder import made_whole\n"
+        "with made_whole(Path(sys.argv[1]), 0) as partial:\n"
+        "    (partial / 'file').write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "out[1]")], check=False)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 2, f"a folder and a lock: {left}"
+    with made_whole(tmp_path / "out[1]", 0) as partial:
+        (partial / "file").write_text("whole")
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".out[1].lock", partial.name]
+    assert [path.name for path in tmp_path.iterdir()] == ["out[1]"]

@@ -1,0 +1,63 @@
+"""Headers of safetensors that are damaged, or made to do harm, are refused in one line and without reading more."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from gregale.errors import UserError
+from gregale.huggingface.safetensors import read_header
+
+
+def file_with(path: Path, header: str, data: int = 8) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * data)
+    return path
+
+
+def entry(begin: object, end: object, *shape: object) -> dict:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a": entry(0, 4, 1), "b": entry(0, 8, 2)}, "b begins at byte .*, and the one before it ends at"),
+        ({"a": entry(4, 8, 1)}, "a begins at byte .*, and the one before it ends at"),
+        ({"a": entry(0, 2**43, 2**41)}, r"is cut off: by its header it has 8,796,093,0\d\d,\d+ bytes"),
+        ({"a": entry(0, 8, -1, -2)}, "the shape and the place of a are not all whole numbers from 0"),
+        ({"a": entry(-8, 0, 2)}, "are not all whole numbers"),
+        ({"a": entry(0, 8, 2.5)}, "are not all whole numbers"),
+        ({"a": entry(0, 8, float("inf"))}, "are not all whole numbers"),
+        ({"a": entry(0, "8", 2)}, "are not all whole numbers"),
+        ({"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}, "the header of a safetensors file is JSON"),
+    ],
+)
+def test_places_that_are_none_are_refused(tmp_path, tensors, words):
+    with pytest.raises(UserError) as error:
+        read_header(file_with(tmp_path / "model.safetensors", json.dumps(tensors)))
+    assert re.search(words, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("[" * 100_000, "the header of a safetensors file is JSON"),
+        (json.dumps({"a": entry(0, 4, 1), "b": entry(4, 8, 1)}).replace("b", "a", 1), "a begins at byte"),
+        (json.dumps({"a": entry(0, 8, 2)}).replace("[2]", f"[{'9' * 5000}]"), "is JSON, and this is not"),
+    ],
+    ids=["deep", "a name twice", "a long number"],
+)
+def test_a_header_that_is_no_table_of_tensors_is_refused(tmp_path, header, words):
+    with pytest.raises(UserError, match=words):
+        read_header(file_with(tmp_path / "model.safetensors", header))
+
+
+def test_a_length_of_terabytes_is_refused_unread(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**43) + b"{}")
+    with pytest.raises(UserError, match="no safetensors file, or cut off: its 10 bytes do not hold its header"):
+        read_header(path)
