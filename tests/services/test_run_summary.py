@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -140,20 +141,12 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
     path = tmp_path / "lock"
     assert not is_held(path)
     assert not path.exists()
-    program = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(flush=True); input()"
     path.touch()
-    command = [sys.executable, "-c", program, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looking:
-        assert looking.stdout is not None
-        looking.stdout.readline()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
         with pytest.raises(Taken):
             acquire(path)
-
-        def ended(_: float) -> None:
-            looking.kill()
-            looking.wait()
-
-        monkeypatch.setattr("gregale.files.time.sleep", ended)
+        monkeypatch.setattr("gregale.files.time.sleep", lambda _: looking.close())
         acquire(path).close()
 
 
