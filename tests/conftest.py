@@ -15,10 +15,11 @@ from tests.stores import BUCKET, CREDENTIALS, gcs_server, s3_server
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    # Compiling takes most of the suite's time; these three leave partitioning alone and take most of that.
+    # Compiling takes most of the suite's time; these four leave partitioning alone and take most of that.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",  # a part for each of 32 threads takes a quarter more, and both have work
     "--xla_disable_hlo_passes=cpu-parallel-task-assigner",  # as `gregale train` has it for as many devices
     # On a busy machine the threads of eight simulated devices can be minutes apart.
     "--xla_cpu_collective_call_terminate_timeout_seconds=120",

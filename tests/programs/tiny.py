@@ -36,6 +36,7 @@ CONFIG: dict[str, Any] = {
 
 FAST_TO_COMPILE = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 EVALUATE = ["--evaluation.every", "6"]
 
