@@ -119,12 +119,13 @@ await() {
 }
 
 install() {
-  local archive="${TMPDIR:-/tmp}/gregale-$name.tar.gz"
-  # What git knows of the working tree and what it does not ignore, changes included.
-  limited "$QUESTION" bash -o pipefail -c "git -C $(quoted "$root") ls-files --cached --others --exclude-standard -z | \
+  local archive="${TMPDIR:-/tmp}/gregale-$name.tar.gz" code=0
+  # What git knows of the working tree and what it does not ignore, changes included; maybe a file of keys.
+  limited "$QUESTION" bash -o pipefail -c "umask 077 && rm -f $(quoted "$archive") && git -C $(quoted "$root") ls-files --cached --others --exclude-standard -z | \
 tar -C $(quoted "$root") -czf $(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
-  queued_resources limited "$REQUEST" : scp "$archive" "$name:gregale.tar.gz" --node=all --worker=all || return
+  queued_resources limited "$REQUEST" : scp "$archive" "$name:gregale.tar.gz" --node=all --worker=all || code=$?
   run rm "$archive"
+  ((code == 0)) || return "$code"
   local python="command -v python3.11 >/dev/null || { sudo apt-get update -qq && sudo apt-get install -qq -y \
 python3.11 python3.11-venv make; }"
   local unpack="mkdir -p $FOLDER && tar -xzf gregale.tar.gz -C $FOLDER && cd $FOLDER"

@@ -14,6 +14,7 @@ import pytest
 
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
+from tests.infra.stand_ins import StandIns
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "config/llama_8b_two_slices.yaml"
@@ -96,6 +97,18 @@ def test_the_training_command_is_one_that_gregale_reads(printed):
     assert config.runs == "~/shared/runs"
     assert config.data.sources["web"].files == ("a b.jsonl", "it's")  # type: ignore[attr-defined]
     assert " ~/shared/runs " in text, "the host's shell expands ~"
+
+
+def test_the_archive_is_its_user_s_alone_and_goes_also_if_it_cannot_be_copied(tmp_path):
+    """It has what git does not ignore, which may be a file of keys."""
+    stand_ins = StandIns(tmp_path)
+    stand_ins.play("gcloud", 'for word in "$@"; do [[ ! -f $word ]] || stat -c %a "$word" >>modes; done; exit 3')
+    archive = stand_ins.home / "gregale-llama.tar.gz"
+    archive.write_text("of an earlier one")
+    archive.chmod(0o644)
+    result = stand_ins.run(ROOT / "infra" / "tpu_vm.sh", "install", *PLACE)
+    assert (result.returncode, stand_ins.read("modes")) == (3, "600\n"), result.stderr
+    assert not archive.exists()
 
 
 def test_delete_gives_everything_back(printed):
