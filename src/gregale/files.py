@@ -72,6 +72,15 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{_machine()}-{os.getpid()}-{get_native_id()}")
 
 
+def flush(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @cache
 def _sweep(folder: str) -> None:
     """Removes temporary files and folders of processes that are gone; once in each process, for it lists the folder."""

@@ -387,3 +387,25 @@ def test_the_manifest_covers_every_file(checkpoints, tmp_path):
     folder = tmp_path / "checkpoints" / "step-00000001"
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert set(json.loads((folder / MANIFEST).read_text())["files"]) == there - {MANIFEST}
+
+
+def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatch):
+    settled: list[Path] = []
+    fsync, rename = os.fsync, os.rename
+
+    def waited(file: int) -> None:
+        settled.append(Path(os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", waited)
+
+    def named(before, after) -> None:
+        there = {Path(before), *Path(before).rglob("*")} if Path(after).name == "step-00000001" else set()
+        assert not there - set(settled), "power may fail now, and older ones go next"
+        rename(before, after)
+
+    monkeypatch.setattr(os, "rename", named)
+    with Checkpoints(tmp_path, CheckpointConfig(), reports.append) as checkpoints:
+        checkpoints.save(1, small(1), {})
+    assert settled[-1] == tmp_path
+    assert (tmp_path / "step-00000001.partial" / MANIFEST) in settled

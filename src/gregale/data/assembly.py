@@ -13,9 +13,10 @@ from gregale.data.merging import LENGTHS_NAME, WHOLE_NAME, merge, split
 from gregale.data.parts import LENGTH, Damaged, Seal, Task, read_seal, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped
-from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TOKENS_NAME, finish_store, flush
+from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TOKENS_NAME, finish_store
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
+from gregale.files import flush
 from gregale.storage import Place, Remote, upload
 
 

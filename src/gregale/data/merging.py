@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 from gregale.data.parts import Damaged, Seal, discard, part_name, read_part
 from gregale.data.progress import Report
-from gregale.data.store import READ_BYTES, TOKENS_NAME, flush, json_sha256
-from gregale.files import write_bytes
+from gregale.data.store import READ_BYTES, TOKENS_NAME, json_sha256
+from gregale.files import flush, write_bytes
 
 WHOLE_NAME, MERGED_NAME, LENGTHS_NAME = "whole", "merged.json", "lengths.bin"
 AT_ONCE_BYTES = 64 << 20  # of parts, which are there twice for a moment

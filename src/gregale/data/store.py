@@ -12,7 +12,6 @@ A store is a folder with three files, and a note:
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import numpy as np
 
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
-from gregale.files import replacing, write_bytes
+from gregale.files import flush, replacing, write_bytes
 from gregale.storage import Place
 
 FORMAT = 1
@@ -174,15 +173,6 @@ def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: d
 def summed(path: Path) -> dict:
     """What a manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-
-
-def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_sha256(path: Path, read: Callable[[int], None] = lambda done: None) -> str:

@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from rich.filesize import decimal
 
+from gregale.files import flush
 from gregale.services.checkpoint.leaves import sharding_of
 from gregale.services.checkpoint.manifest import FileRecords, files_below, find_damage, record, write_manifest
 from gregale.services.checkpoint.processes import collect, hand_over, hashed_by, is_handover
@@ -88,10 +89,12 @@ class DiskShelf:
         # A network file system may have shown another process its own files too late.
         records |= record(partial, [name for name in files_below(partial) if name not in records])
         write_manifest(partial, records)
+        settle(partial)
         committed = self._folder(step)
         if committed.exists():  # damaged, or written by a run that this one does not continue
             self.delete(step)
         os.rename(partial, committed)
+        flush(self._directory)
 
     def clear(self, step: int) -> None:
         _remove(self._partial(step))
@@ -129,6 +132,14 @@ class DiskShelf:
 
     def _partial(self, step: int) -> Path:
         return self._directory / f"{folder_name(step)}.partial"
+
+
+def settle(folder: Path) -> None:
+    """Waits until all that is below a folder is on the disk: older checkpoints go next, and power may fail."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(Path(place, name))
+        flush(Path(place))
 
 
 def _remove(folder: Path) -> None:
