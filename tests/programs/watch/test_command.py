@@ -146,7 +146,8 @@ def test_an_island_that_begins_later_is_followed_too_and_before_all_a_line_says_
     write_run(folder / "f-a", 5)
 
     def begin() -> None:
-        while "f-a stopped" not in (folder / "said").read_text():
+        until = time.monotonic() + 60
+        while "f-a stopped" not in (folder / "said").read_text() and time.monotonic() < until:
             time.sleep(0.02)
         write_run(folder / "f-b", 10, **begun)
         write_run(folder / "c", 10, **begun)
@@ -154,9 +155,9 @@ def test_an_island_that_begins_later_is_followed_too_and_before_all_a_line_says_
         for name in ("checkpoints", "newest_checkpoint.json"):
             (folder / "c" / name).rename(folder / "f-a" / name)
 
-    beginning = threading.Thread(target=begin)
+    beginning = threading.Thread(target=begin, daemon=True)
     with (folder / "said").open("w", buffering=1) as said, redirect_stdout(said):
         beginning.start()
         assert main(["watch", "f", "--seconds", "0.1"]) == 0
-    beginning.join()
+    beginning.join(60)
     assert (folder / "said").read_text().splitlines()[-1].startswith("f-b complete  step 10 of 10")
