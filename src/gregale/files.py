@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     finally:
-        _remove(temporary)
+        remove(temporary)
 
 
 def temporary_beside(path: Path) -> Path:
@@ -88,10 +88,11 @@ def _sweep(folder: str) -> None:
         for path in Path(folder).iterdir():
             found = _TEMPORARY.fullmatch(path.name)
             if found and found[1] == _machine() and is_gone(int(found[2])):
-                _remove(path)
+                remove(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, or a folder with all that is in it, as far as it can."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -259,18 +259,26 @@ def test_metadata_is_taken_when_save_is_called(checkpoints):
 
 
 def test_a_failed_save_is_reported_and_the_next_one_is_none_the_worse(checkpoints, reports, tmp_path):
-    directory = tmp_path / "checkpoints"
     checkpoints.save(1, small(1), {})
+    checkpoints.save(2, small(2), {}, (tmp_path / "none" / "beside").touch)
     checkpoints.wait()
-    (directory / "step-00000002").write_text("a file in the folder's place")
-    checkpoints.save(2, small(2), {})
-    checkpoints.wait()
-    assert checkpoints.failure == f"Not a directory: {directory / 'step-00000002.deleted'}"
-    assert reports[-1].startswith("The checkpoint of step 2 could not be saved: Not a directory")
+    assert checkpoints.failure == f"No such file or directory: {tmp_path / 'none' / 'beside'}"
+    assert reports[-1].startswith("The checkpoint of step 2 could not be saved: No such file or directory")
     checkpoints.save(3, small(3), {})
     checkpoints.wait()
     assert checkpoints.failure is None
     assert checkpoints.steps() == [1, 3]
+
+
+def test_what_has_the_name_of_a_checkpoint_makes_room_for_one(checkpoints, tmp_path):
+    file = tmp_path / "checkpoints" / "step-00000002"
+    file.parent.mkdir()
+    file.write_text("a file in the folder's place")
+    checkpoints.save(2, small(2), {})
+    checkpoints.wait()
+    assert checkpoints.failure is None
+    assert [path.name for path in file.parent.iterdir()] == ["step-00000002"]
+    assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
 
 
 @pytest.mark.parametrize("most", [100, 10_000], ids=["at its beginning", "in its arrays"])
@@ -409,3 +417,17 @@ def test_all_of_it_is_on_the_disk_before_it_counts(tmp_path, reports, monkeypatc
         checkpoints.save(1, small(1), {})
     assert settled[-1] == tmp_path
     assert (tmp_path / "step-00000001.partial" / MANIFEST) in settled
+
+
+@pytest.mark.parametrize("where", ["tmp_path", "s3"])
+def test_what_is_outdated_is_replaced_and_nothing_else_is(where, request, reports):
+    with Checkpoints(request.getfixturevalue(where) / "checkpoints", CheckpointConfig(), reports.append) as checkpoints:
+        checkpoints.save(1, small(1), {})
+        checkpoints.save(1, small(2), {})
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(1))
+        checkpoints.outdate(1)
+        checkpoints.save(1, small(2), {})
+        checkpoints.wait()
+        assert_same_bits(checkpoints.latest(small(0)).tree, small(2))
+        assert checkpoints.steps() == [1]
+    assert reports == ["The checkpoint of step 1 is saved."] * 2

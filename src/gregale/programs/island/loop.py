@@ -103,6 +103,7 @@ class IslandLoop(Loop):
         self.complete = finish is not None and finish.complete
         if self.complete:
             state = stepper.all_of_theta(state)
+        self._checkpoints.outdate(step)  # a round may have ended since, if the island was out of text
         self._save_all(stepper, state, step, traffic, consumed)
         if self.complete:
             self._evaluate_and_sample(setup.method, state, step)

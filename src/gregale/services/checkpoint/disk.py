@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from rich.filesize import decimal
 
-from gregale.files import flush
+from gregale.files import flush, remove
 from gregale.services.checkpoint.leaves import sharding_of
 from gregale.services.checkpoint.manifest import FileRecords, files_below, find_damage, record, write_manifest
 from gregale.services.checkpoint.processes import collect, hand_over, hashed_by, is_handover
@@ -90,20 +90,20 @@ class DiskShelf:
         records |= record(partial, [name for name in files_below(partial) if name not in records])
         write_manifest(partial, records)
         settle(partial)
-        committed = self._folder(step)
-        if committed.exists():  # damaged, or written by a run that this one does not continue
-            self.delete(step)
+        committed, replaced = self._folder(step), self._doomed(step)
+        if committed.exists():  # outdated, or damaged, or written by a run that this one does not continue
+            os.rename(committed, replaced)
         os.rename(partial, committed)
         flush(self._directory)
+        remove(replaced)
 
     def clear(self, step: int) -> None:
         _remove(self._partial(step))
 
     def delete(self, step: int) -> None:
         """Takes the name away first."""
-        doomed = self._directory / f"{folder_name(step)}.deleted"
-        os.rename(self._folder(step), doomed)
-        shutil.rmtree(doomed)
+        os.rename(self._folder(step), self._doomed(step))
+        shutil.rmtree(self._doomed(step))
 
     def read(self, step: int, name: str) -> bytes:
         return (self._folder(step) / name).read_bytes()
@@ -132,6 +132,9 @@ class DiskShelf:
 
     def _partial(self, step: int) -> Path:
         return self._directory / f"{folder_name(step)}.partial"
+
+    def _doomed(self, step: int) -> Path:
+        return self._directory / f"{folder_name(step)}.deleted"
 
 
 def settle(folder: Path) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from uuid import uuid4
 
 import jax
@@ -56,6 +56,7 @@ class ObjectShelf:
         self._directory, self._part_bytes = directory, part_bytes
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint objects")
         self._texts: dict[str, str] = {}
+        self._own = ""  # the name, the same in every process, of the folder in which the save under way writes
         self._writing: list[Future[tuple[str, dict]]] = []
 
     def steps(self) -> list[int]:
@@ -63,7 +64,7 @@ class ObjectShelf:
 
     def begin(self, step: int, texts: dict[str, str], size: int) -> None:
         self._texts = texts
-        _ = self._own  # agreed upon before anything can fail in one process
+        self._own = messages_of_all(uuid4().hex[:8])[0]  # before anything can fail in one process
         if jax.process_index() == 0:
             self._remove(self._directory, self._leftovers())
 
@@ -141,11 +142,6 @@ class ObjectShelf:
 
     def close(self, has_failed: bool) -> None:
         self._threads.shutdown()
-
-    @cached_property
-    def _own(self) -> str:
-        """The name, the same in every process, of the folders in which this start of the program writes."""
-        return messages_of_all(uuid4().hex[:8])[0]
 
     def _root(self, step: int) -> Remote:
         """Where the objects are that a checkpoint's manifest names."""

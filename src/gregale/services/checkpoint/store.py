@@ -100,6 +100,11 @@ class Checkpoints:
         """
         self._saver.save(step, tree, metadata, beside)
 
+    def outdate(self, step: int) -> None:
+        """What is saved of a step is its state no longer: the next save of that step takes its place."""
+        self._saver.wait()
+        self._saver.history.discard(step)
+
     @property
     def failure(self) -> str | None:
         """Why the last save failed, the same in every process; None if it did not, or is still in flight."""
