@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from gregale.cli import main
-from gregale.programs.islands.command import folder_of
+from gregale.programs.islands.command import folder_of, newest
+from gregale.programs.islands.processes import Member
 from gregale.services.config import TrainConfig
 
 
@@ -37,3 +40,16 @@ def test_a_mistake_is_one_line(command, arguments, says, tmp_path, monkeypatch, 
     assert says in text
     assert "Traceback" not in text
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_who_has_died_is_shown_as_dead(tmp_path):
+    before = {"state": "training", "step": 7}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        member = Member("a", tmp_path, tmp_path / "log", process)
+        assert newest(member, b"secret", before) == before
+        process.kill()
+        process.wait()
+        assert newest(member, b"secret", before) == {"state": "dead", "step": 7}
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        assert newest(Member("a", tmp_path, tmp_path / "log", process), b"secret", before) == before

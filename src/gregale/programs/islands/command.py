@@ -159,7 +159,7 @@ class Fleet:
                 asked = True
                 self._view.message(f"{self._stopped}: the islands finish their round, save, and end.")
                 _signal_all(self._members, signal.SIGTERM)
-            now = {member.name: status_of(member, token) or statuses[member.name] for member in self._members}
+            now = {member.name: newest(member, token, statuses[member.name]) for member in self._members}
             for text in changes(statuses, now):
                 self._view.message(text)
             statuses = now
@@ -197,6 +197,12 @@ class Fleet:
             self._view.message(f"Stopped by {self._stopped}; the same command goes on.")
             return 128 + signal.Signals[self._stopped]
         return max((abs(code) for code in codes), default=0) and 1
+
+
+def newest(member: Member, token: bytes, before: Status) -> Status:
+    """What an island says of itself, or said last; of one that has died since it says so."""
+    status = status_of(member, token) or before
+    return {**status, "state": "dead"} if (member.process.poll() or 0) < 0 else status
 
 
 def status_of(member: Member, token: bytes) -> Status:
