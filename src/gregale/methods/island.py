@@ -236,10 +236,6 @@ class Island(AroundPsdp):
         del step
         return 0
 
-    def lost(self, state: IslandState, batch: Tree) -> Any:
-        """Not measured: theta is not on the devices. `config.island` refuses `reduce.measure`."""
-        raise NotImplementedError("an island does not measure what its codecs lose")
-
     def trees(self, state: IslandState) -> dict[str, Tree]:
         return self.inner.trees(state.psdp)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from gregale.audit.step import StepShape
 from gregale.audit.traffic import Transfer
@@ -165,10 +165,6 @@ class Method(Protocol):
         """What else there is to tell after `step` steps: where replicas train apart, `steps_since_sync`."""
         ...
 
-    def lost(self, state: Tree, batch: Tree) -> Any:
-        """What quantising would lose, as `communication.quantised.Lost`; only with a codec."""
-        ...
-
     def inspected(self, state: Tree, batch: Tree, probe: Probe) -> Inspected:
         """What the next step computes with, for a program of its own; `probe` is for the layout `inside`."""
         ...
@@ -179,4 +175,13 @@ class Method(Protocol):
 
     def traffic(self, step: StepShape) -> Traffic:
         """What the method sends, in closed form, for a model of these sizes."""
+        ...
+
+
+@runtime_checkable
+class Lossy(Protocol):
+    """A method of which it can be measured what its codec loses: all of it is on the devices."""
+
+    def lost(self, state: Tree, batch: Tree) -> Any:
+        """What quantising would lose, as `communication.quantised.Lost`; only with a codec."""
         ...

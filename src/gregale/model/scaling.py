@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import draccus
@@ -26,9 +27,9 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "llama3"
 
+    @abstractmethod
     def kept(self, frequency: np.ndarray) -> np.ndarray:
         """The share, 0 to 1, of each frequency (radians a position) that stays; the rest is divided by `factor`."""
-        raise NotImplementedError
 
 
 @RotaryScaling.register_subclass("linear")

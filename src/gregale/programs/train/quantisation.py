@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from gregale.data.examples import Examples
+from gregale.methods.method import Lossy
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 from gregale.training.state import TrainState
@@ -17,6 +18,7 @@ class QuantisationFigures:
     """
 
     def __init__(self, setup: Setup, held_out: Examples):
+        assert isinstance(setup.method, Lossy), "`reduce.measure` is refused elsewhere"
         self._setup, self._held_out = setup, held_out
         self._lost = jax.jit(
             setup.method.lost,
