@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from threading import Timer
+from typing import Any
 
 import jax
 from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster knows without joining
@@ -14,6 +15,7 @@ from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster 
 from gregale.errors import UserError
 from gregale.services.coordinator import way_to
 from gregale.services.distributed import AUTO, DistributedConfig
+from gregale.services.handshake import agree
 from gregale.services.memory import keep_memory
 from gregale.services.peers import EXIT_CODE, Watch, says
 from gregale.services.roll_call import roll_call
@@ -43,7 +45,7 @@ WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
 
 
-def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> Watch | None:
+def start_devices(cpu_devices: int | None, distributed: DistributedConfig, settings: Any = None) -> Watch | None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
 
     Returns the watch of the other processes, for `gregale.services.peers.watched`; None if there are none.
@@ -54,6 +56,8 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> Wa
     With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
     coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) is asked for it, the number of processes, and
     which of them this one is.
+
+    - `settings`: the configuration that all processes are to have, a dataclass; None: versions alone are compared
     """
     is_auto = distributed.coordinator == AUTO
     if is_auto:
@@ -78,7 +82,7 @@ def start_devices(cpu_devices: int | None, distributed: DistributedConfig) -> Wa
             f"distributed.processes is {processes}, but distributed.coordinator is not set: give HOST:PORT of process "
             f"0, the same for all processes."
         )
-    return _joined(distributed) if processes > 1 or is_auto else None
+    return _joined(distributed, settings) if processes > 1 or is_auto else None
 
 
 def set_flags(cpu_devices: int) -> None:
@@ -115,12 +119,14 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
     return replace(config, coordinator=address, processes=processes, process=process)
 
 
-def _joined(config: DistributedConfig) -> Watch | None:
-    """Joins the processes, when all are there; ends this one if they do not come, or one is lost meanwhile."""
+def _joined(config: DistributedConfig, settings: Any) -> Watch | None:
+    """Joins the processes, when all are there and have the same settings; ends this one if they do not come, or one is lost meanwhile."""
     watch, coordinator = None, config.coordinator or ""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if config.processes > 1:
-        watch = Watch(roll_call(config), config)
+        peers = roll_call(config)
+        agree(peers, config, settings)
+        watch = Watch(peers, config)
         watch.start()
         coordinator = way_to(coordinator) if config.process > 0 else coordinator
     late = Timer(config.join_seconds, _end_alone, [config])

@@ -74,6 +74,19 @@ class Peer:
         *whole, self.unread = (self.unread + received).split(b"\n")
         return [line.decode(errors="replace") for line in whole] if received else None
 
+    def line(self) -> str | None:
+        """The next line, for which this waits; what comes after it stays unread. None if the connection has ended."""
+        while b"\n" not in self.unread:
+            try:
+                received = self.connection.recv(1 << 16)
+            except OSError:
+                received = b""
+            if not received:
+                return None
+            self.unread += received
+        line, self.unread = self.unread.split(b"\n", 1)
+        return line.decode(errors="replace")
+
 
 class Watch(Thread):
     """Hears from the peers of a process: process 0 has all others for its peers, each of the others has process 0.

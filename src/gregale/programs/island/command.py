@@ -55,6 +55,7 @@ from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
+from gregale.services.handshake import agree_on_text
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest, end_soon
@@ -77,7 +78,7 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
     token = checked_token(config)
-    watch = start_devices(config.cpu_devices, config.distributed)
+    watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(place(expand(config.runs)) / config.name)
     with watched(watch, run.where_it_goes_on):
@@ -105,7 +106,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
-    read_tasks(config.evaluation.tasks)
+    tasks = read_tasks(config.evaluation.tasks)
     mesh = make_mesh(config.mesh)
     set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     with ExitStack() as stack:
@@ -114,6 +115,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         corpus = stack.enter_context(
             closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
         )
+        agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(held(run, options.fresh, console.message))
         checkpoints = stack.enter_context(

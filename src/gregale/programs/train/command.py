@@ -34,6 +34,7 @@ from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
+from gregale.services.handshake import agree_on_text
 from gregale.services.peers import watched
 from gregale.services.profile import Profile, Window
 from gregale.services.progress import Doing, Progress
@@ -67,7 +68,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
-    watch = start_devices(config.cpu_devices, config.distributed)
+    watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
     run = RunDirectory(place(expand(config.runs)) / config.name)
     with watched(watch, run.where_it_goes_on) as progress:
@@ -93,11 +94,12 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
     fitting = set_up(config, fewest_tokens(config.data.tokenizer), mesh)
     check_replicas(config, fitting.layout)
     check_start(fresh, config, run)
-    read_tasks(config.evaluation.tasks)
+    tasks = read_tasks(config.evaluation.tasks)
     with (
         Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console,
         closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
     ):
+        agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
             held(run, fresh, console.message) as check,

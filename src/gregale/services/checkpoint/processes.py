@@ -59,6 +59,18 @@ def messages_of_all(message: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone]
 
 
+def texts_of_all(text: str) -> list[str]:
+    """The texts of all processes, of any length, in the order of their numbers, in every process."""
+    if jax.process_count() == 1:
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = [int(size) for size in np.asarray(multihost_utils.process_allgather(np.int32(encoded.size)))]
+    mine = np.zeros(max(sizes), np.uint8)
+    mine[: encoded.size] = encoded
+    everyone = np.asarray(multihost_utils.process_allgather(mine))
+    return [bytes(row[:size]).decode() for row, size in zip(everyone, sizes, strict=True)]
+
+
 def by_first_process(action: Callable[[], T], otherwise: T) -> T:
     """What `action` returns in process 0, which alone carries it out; the others have `otherwise`.
 
