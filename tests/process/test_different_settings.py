@@ -50,11 +50,11 @@ def refused(inputs: Path, *different: str) -> str:
 )
 def test_another_value_is_refused_with_its_key_and_both_values(inputs, key, own, other):
     said = refused(inputs, f"--{key}", other)
-    assert re.search(rf"{key} is {own} in {PROCESS.format(0)} and {other} in {PROCESS.format(1)}", said), said
+    assert re.search(rf"{key} is {own} in {PROCESS.format(0)}, but {other} in {PROCESS.format(1)}", said), said
 
 
 def test_another_text_is_refused_with_its_source(inputs):
     said = refused(inputs, "--data.sources.words.files", "[other/*.txt]")
     tokens = r"[\d,]+ tokens \(\w+\)"
-    wanted = rf"data\.sources\.words is {tokens} in {PROCESS.format(0)} and {tokens} in {PROCESS.format(1)}"
+    wanted = rf"data\.sources\.words is {tokens} in {PROCESS.format(0)}, but {tokens} in {PROCESS.format(1)}"
     assert re.search(wanted, said), said

@@ -1,8 +1,8 @@
 """Settings that have to be the same in several places, processes of a run or islands of a fleet, and what differs.
 
-Such settings are *terms*: a flat mapping of keys to texts. Who compares them needs nothing else, so terms travel as JSON.
+Such settings are *terms*: a flat mapping of keys to texts. Nothing else is needed to compare them: they travel as JSON.
 
-    difference({"process 0": {"seed": "0"}, "process 1": {"seed": "5"}})  # "seed is 0 in process 0 and 5 in process 1"
+    difference({"process 0": {"seed": "0"}, "process 1": {"seed": "5"}})  # seed is 0 in process 0, but 5 in process 1
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def difference(found: Mapping[str, Terms]) -> str:
         holders.setdefault(terms.get(first, ABSENT), []).append(name)
     values = [f"{shortened(in_words(value))} in {listed(names)}" for value, names in holders.items()]
     also = f"; also different: {listed([in_words(key) for key in others])}" if others else ""
-    return f"{in_words(first)} is {listed(values, most=len(values))}{also}"
+    return f"{in_words(first)} is {', but '.join(values)}{also}"
 
 
 def listed(words: Sequence[str], most: int = MOST_SHOWN) -> str:

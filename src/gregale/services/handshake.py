@@ -25,7 +25,7 @@ from gregale.data.config import VALIDATION, Corpus
 from gregale.data.store import json_sha256
 from gregale.data.tasks.files import Task
 from gregale.errors import UserError
-from gregale.services.agreement import Terms, difference, from_text, in_words, to_text
+from gregale.services.agreement import difference, from_text, in_words, to_text
 from gregale.services.checkpoint.processes import messages_of_all, texts_of_all
 from gregale.services.distributed import DistributedConfig
 from gregale.services.history import flat

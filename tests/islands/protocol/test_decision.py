@@ -6,6 +6,7 @@ from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, View
 from gregale.islands.protocol.plans import Begin, Form, Settle, Turn, Wait
 from gregale.islands.protocol.settings import Rules
+from gregale.services.agreement import to_text
 
 ABC = ("a/s", "b/s", "c/s")
 HELD = Held("k6", 1, "d6", ABC, ABC)
@@ -153,12 +154,6 @@ def test_more_than_half_wait_too_where_nobody_saw_the_views_before(header):
     assert isinstance(everyone, Form)
 
 
-def test_an_island_with_other_hosts_is_told_so(header):
-    fleet = [header(name, hosts=(f"{name}:1", f"{name}:2")) for name in ("a", "b")]
-    refused = meaning(*fleet, header("c", agreement="y")).refused
-    assert refused == {"c/s": "the fleet's islands have 2 hosts each, and this island has 1"}
-
-
 def test_the_line_with_more_rounds_wins(header):
     ahead = header("c", round=6, digest="d6")
     behind = header("a", generation=Generation(2, "other"))
@@ -167,10 +162,12 @@ def test_the_line_with_more_rounds_wins(header):
 
 
 def test_another_configuration_or_version_is_refused(header):
-    headers = [header("a"), header("b"), header("c", agreement="y", round=99), header("d", version="2")]
+    ours, other = to_text({"steps": "9", "seed": "0"}), to_text({"steps": "9", "seed": "5"})
+    fleet = [header("a", agreement=ours), header("b", agreement=ours)]
+    headers = [*fleet, header("c", agreement=other, round=99), header("d", version="2", agreement=ours)]
     refused = meaning(*headers).refused
     assert refused.keys() == {"c/s", "d/s"}
-    assert "another configuration" in refused["c/s"]
+    assert refused["c/s"] == "seed is 0 in the fleet, but 5 in this island"
     assert "runs Gregale 1 and this island 2" in refused["d/s"]
     assert meaning(*headers).current == {"a/s", "b/s"}
 

@@ -141,7 +141,7 @@ def test_one_with_another_configuration_ends_with_one_line():
     a.handle(m.Due(1))
     b.handle(m.Due(1))
     refused = only(other.handle(view(a, b, other)), m.Refused)
-    assert "another configuration" in refused.text
+    assert "x in the fleet, but y in this island; this island ends" in refused.text
     assert other.done
 
 

@@ -44,6 +44,7 @@ from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held,
 from gregale.islands.protocol.ledger import Report, digest_of
 from gregale.islands.protocol.plans import Begin, Decision, Form, Plan, Settle, Turn, Wait
 from gregale.islands.protocol.settings import Rules
+from gregale.services.agreement import difference, from_text
 
 STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
 
@@ -96,17 +97,15 @@ def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
             refused[header.identity] = f"the fleet runs Gregale {version} and this island {header.version}"
         elif header.agreement != agreement:
             fleet = next(each for each in states if (each.agreement, each.version) == (agreement, version))
-            refused[header.identity] = _disagreement(len(fleet.hosts), len(header.hosts))
+            refused[header.identity] = _disagreement(fleet, header)
         elif names.setdefault(header.name, header) is not header:
             refused[header.identity] = f"another island of the fleet has the name {header.name!r}"
     return list(names.values()), refused
 
 
-def _disagreement(fleet: int, own: int) -> str:
-    """Why an island is refused that agrees not; hosts of an island of the fleet, and of this one."""
-    if fleet != own:
-        return f"the fleet's islands have {fleet} hosts each, and this island has {own}"
-    return "the fleet runs another configuration (something differs that has to agree)"
+def _disagreement(fleet: Header, own: Header) -> str:
+    """Why an island is refused that does not agree with one of the fleet: the key, and both values."""
+    return difference({"the fleet": from_text(fleet.agreement), "this island": from_text(own.agreement)})
 
 
 def fingerprint(view: View) -> str:

@@ -97,7 +97,7 @@ class Header:
 
     name, session       who it is; `session` is random, new for every start of the process
     asked               counts the asks of this session
-    agreement, version  what must be the same everywhere: hash of the configuration, version of Gregale
+    agreement, version  what must be the same everywhere: settings and text (`services.agreement`), version
     hosts               addresses of the servers of the island's hosts, leader first
     round, generation   of its outer state; NO_ROUND: has none but the one of the common seed
     digest, last        of its outer state: `Outer.fingerprint` and the key that made it

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
 from gregale.islands.patience import REDUCES
 from gregale.islands.protocol.headers import Outer, seed
-from gregale.islands.protocol.ledger import Lot, digest_of
+from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.protocol.standing import Identity
@@ -38,6 +37,7 @@ from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.island_store import store_of
+from gregale.programs.island.agreement import agreement, shards_of
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
 from gregale.programs.island.recorder import Recorder
@@ -202,7 +202,7 @@ def joined(
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
-    agreed = agreement(setup, corpus, messages_of_all(shapes_digest(outer)))
+    agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
     rehearse(setup, start.state, outer)
@@ -274,23 +274,6 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
     setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
     for index in range(island.schedule.fragments):
         jax.block_until_ready(island.depart(state.method, outer.theta(index), island.fragment(index)))
-
-
-def agreement(setup: Setup, corpus: Corpus, shapes: Sequence[str]) -> str:
-    """A hash of what all islands of a fleet must have in common.
-
-    - `shapes`: of each host's shards, `shapes_digest`
-    """
-    config = asdict(setup.config)
-    same = {key: config[key] for key in ("steps", "seed", "model", "sync", "reduce", "pipeline")}
-    islands = {key: config["islands"][key] for key in ("minimum", "start", "lockstep", "lease_steps")}
-    batch = setup.config.batch.sequence_length, setup.config.batch.size
-    return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, list(shapes))
-
-
-def shapes_digest(outer: HostOuter) -> str:
-    """A hash of what this host has of the outer side."""
-    return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

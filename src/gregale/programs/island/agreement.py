@@ -1,0 +1,36 @@
+"""What the islands of a fleet must have in common. All that is not named here may differ from island to island."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gregale.data.config import Corpus
+from gregale.islands.protocol.ledger import digest_of
+from gregale.methods.island_outer import HostOuter
+from gregale.programs.run.setup import Setup
+from gregale.services.agreement import to_text
+from gregale.services.handshake import data_terms, is_trained_on, matches, terms_of
+
+# Keys of the configuration. The order of examples is the fleet's; so is the size of a step, in which data is leased.
+MUST_AGREE = (
+    *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
+    *("batch.size", "batch.sequence_length"),
+    *("data.sources", "data.sources.*.weight", "data.held_out", "data.order", "data.shuffle", "data.cross_documents"),
+    *("islands.minimum", "islands.start", "islands.lockstep", "islands.lease_steps"),
+)
+
+
+def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
+    """Return what must be the same in all islands, as text: an island's header has it.
+
+    - `shards`: of each of the island's hosts, `shards_of`
+    """
+    hosts = {"the number of an island's hosts": str(len(shards))}
+    settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
+    text = {key: value for key, value in data_terms(corpus).items() if is_trained_on(key)}
+    return to_text(hosts | settings | text | {"the digest of the shapes of the mesh's shards": digest_of(list(shards))})
+
+
+def shards_of(outer: HostOuter) -> str:
+    """Return what tells this host's shards of the outer state from others."""
+    return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})
