@@ -230,11 +230,11 @@ class Worker:
             if self._group is not None and self._group[0] == members and not self._group[1].failure:
                 return self._group[1]
         self.drop_group()
-        addresses = [member.hosts[self.host] for member in members]
+        addresses, names = zip(*((member.hosts[self.host], member.name) for member in members), strict=True)
         with self._lock:
             self._building = key
         try:
-            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce)
+            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce, names)
         finally:
             with self._lock:
                 self._building = None

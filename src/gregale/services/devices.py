@@ -120,7 +120,7 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
 
 
 def _joined(config: DistributedConfig, settings: Any) -> Watch | None:
-    """Joins the processes, when all are there and agree; ends this one if they do not come, or one is lost meanwhile."""
+    """Joins the processes, when all are there and agree; ends this one if one does not come, or is lost meanwhile."""
     watch, coordinator = None, config.coordinator or ""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if config.processes > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -119,6 +120,22 @@ def test_all_know_when_one_drops_the_group(build):
         group.drop()
 
 
+def test_a_peer_that_is_gone_is_told_by_its_name_without_gloos_own_words(make_server, caplog):
+    servers = [make_server() for _ in range(2)]
+    hosts, names = [server.address for server in servers], ["oslo", "turin"]
+    with ThreadPoolExecutor(2) as threads, caplog.at_level(logging.DEBUG, "gregale.islands.engine.group"):
+        built = [threads.submit(Group.build, "k", rank, hosts, servers[rank], 10.0, names) for rank in range(2)]
+        groups = [each.result() for each in built]
+        under_way = groups[0].receive(1, np.zeros(5, np.uint8))
+        groups[1].drop()
+        with pytest.raises(GroupFailed) as failed:
+            under_way.wait(20.0)
+        groups[0].drop()
+    closed = "receiving from turin failed: it closed the connection"
+    assert str(failed.value) in (closed, "the connection to turin has ended"), "whichever wait sees it first"
+    assert "Connection closed by peer" in caplog.text, "Gloo's words are kept for who looks for a fault"
+
+
 def test_a_member_that_says_nothing_fails_the_group(build):
     groups = build(3)
     begin = time.monotonic()
@@ -160,7 +177,7 @@ def test_one_that_does_not_come(build):
 def test_one_that_lives_but_does_not_come(make_server):
     servers = [make_server() for _ in range(2)]
     hosts = [server.address for server in servers]
-    with pytest.raises(GroupFailed, match=r"has not come together: member 1 did not come within 0.3 s"):
+    with pytest.raises(GroupFailed, match=rf"has not come together: {hosts[1]} did not come within 0.3 s"):
         Group.build("k", 0, hosts, servers[0], 0.3)
 
 

@@ -7,6 +7,7 @@ import secrets
 import time
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 
+from gregale.files import reason
 from gregale.islands.engine.signing import canonical, digest
 from gregale.services.signing import is_signed, sign
 
@@ -90,7 +91,7 @@ class Peer:
 
     def _unreachable(self, error: Exception) -> PeerUnreachable:
         self.close()
-        return PeerUnreachable(f"{self.address} cannot be reached: {error or type(error).__name__}")
+        return PeerUnreachable(f"{self.address} cannot be reached: {reason(error)}")
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:

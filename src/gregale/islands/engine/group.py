@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import re
+import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +39,19 @@ SILENT_TAG = 1 << 30
 FOR_EVER = timedelta(days=1000)
 # What Gloo says to all other waits when one has run out of time.
 CLOSED_HERE = "Application timeout"
+LOG = logging.getLogger(__name__)  # of Gloo's own words, at the level of debugging
+# What Gloo's errors mean, by words in them; the first that is found counts.
+MEANINGS = {
+    "Connection closed by peer": "it closed the connection",
+    "Connection reset": "it closed the connection",
+    "Broken pipe": "it closed the connection",
+    "Connection refused": "nobody listens there",
+    "No route to host": "there is no way to it",
+    "Network is unreachable": "there is no way to it",
+    "Cannot assign requested address": "this host does not have the address islands.bind",
+    "imed out": "it did not answer in time",
+    "imeout": "it did not answer in time",
+}
 # As often as Gloo tries to connect, each time for as long as its `timeout`.
 CONNECT_TRIES = 5
 LOOK_SECONDS = 0.05  # between two looks at whether a group was given up
@@ -67,7 +80,8 @@ class Work:
         self._group.forget(self)
         if error is not None:
             is_late = "Timed out waiting" in error
-            reason = f"{self._what} took more than {timeout_seconds:g} s" if is_late else f"{self._what}: {error}"
+            failed = f"took more than {timeout_seconds:g} s" if is_late else f"failed: {meaning_of(error)}"
+            reason = f"{self._what} {failed}"
             raise GroupFailed(self._group.fail_for(error, reason))
 
 
@@ -87,9 +101,9 @@ def drop_all() -> None:
 class Group:
     """Members `0 .. size - 1` that can send to each other. `failure`: why it can't be used any more, or empty."""
 
-    def __init__(self, gloo: Any, torch: Any, rank: int, hosts: Sequence[str]):
-        self.rank, self.size, self.failure = rank, len(hosts), ""
-        self._gloo, self._torch, self._hosts = gloo, torch, list(hosts)
+    def __init__(self, gloo: Any, torch: Any, rank: int, names: Sequence[str]):
+        self.rank, self.size, self.failure = rank, len(names), ""
+        self._gloo, self._torch, self._names = gloo, torch, list(names)
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
         self._under_way: set[Work] = set()  # Gloo neither keeps a message that nobody holds, nor its memory
@@ -102,17 +116,26 @@ class Group:
         UNDROPPED.add(self)
 
     @classmethod
-    def build(cls, key: str, rank: int, hosts: Sequence[str], server: Server, timeout_seconds: float) -> Group:
+    def build(
+        cls,
+        key: str,
+        rank: int,
+        hosts: Sequence[str],
+        server: Server,
+        timeout_seconds: float,
+        names: Sequence[str] = (),
+    ) -> Group:
         """Meets the others under a key; all of them have to come within the time.
 
         - `key`: never used before by any other group, also a failed one (hash it with the view's `instant`)
         - `hosts`: addresses of the members' servers in the order of ranks, the own one among them
         - `server`: the own server; Gloo listens on the same address
+        - `names`: what the members are called in messages; default: their addresses
 
         Raises GroupFailed.
         """
         load_torch()
-        connecting = Connecting(key, rank, hosts, server, timeout_seconds)
+        connecting = Connecting(key, rank, dict(zip(names or hosts, hosts, strict=True)), server, timeout_seconds)
         connecting.start()
         while connecting.is_alive() and not server.mailbox.is_given_up(key):
             connecting.join(LOOK_SECONDS)
@@ -120,12 +143,12 @@ class Group:
 
     def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
         """Sends a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
-        return self._begin("send", peer, array, tag, f"sending to {self._hosts[peer]}")
+        return self._begin("send", peer, array, tag, f"sending to {self._names[peer]}")
 
     def receive(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
         """Receives exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
         assert array.flags.writeable
-        return self._begin("recv", peer, array, tag, f"receiving from {self._hosts[peer]}")
+        return self._begin("recv", peer, array, tag, f"receiving from {self._names[peer]}")
 
     def drop(self) -> None:
         """Closes the sockets, so that every other member's waits fail at once. May be called from any thread, twice.
@@ -177,7 +200,7 @@ class Group:
         works = []
         error = attempt(lambda: works.append(getattr(gloo, call)([tensor_of(self._torch, array)], peer, tag)))
         if error is not None:
-            self.fail(error)
+            self.fail(f"{what} failed: {meaning_of(error)}")
             raise GroupFailed(self.failure)
         work = Work(self, works[0], array, what)
         self._under_way.add(work)
@@ -191,7 +214,7 @@ class Group:
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
         error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
         del gloo
-        self.fail_for(error or "", f"the connection to {self._hosts[peer]} has ended")
+        self.fail_for(error or "", f"the connection to {self._names[peer]} has ended")
 
 
 class Connecting(threading.Thread):
@@ -200,7 +223,8 @@ class Connecting(threading.Thread):
     A member that does wait would be late for the next group, and so make those late who wait for it there.
     """
 
-    def __init__(self, key: str, rank: int, hosts: Sequence[str], server: Server, timeout_seconds: float):
+    def __init__(self, key: str, rank: int, hosts: Mapping[str, str], server: Server, timeout_seconds: float):
+        """`hosts`: the members' addresses by their names, in the order of ranks."""
         super().__init__(name=f"gregale-connecting-{rank}", daemon=True)
         self._key, self._rank, self._hosts, self._server = key, rank, hosts, server
         self._timeout_seconds = timeout_seconds
@@ -215,7 +239,7 @@ class Connecting(threading.Thread):
             if error is not None:
                 self._error = error
             else:
-                self._group = Group(made.pop(), torch, self._rank, self._hosts)
+                self._group = Group(made.pop(), torch, self._rank, list(self._hosts))
             if self._is_left and self._group is not None:
                 self._group.drop()
         self._server.mailbox.forget(self._key)
@@ -230,17 +254,19 @@ class Connecting(threading.Thread):
             return self._group
 
     def _connected(self, distributed: Any) -> Any:
-        peers = [host for other, host in enumerate(self._hosts) if other != self._rank]
-        store = meeting_point(distributed, self._server, self._key, peers, self._timeout_seconds)
+        store = meeting_point(distributed, self._server, self._key, self._hosts, self._timeout_seconds)
+        made: list[Any] = []
+        error = attempt(lambda: made.append(self._gloo(distributed, store)))
+        if error is not None:
+            raise RuntimeError(store.fault or f"connecting failed: {meaning_of(error)}")
+        return made.pop()
+
+    def _gloo(self, distributed: Any, store: Any) -> Any:
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._timeout_seconds / CONNECT_TRIES)
         options._threads = 1
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self._server.host, lazy_init=False)]
-        made: list[Any] = []
-        error = attempt(lambda: made.append(distributed.ProcessGroupGloo(store, self._rank, len(self._hosts), options)))
-        if error is not None:
-            raise RuntimeError(store.fault or error)
-        return made.pop()
+        return distributed.ProcessGroupGloo(store, self._rank, len(self._hosts), options)
 
 
 def attempt(call: Any) -> str | None:
@@ -248,9 +274,14 @@ def attempt(call: Any) -> str | None:
     try:
         call()
     except RuntimeError as error:
-        first_line = (str(error).splitlines() or ["it failed"])[0]
-        return re.sub(r"^\[\S+\] |(?<=\S)\. This is typically.*", "", first_line)[:200]  # file names, guesses
+        LOG.debug("%s", error)
+        return str(error)
     return None
+
+
+def meaning_of(error: str) -> str:
+    """An error of Gloo's in plain words: its own are file names, sockets and guesses."""
+    return next((meaning for words, meaning in MEANINGS.items() if words in error), "the connection broke")
 
 
 def tensor_of(torch: Any, array: np.ndarray) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gregale.islands.engine.client import PeerUnreachable, Refused, post
@@ -14,11 +14,16 @@ RETRY_SECONDS = 0.1
 JOIN_SECONDS = 0.05  # between two looks at whether the group was given up
 
 
-def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[str], timeout_seconds: float) -> Any:
+def meeting_point(
+    distributed: Any, server: Server, group: str, hosts: Mapping[str, str], timeout_seconds: float
+) -> Any:
     """A `torch.distributed.Store`: what a member sets is left in every peer's mailbox, and read from the own one.
 
     `fault` tells which peer could not be reached, or has left nothing.
+
+    - `hosts`: the addresses of all members by their names, in the order of ranks
     """
+    names, peers = list(hosts), {name: host for name, host in hosts.items() if host != server.address}
     deadline = time.monotonic() + timeout_seconds
 
     class MeetingPoint(distributed.Store):
@@ -27,7 +32,7 @@ def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[
         def set(self, key: str, value: bytes) -> None:
             server.mailbox.put(group, key, bytes(value))
             message = {"group": group, "key": key, "value": bytes(value).hex()}
-            threads = [threading.Thread(target=self._leave, args=(peer, message), daemon=True) for peer in peers]
+            threads = [threading.Thread(target=self._leave, args=(name, message), daemon=True) for name in peers]
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads) and not server.mailbox.is_given_up(group):
@@ -44,7 +49,7 @@ def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[
                 self.fault = "it was given up"
                 raise RuntimeError(self.fault)
             if value is None:
-                self.fault = f"member {key.rpartition('/')[2]} did not come within {timeout_seconds:g} s"
+                self.fault = f"{names[int(key.rpartition('/')[2])]} did not come within {timeout_seconds:g} s"
                 raise RuntimeError(self.fault)
             return value
 
@@ -52,14 +57,15 @@ def meeting_point(distributed: Any, server: Server, group: str, peers: Sequence[
             for key in keys:
                 self.get(key)
 
-        def _leave(self, peer: str, message: dict) -> None:
+        def _leave(self, name: str, message: dict) -> None:
+            peer = peers[name]
             while True:
                 try:
                     post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
                     return
                 except (PeerUnreachable, Refused) as error:
                     if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
-                        self.fault = str(error)
+                        self.fault = str(error) if name == peer else f"{name}: {error}"
                         return
                 time.sleep(RETRY_SECONDS)
 

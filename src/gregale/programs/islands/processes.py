@@ -22,6 +22,7 @@ from gregale.storage import Patience, Place, Remote, StoreError
 
 GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
+_ERROR = "gregale: error: "
 _START_SECONDS = 60.0
 _KILL_AFTER_SECONDS = 60.0
 _SHORT = Patience(seconds=1.0, silence_seconds=1.0)  # the view asks again
@@ -56,9 +57,16 @@ class Member:
         return (run / "island.address").read_text(encoding="utf-8")
 
     def last_lines(self, count: int = 3) -> str:
-        """The end of what it has printed."""
-        lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines()
-        return " ".join(line.strip() for line in lines[-count:])
+        """The end of what it has printed; see `end_of`."""
+        return end_of(self.output, count)
+
+
+def end_of(output: Path, count: int = 3) -> str:
+    """The end of what a process has printed: its error, which the caller calls one, else its last `count` lines."""
+    lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines()]
+    errors = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
+    found = lines[errors[-1] :] if errors else lines[-count:]
+    return " ".join(found).removeprefix(_ERROR)
 
 
 @dataclass
@@ -98,7 +106,7 @@ def start_lighthouse(bind: str, timing: Timing, output: Path) -> Lighthouse:
             break
         time.sleep(0.05)
     end([process])
-    raise UserError(f"the lighthouse did not start: {output.read_text(encoding='utf-8', errors='replace').strip()}")
+    raise UserError(f"the lighthouse did not start: {end_of(output)}")
 
 
 def make_token(path: Path) -> None:
