@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gregale.programs.islands.processes import Member, end, make_token
+from gregale.errors import UserError
+from gregale.islands.protocol.settings import LAN
+from gregale.programs.islands.processes import Member, end, end_of, make_token, start_lighthouse
 from gregale.services.signing import read_token
 from gregale.storage import write_bytes
 
@@ -68,3 +70,20 @@ def _lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_error_is_called_one_by_its_reader_alone(tmp_path):
+    output = tmp_path / "log"
+    output.write_text("words 1 kB/1 kB\n  step 1\nstep 2\nstep 3\n")
+    assert end_of(output) == "step 1 step 2 step 3"
+    output.write_text("step 1\ngregale: error: seed is 0 in the fleet,\nbut 5 in this island\n")
+    assert end_of(output) == "seed is 0 in the fleet, but 5 in this island"
+
+
+def test_a_lighthouse_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(UserError) as error:
+        start_lighthouse("nowhere", LAN, tmp_path / "log")
+    assert (
+        str(error.value)
+        == "the lighthouse did not start: bind is 'nowhere'; it has to be HOST:PORT, as 127.0.0.1:29510."
+    )
