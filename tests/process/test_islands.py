@@ -220,7 +220,8 @@ def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_
         assert lonely.leave(PATIENCE_SECONDS) == 128 + signal.SIGTERM, lonely.said()
         trio.wait_for_members(TRIO, PATIENCE_SECONDS, trio.newest())
     assert "Traceback" not in lonely.said()
-    refused = [(stranger, "token"), (seeded, "seed is 0 in the fleet, but 5 in this island; "), (newer, "the fleet runs Gregale 0")]
+    seeds = "gregale: error: seed is 0 in the fleet, but 5 in this island; this island ends"
+    refused = [(stranger, "token"), (seeded, seeds), (newer, "the fleet runs Gregale 0")]
     for island, reason in refused:
         assert "Traceback" not in island.said()
         errors = [line for line in island.said().splitlines() if "error" in line]
