@@ -1,11 +1,24 @@
 #!/usr/bin/env bash
 # On a host of a TPU slice, in the installed working tree; `tpu_vm.sh` calls it.
+#   host.sh prepare         installs Python and make, if they are missing
 #   host.sh start WORDS...  runs `gregale WORDS...` so that it outlives the connection; refuses a second one
-#   host.sh state           one line: running, ended CODE, stopped, lost, or idle; and the newest checkpoint of the log
+#   host.sh state           one line: running, ended CODE, stopped, lost, idle, or bare (the installation is not complete);
+#                           and the newest checkpoint of the log
 #   host.sh stop            SIGTERM: the run saves and ends
 # Of the words, @address becomes this host's own address.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+prepare() {
+  local attempt
+  command -v python3.11 >/dev/null && command -v make >/dev/null && return
+  # A fresh machine updates itself, and holds apt's locks meanwhile. `apt-get update` waits for none, whatever its options.
+  for ((attempt = 0; attempt < 60; attempt++)); do
+    if sudo apt-get update -qq; then break; fi
+    sleep 10
+  done
+  sudo apt-get install -qq -y -o DPkg::Lock::Timeout=600 python3.11 python3.11-venv make
+}
 
 start() {
   # The lock is the run's own: it is free when the last process that inherited it has ended, however it ended.
@@ -39,6 +52,8 @@ state() {
   [[ ! -f train.code ]] || code=$(<train.code)
   if is_running; then
     found=running
+  elif [[ ! -f train.installed ]]; then
+    found=bare
   elif [[ -f train.stopped && $code != 0 ]]; then
     found=stopped
   elif [[ -n $code ]]; then

@@ -35,10 +35,12 @@ options:
   --project PROJECT   default: gcloud's own
   --slices N          number of slices, default 1; mesh.replica has to be a multiple of it
   --accelerator TYPE  of each slice, for example v5litepod-64 (up, watch, create)
-  --runtime VERSION   software of the hosts, default v2-alpha-tpuv5-lite (up, watch, create)
+  --runtime VERSION   software of the hosts; default: that of the type (up, watch, create)
   --spot              take capacity that may be reclaimed (up, watch, create)
   --reserved          take the project's reserved capacity (up, watch, create)
   --reservation-project PROJECT  take the capacity that this project has reserved (up, watch, create)
+  --create-flag FLAG  one word for gcloud's create, such as --internal-ips or --network=ours; may be repeated (up, watch, create)
+  --ssh-flag FLAG     one word for gcloud's ssh and scp, such as --tunnel-through-iap; may be repeated
   --config FILE       the YAML file, below the repository (up, watch, train)
   --program PROGRAM   train (the default), or island: the slices are one island of a fleet (up, watch, train)
   --environment FILE  lines NAME=value for the training, such as keys of trackers: copied, never on a command line
@@ -67,19 +69,36 @@ queued_resources() {
 on_hosts() {
   local which=all
   [[ $1 == all ]] || which=0
-  queued_resources "${@:3}" : ssh "$name" "--node=$which" "--worker=$which" --command "$2"
+  queued_resources "${@:3}" : ssh "$name" "--node=$which" "--worker=$which" "${ssh_flags[@]}" --command "$2"
+}
+
+# Copies a file to all hosts.
+to_hosts() {
+  queued_resources limited "$REQUEST" : scp "$1" "$name:$2" --node=all --worker=all "${ssh_flags[@]}"
 }
 
 check_create() {
   [[ -n $accelerator ]] || fail "--accelerator is missing: the type of a slice, for example v5litepod-64"
   ((${#capacity[@]} < 2)) || fail "--spot, --reserved and --reservation-project exclude one another: give one"
+  [[ -n $runtime ]] || runtime=$(runtime_of "$accelerator")
+}
+
+# The software that a type of TPU needs.
+runtime_of() {
+  case $1 in
+    v2-* | v3-* | v4-*) echo tpu-ubuntu2204-base ;;
+    v5litepod-*) echo v2-alpha-tpuv5-lite ;;
+    v5p-*) echo v2-alpha-tpuv5 ;;
+    v6e-*) echo v2-alpha-tpuv6e ;;
+    *) fail "--runtime is missing: the software for --accelerator $1 is not known here" ;;
+  esac
 }
 
 request() {
   local nodes=("--node-id=$name")
   ((slices == 1)) || nodes=("--node-count=$slices" "--node-prefix=$name")
   queued_resources limited "$REQUEST" : create "$name" "${nodes[@]}" "--accelerator-type=$accelerator" \
-    "--runtime-version=$runtime" "${capacity[@]}"
+    "--runtime-version=$runtime" "${capacity[@]}" "${create_flags[@]}"
 }
 
 create() {
@@ -123,21 +142,19 @@ install() {
   # What git knows of the working tree and what it does not ignore, changes included; maybe a file of keys.
   limited "$QUESTION" bash -o pipefail -c "umask 077 && rm -f $(quoted "$archive") && git -C $(quoted "$root") ls-files --cached --others --exclude-standard -z | \
 tar -C $(quoted "$root") -czf $(quoted "$archive") --null --ignore-failed-read --files-from=-" || return
-  queued_resources limited "$REQUEST" : scp "$archive" "$name:gregale.tar.gz" --node=all --worker=all || code=$?
+  to_hosts "$archive" gregale.tar.gz || code=$?
   run rm "$archive"
   ((code == 0)) || return "$code"
-  local python="command -v python3.11 >/dev/null || { sudo apt-get update -qq && sudo apt-get install -qq -y \
-python3.11 python3.11-venv make; }"
-  local unpack="mkdir -p $FOLDER && tar -xzf gregale.tar.gz -C $FOLDER && cd $FOLDER"
-  local packages="make setup && .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable \
-'.[$extras]'"
-  on_hosts all "$python && $unpack && $packages" limited "$SETUP" || return
+  local unpack="mkdir -p $FOLDER && tar -xzf gregale.tar.gz -C $FOLDER && cd $FOLDER && rm -f train.installed"
+  local packages="bash infra/host.sh prepare && make setup && .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable \
+'.[$extras]' && touch train.installed"
+  on_hosts all "$unpack && $packages" limited "$SETUP" || return
   [[ -z $environment ]] || copy_environment || return
   [[ -z $setup ]] || on_hosts all "$setup" limited "$SETUP"
 }
 
 copy_environment() {
-  queued_resources limited "$REQUEST" : scp "$environment" "$name:gregale.env" --node=all --worker=all || return
+  to_hosts "$environment" gregale.env || return
   on_hosts all "chmod 600 gregale.env && mv gregale.env $FOLDER/train.env" limited "$QUESTION"
 }
 
@@ -153,7 +170,7 @@ check_config() {
   [[ -f $root/$config ]] || fail "--config is $config: there is no such file in $root"
 }
 
-# A line of each host in `answer`; a host on which nothing is installed yet says `bare`.
+# A line of each host in `answer`; a host says `bare` until its installation is complete.
 ask_hosts() {
   on_hosts all "if [ -f $FOLDER/infra/host.sh ]; then bash $FOLDER/infra/host.sh state; \
 else echo \"gregale-host \$(uname -n) bare, checkpoint none\"; fi" ask "$QUESTION"
@@ -175,7 +192,7 @@ follow_log() { on_hosts first "tail -n +1 -F $FOLDER/train.log" run; }
 ssh() {
   local words=()
   ((${#overrides[@]} == 0)) || words=(--command "$(quoted "${overrides[@]}")")
-  queued_resources run : ssh "$name" "--node=$node" "--worker=$worker" "${words[@]}"
+  queued_resources run : ssh "$name" "--node=$node" "--worker=$worker" "${ssh_flags[@]}" "${words[@]}"
 }
 
 stop() { on_hosts all "bash $FOLDER/infra/host.sh stop" limited "$QUESTION"; }
@@ -233,10 +250,10 @@ bring() {
   if create; then fresh=yes; fi
 }
 
+# Belongs to the attempt that `bring` begins, if it succeeds.
 give_back() {
-  begin_attempt
   tell "$1; giving it back to create it again"
-  delete || pause "$POLL_SECONDS"
+  delete || begin_attempt
 }
 
 # Counts attempts without a new checkpoint in between, waits longer before each, and in the end gives up.
@@ -293,7 +310,11 @@ look_after_hosts() {
       ;;
   esac
   [[ $states != 0 ]] || return 0
-  start_again "the training on $name ended ($states); starting it" train
+  if [[ $states == idle ]]; then
+    start_again "starting the training on $name" train
+  else
+    start_again "the training on $name ended ($states); starting it" train
+  fi
   return 1
 }
 
@@ -321,9 +342,9 @@ read_states() {
 }
 
 main() {
-  name="" zone="" project="" slices=1 accelerator="" runtime=v2-alpha-tpuv5-lite config="" program=train environment="" setup=""
+  name="" zone="" project="" slices=1 accelerator="" runtime="" config="" program=train environment="" setup=""
   attempts=10 node=0 worker=0 then_delete=no
-  capacity=() overrides=()
+  capacity=() create_flags=() ssh_flags=() overrides=()
   local command=${1:-} value variable
   case $command in
     up | watch | create | install | train | status | ssh | stop | delete) ;;
@@ -347,6 +368,11 @@ main() {
       --reservation-project)
         value=$(value_of "$@")
         capacity+=("--reservation-host-project=$value")
+        shift 2
+        ;;
+      --create-flag | --ssh-flag) # its value may begin with --
+        [[ ${2:-} == -* ]] || fail "$1 needs one of gcloud's flags as its value, such as --name=value"
+        if [[ $1 == --create-flag ]]; then create_flags+=("$2"); else ssh_flags+=("$2"); fi
         shift 2
         ;;
       --spot | --reserved) capacity+=("$1") && shift ;;

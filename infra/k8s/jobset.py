@@ -22,26 +22,49 @@ PORT = 8476  # of process 0, where nothing else names it
 HOSTS = "hosts"  # the JobSet's one kind of job
 MISTAKE = 2  # the exit code that starting again does not mend
 SPOT = "cloud.google.com/gke-spot"
+QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 MOST_NAME_LETTERS = 40  # of a host name's 63, with which the pods' own numbers and letters have to do
 
 
 @dataclass(frozen=True)
+class Size:
+    """Processors and memory of a machine, or of a pod."""
+
+    cpus: int
+    gibibytes: int
+
+    def part(self, share: float) -> Size:
+        return Size(max(1, int(self.cpus * share)), max(1, int(self.gibibytes * share)))
+
+
+@dataclass(frozen=True)
 class Tpu:
-    """A kind of TPU as GKE names it, and how many chips a host of a slice of several hosts has."""
+    """A kind of TPU as GKE names it, and its machines by their chips; a slice of several hosts has those of four."""
 
     label: str
+    machines: dict[int, Size]
     chips_of_host: int = 4
 
 
 TPUS = {
-    "v4": Tpu("tpu-v4-podslice"),
-    "v5e": Tpu("tpu-v5-lite-podslice"),
-    "v5p": Tpu("tpu-v5p-slice"),
-    "v6e": Tpu("tpu-v6e-slice"),
+    "v4": Tpu("tpu-v4-podslice", {4: Size(240, 407)}),
+    "v5e": Tpu("tpu-v5-lite-podslice", {1: Size(24, 48), 4: Size(112, 192), 8: Size(224, 384)}),
+    "v5p": Tpu("tpu-v5p-slice", {4: Size(208, 448)}),
+    "v6e": Tpu("tpu-v6e-slice", {1: Size(44, 176), 4: Size(180, 720), 8: Size(180, 1440)}),
 }
-SINGLE_HOST = {"v5e": 8, "v6e": 8}  # chips that one host can have, where that is more
+# GKE's labels of GPUs, and what its machines have for each GPU.
+GPUS = {
+    "nvidia-tesla-a100": Size(12, 85),
+    "nvidia-a100-80gb": Size(12, 170),
+    "nvidia-h100-80gb": Size(26, 234),
+    "nvidia-h100-mega-80gb": Size(26, 234),
+    "nvidia-h200-141gb": Size(28, 369),
+    "nvidia-b200": Size(28, 496),
+}
+POD_SHARE = 0.8  # of a machine; Kubernetes and its own pods take the rest
+SHARED_MEMORY_SHARE = 0.25  # of a pod's memory, at most: /dev/shm counts as memory of the pod
 
 
 class Mistake(Exception):
@@ -80,6 +103,9 @@ def parser() -> argparse.ArgumentParser:
     add("--nodes", type=positive, default=1, help="GPU: boxes")
     add("--gpus", type=positive, default=8, help="GPU: of a box")
     add("--gpu-label", default="cloud.google.com/gke-accelerator", help="GPU: the nodes' label with their kind of GPU")
+    add("--cpu", type=positive, help="processors that a pod requests; default: four fifths of a known machine's")
+    add("--memory", type=gibibytes, help="memory that a pod requests, and its limit, such as 64Gi; default: that share")
+    add("--queue", help="Kueue: the LocalQueue that admits the JobSet")
     add("--claim", help="a PersistentVolumeClaim that all pods can write; it is mounted at --mount")
     add("--mount", default="/data", help="where the claim is mounted; runs and cache are below")
     add("--store", help="gs://BUCKET/FOLDER or s3://...: runs and cache are there, and no claim is needed")
@@ -96,6 +122,12 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
+
+
+def gibibytes(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*Gi", text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of gibibytes: give for example 64Gi")
+    return int(text.removesuffix("Gi"))
 
 
 def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
@@ -128,11 +160,15 @@ def manifest(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any
         },
         "template": {"spec": pod(options, name, overrides, on_tpu)},
     }
-    annotations = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"} if on_tpu else {}
+    metadata: dict[str, Any] = {"name": name}
+    if on_tpu:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    if options.queue:
+        metadata["labels"] = {QUEUE: options.queue}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, **({"annotations": annotations} if annotations else {})},
+        "metadata": metadata,
         "spec": {
             "failurePolicy": {
                 "maxRestarts": options.restarts,
@@ -148,13 +184,13 @@ def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bo
     """The specification of a pod."""
     base = (options.store or options.mount).rstrip("/")
     kept = ["--runs", f"{base}/runs", "--data.cache", f"{base}/cache"] if options.store or options.claim else []
-    resource, count = ("google.com/tpu", chips_of_host(options)) if on_tpu else ("nvidia.com/gpu", options.gpus)
+    size = size_of_pod(options, on_tpu)
     container: dict[str, Any] = {
         "name": "gregale",
         "image": options.image,
         # Without a shell: the training itself gets SIGTERM, and saves.
         "command": ["gregale", "train", options.config, *joining(options, name, on_tpu), *kept, *overrides],
-        "resources": {"limits": {resource: count}},
+        "resources": resources(options, on_tpu, size),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     spec: dict[str, Any] = {
@@ -168,7 +204,8 @@ def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bo
         container["env"] = [{"name": "PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     if options.environment_secret:
         container["envFrom"] = [{"secretRef": {"name": options.environment_secret}}]
-    volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    shared = f"{size.part(SHARED_MEMORY_SHARE).gibibytes}Gi"
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # NCCL's, which the default of 64 MiB is too little for
     if options.claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": options.claim}})
@@ -180,6 +217,29 @@ def pod(options: argparse.Namespace, name: str, overrides: list[str], on_tpu: bo
     if options.spot:
         spec["tolerations"] = [{"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}]
     return spec
+
+
+def size_of_pod(options: argparse.Namespace, on_tpu: bool) -> Size:
+    """Returns what a pod requests: the options, or a share of the machine where its size is known."""
+    if on_tpu:
+        machine = TPUS[options.accelerator].machines.get(chips_of_host(options))
+    else:
+        each = GPUS.get(options.accelerator)
+        machine = each and each.part(options.gpus)
+    if machine is None and None in (options.cpu, options.memory):
+        raise Mistake(
+            f"--cpu and --memory are missing: the size of a machine with {options.accelerator} is not known here. Give "
+            "what a pod may take of it, for example --cpu 96 --memory 800Gi"
+        )
+    default = machine.part(POD_SHARE) if machine else Size(1, 1)
+    return Size(options.cpu or default.cpus, options.memory or default.gibibytes)
+
+
+def resources(options: argparse.Namespace, on_tpu: bool, size: Size) -> dict[str, Any]:
+    """Processors are requested only: those that are idle may be used. Memory and chips are limited too."""
+    chip, count = ("google.com/tpu", chips_of_host(options)) if on_tpu else ("nvidia.com/gpu", options.gpus)
+    memory = f"{size.gibibytes}Gi"
+    return {"requests": {"cpu": size.cpus, "memory": memory, chip: count}, "limits": {"memory": memory, chip: count}}
 
 
 def joining(options: argparse.Namespace, name: str, on_tpu: bool) -> list[str]:
@@ -217,8 +277,9 @@ def chips_of_host(options: argparse.Namespace) -> int:
 
 def hosts_of_slice(options: argparse.Namespace) -> int:
     """1 if a single host has them all."""
-    found, most = chips(options), TPUS[options.accelerator].chips_of_host
-    if found <= SINGLE_HOST.get(options.accelerator, most):
+    tpu = TPUS[options.accelerator]
+    found, most = chips(options), tpu.chips_of_host
+    if found <= max(tpu.machines):
         return 1
     if found % most:
         raise Mistake(f"--topology {options.topology} has {found} chips; hosts of {options.accelerator} have {most}")

@@ -1,9 +1,12 @@
-"""The one exception for a mistake that the user can mend."""
+"""The one exception for a mistake that the user can mend, and the hint for a missing extra."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -34,3 +37,16 @@ def below(prefix: str) -> Iterator[None]:
         yield
     except KeyedError as error:
         raise KeyedError(f"{prefix}.{error.key}", error.found, error.rest) from None
+
+
+def install_hint(extra: str) -> str:
+    """Return a sentence with the command that installs an extra into the environment of this process.
+
+    The command installs from the clone: an index of Python packages has no release of Gregale, and strangers may
+    register its name there.
+    """
+    clone, python = Path(__file__).parents[2], Path(sys.executable)
+    if python.is_relative_to(clone):
+        python = python.relative_to(clone)
+    command = [str(python), "-m", "pip", "install", "--constraint", "constraints.txt", "--editable", f".[{extra}]"]
+    return f"Run `{shlex.join(command)}` in your clone of Gregale."

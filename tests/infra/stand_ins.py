@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time.
-HANG = f"kill -ALRM $PPID; exec {shutil.which('sleep')} 60"
+# A part that hangs for ever; `timeout`, which started it, takes SIGALRM for the end of its time, once it waits for it.
+HANG = f"until [[ $(</proc/$PPID/stat) == *') S '* ]]; do :; done; kill -ALRM $PPID; exec {shutil.which('sleep')} 60"
 
 # Notes its words, each ended by a NUL and all by a newline of their own; then plays its part, where the play is.
 RECORDER = """#!/bin/bash

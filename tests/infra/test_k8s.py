@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from tests.infra.stand_ins import HANG, ROOT, StandIns
 
@@ -32,9 +33,18 @@ def jobset():
 def manifest(jobset, capsys):
     def made(*words: str) -> dict:
         assert jobset.main(list(words)) == 0
-        return yaml.safe_load(capsys.readouterr().out)
+        found = yaml.safe_load(capsys.readouterr().out)
+        check(found)
+        return found
 
     return made
+
+
+def check(found: dict) -> None:
+    """Read it with the API's own models, which leave out fields that they do not know."""
+    read = JobsetV1alpha2JobSet.from_dict(found)
+    assert read is not None
+    assert read.to_dict() == found
 
 
 def job_of(found: dict) -> dict:
@@ -42,8 +52,12 @@ def job_of(found: dict) -> dict:
     return job
 
 
+def pod_of(found: dict) -> dict:
+    return job_of(found)["template"]["spec"]["template"]["spec"]
+
+
 def container_of(found: dict) -> dict:
-    return job_of(found)["template"]["spec"]["template"]["spec"]["containers"][0]
+    return pod_of(found)["containers"][0]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +69,7 @@ def test_a_slice_is_a_job_with_a_pod_for_each_host(manifest, accelerator, topolo
     job = job_of(found)
     inner = job["template"]["spec"]
     assert (job["replicas"], inner["parallelism"], inner["completions"]) == (2, pods, pods)
-    assert container_of(found)["resources"]["limits"] == {"google.com/tpu": chips}
+    assert container_of(found)["resources"]["limits"]["google.com/tpu"] == chips
     assert inner["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == topology
     assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in found["metadata"]["annotations"]
 
@@ -85,10 +99,41 @@ def test_boxes_find_the_first_pod(manifest):
     assert command[-3:] == ["--name", "other", "--steps=9"]
     assert container["env"][0]["name"] == "PROCESS"
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    pod = job_of(found)["template"]["spec"]["template"]["spec"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    pod = pod_of(found)
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["tolerations"][0]["key"] in pod["nodeSelector"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cpu", "memory", "shared"),
+    [
+        ((*TPU, "--topology", "8x8", "--slices", "2"), 89, 153, 38),  # 112 vCPUs, 192 GB
+        ((*TPU, "--accelerator", "v6e", "--topology", "1x1"), 35, 140, 35),  # 44 vCPUs, 176 GB
+        ((*GPU,), 166, 1497, 374),  # 208 vCPUs, 1872 GB
+        ((*GPU, "--gpus", "1", "--memory", "64Gi"), 20, 64, 16),
+        ((*GPU, "--accelerator", "H100-SXM", "--cpu", "9", "--memory", "10Gi"), 9, 10, 2),
+    ],
+)
+def test_pods_request_what_their_machine_has(manifest, words, cpu, memory, shared):
+    found = manifest(*words)
+    resources = container_of(found)["resources"]
+    assert (resources["requests"]["cpu"], resources["requests"]["memory"]) == (cpu, f"{memory}Gi")
+    assert resources["limits"].items() <= resources["requests"].items()
+    assert resources["limits"]["memory"] == f"{memory}Gi"
+    assert pod_of(found)["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{shared}Gi"}
+
+
+def test_a_queue_is_kueue_s_label(manifest):
+    assert manifest(*GPU, "--queue", "team")["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    assert "labels" not in manifest(*GPU)["metadata"]
+
+
+def test_a_field_that_the_api_does_not_know_is_found(manifest):
+    found = manifest(*GPU)
+    pod_of(found)["nodeSelectors"] = {}
+    with pytest.raises(AssertionError):
+        check(found)
 
 
 def test_one_pod_needs_no_claim_and_no_others(manifest):
@@ -113,6 +158,7 @@ def test_a_bucket_takes_the_place_of_a_claim(manifest):
         ((*TPU[:-2], "--topology", "4x4"), "--claim is missing: 4 pods have to see"),
         ((*GPU, "--", "--name", "Llama_1"), "name is 'Llama_1'"),
         (("config/none.yaml", *GPU[1:]), "config/none.yaml: there is no such file"),
+        ((*GPU, "--accelerator", "H100-SXM"), "--cpu and --memory are missing: the size of a machine with H100-SXM"),
     ],
 )
 def test_a_mistake_is_one_line(jobset, capsys, words, message):
@@ -144,7 +190,7 @@ def test_up_applies_what_its_dry_run_shows(cluster):
 @pytest.mark.parametrize(
     "words",
     [
-        ("image", "gregale:1", "--for", "tpu", "--push"),
+        ("image", "gregale:1", "--for", "tpu", "--torch-index", "https://packages.example/cpu", "--push"),
         ("status", "llama", "--context", "ours"),
         ("log", "llama"),
         ("stop", "llama"),
@@ -162,11 +208,34 @@ def test_a_dry_run_prints_what_is_run(cluster, words):
     assert [each[3:] if each[0] == "timeout" else each for each in shown] == cluster.calls("kubectl", "docker")
 
 
+# A cluster with Kueue: the JobSet has a queue, and Kueue a workload for it.
+QUEUED = """
+case "$1 $2" in
+  "get jobset") echo 4711 team ;;
+  "get workloads.kueue.x-k8s.io") [[ -f none ]] || echo "workload.kueue.x-k8s.io/jobset-llama-1" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("command", "active"), [("stop", "false"), ("resume", "true")])
+def test_a_jobset_with_a_queue_is_stopped_by_its_workload(cluster, command, active):
+    """Kueue starts a suspended JobSet again that it has admitted."""
+    cluster.play("kubectl", QUEUED)
+    assert cluster.run(SCRIPT, command, "llama").returncode == 0
+    _, asked, patch = cluster.calls("kubectl")
+    assert "--selector=kueue.x-k8s.io/job-uid=4711" in asked
+    change = f'--patch={{"spec":{{"active":{active}}}}}'
+    assert patch[1:] == ["patch", "workload.kueue.x-k8s.io/jobset-llama-1", "--type=merge", change]
+    cluster.write("none", "")
+    refused = cluster.run(SCRIPT, command, "llama")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
 def test_a_cluster_that_hangs_or_refuses_is_told(cluster):
     cluster.play("kubectl", HANG)
     result = cluster.run(SCRIPT, "stop", "llama")
     assert result.returncode == 124
-    assert "no answer within 60 seconds: kubectl patch jobset llama" in result.stderr
+    assert "no answer within 60 seconds: kubectl get jobset llama" in result.stderr
     cluster.play("docker", "exit 5")
     assert cluster.run(SCRIPT, "image", "gregale:1", "--for", "cpu", "--push").returncode == 5
     assert len(cluster.calls("docker")) == 1, "what was not built is not pushed"
@@ -187,4 +256,4 @@ def test_the_image_has_a_pinned_base_no_root_and_only_what_is_named():
 
 def test_the_image_takes_extras_that_there_are():
     extras = {word for line in re.findall(r"extras=([\w,]+)", DOCKERFILE) for word in line.split(",")}
-    assert extras == {"formats", "cuda", "tpu", "gcs", "s3"}
+    assert extras == {"formats", "islands", "cuda", "tpu", "gcs", "s3"}

@@ -62,6 +62,31 @@ def test_one_slice_is_one_node(printed):
     assert asked[4:] == ["list", "--format=value(name.basename(),state.state)", "--zone=us-west4-a"]
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "runtime"),
+    [
+        ("v4-8", "tpu-ubuntu2204-base"),
+        ("v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_the_software_of_the_hosts_is_that_of_their_type(printed, accelerator, runtime):
+    assert f"--runtime-version={runtime}" in printed("create", *PLACE, "--accelerator", accelerator)[0]
+    assert "--runtime-version=other" in printed("create", *PLACE, "--accelerator", accelerator, "--runtime", "other")[0]
+
+
+def test_flags_are_passed_on_to_gcloud(printed):
+    network = ("--internal-ips", "--network=ours", "--scopes=https://www.googleapis.com/auth/cloud-platform")
+    tunnel = ("--tunnel-through-iap", "--ssh-flag=-o ServerAliveInterval=30")
+    words = [word for flag in network for word in ("--create-flag", flag)]
+    words += [word for flag in tunnel for word in ("--ssh-flag", flag)]
+    commands = [each for each in printed("up", *CREATE[1:], "--config", CONFIG, *words) if each[0] == "gcloud"]
+    for command in [*commands, *printed("ssh", *PLACE, *words, "--", "uptime")]:
+        assert (command[4] == "create") == set(network).issubset(command)
+        assert (command[4] in ("ssh", "scp")) == set(tunnel).issubset(command)
+
+
 def test_several_slices_are_nodes_of_one_request(printed):
     create = printed(*CREATE, "--slices", "3", "--spot", "--project", "p")[0]
     assert {"--node-count=3", "--node-prefix=llama", "--spot", "--project=p"} <= set(create)
@@ -85,6 +110,7 @@ def test_up_creates_installs_trains_and_follows(printed):
     assert {"--node=all", "--worker=all"} <= set(train)
     assert {"--node=0", "--worker=0"} <= set(log)
     assert "make setup" in remote(install)
+    assert remote(install).endswith(" && touch train.installed")
 
 
 def test_the_training_command_is_one_that_gregale_reads(printed):
@@ -111,6 +137,23 @@ def test_the_archive_is_its_user_s_alone_and_goes_also_if_it_cannot_be_copied(tm
     assert not archive.exists()
 
 
+def test_a_fresh_machine_that_updates_itself_is_waited_for(tmp_path):
+    """`apt-get update` fails while another process holds its lock; the installation waits by its own option."""
+    stand_ins = StandIns(tmp_path)
+    stand_ins.play("sudo", 'exec "$@"')
+    locked = '{ echo "Could not get lock" >&2; exit 100; }'
+    stand_ins.play("apt-get", f"[[ $1 != update || $(wc -l <slept) -ge 2 ]] || {locked}")
+    stand_ins.write("slept", "")
+    for name in ("bash", "dirname", "wc"):
+        (stand_ins.bin / name).symlink_to(shutil.which(name) or "")
+    result = stand_ins.run(ROOT / "infra" / "host.sh", "prepare", PATH=str(stand_ins.bin))
+    assert result.returncode == 0, result.stderr
+    assert stand_ins.read("slept").split() == ["10", "10"]
+    *updates, install = stand_ins.calls("apt-get")
+    assert updates == [["apt-get", "update", "-qq"]] * 3
+    assert install[4:6] == ["-o", "DPkg::Lock::Timeout=600"]
+
+
 def test_delete_gives_everything_back(printed):
     (command,) = printed("delete", *PLACE)
     assert command[4:] == ["delete", "llama", "--force", "--quiet", "--zone=us-west4-a"]
@@ -125,6 +168,8 @@ def test_delete_gives_everything_back(printed):
         (("create", "--name", "a", "--zone"), "--zone needs a value"),
         (("create", "--name", "--zone", "z"), "--name needs a value"),
         (("create", *PLACE), "--accelerator is missing"),
+        (("create", *PLACE, "--accelerator", "v9-8"), "--runtime is missing: the software for --accelerator v9-8"),
+        ((*CREATE, "--create-flag", "internal-ips"), "--create-flag needs one of gcloud's flags as its value"),
         ((*CREATE, "--slices", "0"), "--slices is '0'"),
         ((*CREATE, "--spot", "--reserved"), "--spot, --reserved and --reservation-project exclude one another"),
         (("watch", *PLACE, "--config", CONFIG), "--accelerator is missing"),
@@ -146,9 +191,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
 def test_help_names_every_command_and_option():
     text = tpu_vm("--help").stdout
     source = (ROOT / "infra" / "tpu_vm.sh").read_text()
-    cases = source[source.index("case $1 in") : source.rindex("esac")]
+    cases = source[source.index("while (($#))") : source.rindex("esac")]
     options = set(re.findall(r"--[a-z][a-z-]+", cases)) - {"--help", "--reservation-host-project"}
-    assert len(options) == 18
+    assert len(options) == 20
     commands = ("up", "watch", "create", "install", "train", "status", "log", "ssh", "stop", "delete")
     for word in (*commands, *options):
         assert f"  {word} " in text
@@ -191,6 +236,7 @@ def said(tmp_path: Path) -> str:
 def test_training_outlives_the_connection_and_stops_when_asked(host, tmp_path):
     home = tmp_path / "home" / "gregale"
     (home / "train.env").write_text("WANDB_API_KEY=secret\n")
+    (home / "train.installed").touch()
     assert host("train", "--", "--islands.bind", "@address").returncode == 0
     session, key, *words = said(tmp_path).split()
     ours = subprocess.run(["ps", "-o", "sid=", str(os.getpid())], capture_output=True, text=True).stdout.strip()
@@ -221,6 +267,13 @@ def until_it_ends(home: Path) -> str:
     raise AssertionError("it still runs")
 
 
+def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
+    (tmp_path / "infra").mkdir()
+    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "infra")
+    (tmp_path / "train.code").write_text("127\n")
+    assert state(tmp_path).endswith(" bare, checkpoint none\n")
+
+
 @pytest.mark.parametrize(
     ("files", "found"),
     [
@@ -237,7 +290,7 @@ def until_it_ends(home: Path) -> str:
 def test_a_host_tells_how_its_training_is(tmp_path, files, found):
     (tmp_path / "infra").mkdir()
     shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "infra")
-    for name, text in files.items():
+    for name, text in {"train.installed": "", **files}.items():
         (tmp_path / name).write_text(text)
     assert state(tmp_path).rstrip().endswith(f" {found}")
 

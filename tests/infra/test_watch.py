@@ -80,6 +80,34 @@ def test_what_is_preempted_is_made_again_until_the_run_is_complete(cloud):
     assert {"--spot", "--accelerator-type=v5litepod-16", "--node-id=llama"} <= set(create)
 
 
+def test_a_preemption_after_progress_is_no_failed_attempt(cloud):
+    one = "a bare, checkpoint none\na idle, checkpoint none\na running, checkpoint {}\nPREEMPT\n"
+    cloud.write("hosts", one.format(20) + one.format(40) + one.format(60) + "a ended 0, checkpoint 60\n")
+    result = cloud.run(SCRIPT, *WATCH, "--attempts", "1")
+    assert result.returncode == 0, result.stderr
+    assert verbs(cloud).count("create") == 4
+    assert "attempt" not in result.stderr
+
+
+def test_a_fresh_installation_is_not_taken_for_a_training_that_ended(cloud):
+    cloud.write("state", "ACTIVE")
+    cloud.write(
+        "hosts", "a bare, checkpoint none\na idle, checkpoint none\na lost, checkpoint 9\na ended 0, checkpoint 9\n"
+    )
+    result = cloud.run(SCRIPT, *WATCH)
+    assert "starting the training on llama\n" in result.stderr
+    assert "the training on llama ended (idle)" not in result.stderr
+    assert "the training on llama ended (lost); starting it\n" in result.stderr
+
+
+def test_slices_that_cannot_be_given_back_are_given_up(cloud):
+    cloud.play("gcloud", GCLOUD.replace("rm -f state", "exit 1"))
+    cloud.write("state", "SUSPENDED")
+    result = cloud.run(SCRIPT, *WATCH, "--attempts", "3")
+    assert result.returncode == 1
+    assert verbs(cloud) == ["delete"] * 4
+
+
 def test_what_is_there_is_left_alone_while_gcloud_fails(cloud):
     cloud.write("state", "ACTIVE")
     cloud.write("listings", "\n" * 3)
@@ -152,6 +180,7 @@ def test_it_ends_at_once_when_told_to_while_a_command_hangs(cloud):
         ("train", "--config", CONFIG, "--", "--data.sources.web.files", "['a b.jsonl', \"it's\"]"),
         ("status",),
         ("ssh", "--node", "1", "--worker", "all", "--", "grep", "-c", "it's there", "gregale/train.log"),
+        ("ssh", "--ssh-flag", "--tunnel-through-iap"),
         ("log",),
         ("stop",),
         ("delete",),

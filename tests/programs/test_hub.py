@@ -19,7 +19,7 @@ import pytest
 
 from gregale.cli.invocation import invoke
 from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer, tokenizer_from_file
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
 from gregale.huggingface.names import parameters_of
@@ -424,7 +424,7 @@ def test_what_the_hub_answers_is_told_in_one_line(gregale, tmp_path, monkeypatch
 def test_without_the_library_the_extra_is_named(gregale, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert gregale("import", "org/other", tmp_path / "new") == 2
-    assert "needs the extra `hf`: pip install 'gregale[hf]'" in capsys.readouterr().err
+    assert f"needs the extra `hf`. {install_hint('hf')}\n" in capsys.readouterr().err
 
 
 def configured(*arguments: str) -> TrainConfig:

@@ -226,7 +226,7 @@ def test_mistakes_are_one_clear_line(arguments, message, capsys):
 
 def test_a_missing_compiler_is_told(monkeypatch):
     monkeypatch.setattr("gregale.programs.plan.devices.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install 'gregale\\[tpu\\]'"):
+    with pytest.raises(UserError, match=r"is not installed\. Run `.* '\.\[tpu\]'`"):
         topology_target("v5e:2x2", 1, None)
 
 

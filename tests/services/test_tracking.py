@@ -313,7 +313,7 @@ def test_processes_that_do_not_write_leave_nothing(tmp_path):
 def test_a_missing_package_names_its_extra(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, CONFIGS[name].package, raising=False)
-    with pytest.raises(UserError, match=rf"{name} needs the package .* `pip install 'gregale\[{name}\]'`"):
+    with pytest.raises(UserError, match=rf"{name} needs the package .* Run `.* '\.\[{name}\]'`"):
         check_installed([CONFIGS[name]])
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from gregale.data.sources.base import expand
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.files import OF_THE_DISK
 from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
 
@@ -54,8 +54,8 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
         from huggingface_hub import errors  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
-            f"{given} is no folder. As the name of a repository of the Hugging Face hub it needs the extra `hf`: pip "
-            "install 'gregale[hf]'."
+            f"{given} is no folder. As the name of a repository of the Hugging Face hub it needs the extra `hf`. "
+            + install_hint("hf")
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(files)))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from gregale.errors import install_hint
 from gregale.storage.patience import StoreError
 
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}  # scheme: (package, extra)
@@ -30,10 +31,7 @@ def filesystem(url: str, silence_seconds: float) -> Any:
     scheme = url.partition("://")[0]
     package, extra = SCHEMES[scheme]
     if importlib.util.find_spec(package) is None:
-        raise StoreError(
-            f"{url} needs the package {package}, which is not installed. Install it with "
-            f"`pip install 'gregale[{extra}]'`."
-        )
+        raise StoreError(f"{url} needs the package {package}, which is not installed. {install_hint(extra)}")
     endpoints = tuple(os.environ.get(name) for name in _ENDPOINTS)
     return _OPENERS[scheme](silence_seconds, os.getpid(), endpoints)
 

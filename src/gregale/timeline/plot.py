@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.files import replacing
 from gregale.settings import shortened
 from gregale.timeline.simulate import Interval
@@ -156,9 +156,7 @@ def new_figure(path: Path, size_inches: tuple[float, float]) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError(
-            f"picture: {path} needs matplotlib, which is not installed; install Gregale with the extra `plot`."
-        ) from error
+        raise UserError(f"picture: {path} needs matplotlib, which is not installed. {install_hint('plot')}") from error
     return Figure(figsize=size_inches, layout="constrained")
 
 

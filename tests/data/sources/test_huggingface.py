@@ -38,7 +38,7 @@ def test_a_saved_data_set_or_the_missing_extra(tmp_path, contents):
     if INSTALLED:
         check_saved_data_set(tmp_path, contents)
     else:
-        with pytest.raises(UserError, match=r"books: Hugging Face data sets need the extra `hf`: pip install"):
+        with pytest.raises(UserError, match=r"books: Hugging Face data sets need the extra `hf`\. Run `"):
             HuggingFaceSource(path="books").parts()
 
 

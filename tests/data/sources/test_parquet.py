@@ -55,7 +55,7 @@ def test_damage_inside_is_refused_with_its_row_group(tmp_path):
 def test_parquet_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):
     source = write(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`: pip install"):
+    with pytest.raises(UserError, match=r"a\.parquet: Parquet files need the extra `formats`\. Run `"):
         source.parts()
 
 

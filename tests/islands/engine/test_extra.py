@@ -42,7 +42,7 @@ def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("torch", "torch.distributed"):
             patch.setitem(sys.modules, name, None)
-        with pytest.raises(UserError, match=r"pip install 'gregale\[islands\]'"):
+        with pytest.raises(UserError, match=r"needs the extra `islands`\. Run `.* '\.\[islands\]'`"):
             extra.load_torch()
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "torchft._torchft", raising=False)

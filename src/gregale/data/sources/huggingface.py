@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gregale.data.sources.base import BadDocument, Document, Part, SourceConfig, expand, in_column, options, ranges
-from gregale.errors import KeyedError, UserError
+from gregale.errors import KeyedError, UserError, install_hint
 
 PART_ROWS = 4096
 
@@ -60,7 +60,7 @@ def load_rows(path: str, name: str | None, split: str, revision: str | None):
     try:
         import datasets  # pyright: ignore[reportMissingImports] -- an optional extra
     except ImportError as error:
-        raise UserError(f"{path}: Hugging Face data sets need the extra `hf`: pip install 'gregale[hf]'.") from error
+        raise UserError(f"{path}: Hugging Face data sets need the extra `hf`. {install_hint('hf')}") from error
     try:
         if not os.path.isdir(path):
             return datasets.load_dataset(path, name, split=split, revision=revision)

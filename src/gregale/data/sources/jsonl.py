@@ -19,7 +19,7 @@ from gregale.data.sources.base import (
     ranges,
 )
 from gregale.data.sources.files import opened, readable
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 
 PART_BYTES = 8 << 20
 READ_BYTES = 1 << 20
@@ -148,7 +148,7 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise UserError(f"{path}: .zst files need the extra `formats`: pip install 'gregale[formats]'.") from error
+        raise UserError(f"{path}: .zst files need the extra `formats`. {install_hint('formats')}") from error
     try:
         with readable(path), opened(path) as file:
             frame = zstandard.ZstdDecompressor().decompressobj()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, in_column
 from gregale.data.sources.files import opened, readable
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.storage import is_url
 
 BATCH_ROWS = 1024
@@ -54,7 +54,7 @@ def open_parquet(path: str):
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError(f"{path}: Parquet files need the extra `formats`: pip install 'gregale[formats]'.") from error
+        raise UserError(f"{path}: Parquet files need the extra `formats`. {install_hint('formats')}") from error
     try:
         with readable(path):
             return pyarrow.parquet.ParquetFile(opened(path) if is_url(path) else path)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 
-MISSING = "gregale island needs the extra `islands`: pip install 'gregale[islands]'"
+MISSING = "gregale island needs the extra `islands`. " + install_hint("islands")
 
 
 def load_torch() -> ModuleType:

@@ -13,7 +13,7 @@ import jax
 from gregale.audit.chips import Chip, chip
 from gregale.audit.step import ACCELERATOR, CPU, TPU, Backend
 from gregale.axes.mesh import AXES, Device
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.programs.plan.gpus import GPUS, described
 from gregale.services.config import TrainConfig
 from gregale.services.devices import GPU_MEMORY, set_flags
@@ -113,7 +113,7 @@ def topology_target(name: str, slices: int, chip_name: str | None) -> Target:
     if family in GPUS:
         return _gpus(name, slices, chip_name)
     if find_spec("libtpu") is None:
-        raise UserError("topology: the TPU compiler is not installed; `pip install 'gregale[tpu]'` installs it.")
+        raise UserError(f"topology: the TPU compiler is not installed. {install_hint('tpu')}")
     os.environ.update(WITHOUT_A_TPU)
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies

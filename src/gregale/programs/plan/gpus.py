@@ -13,7 +13,7 @@ import jax
 
 from gregale.audit.chips import chip
 from gregale.axes.mesh import Device
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 
 KIB, MIB = 2**10, 2**20
 PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}  # and the CUDA that they are made for
@@ -66,8 +66,7 @@ def described(family: str, boxes: int, each: int) -> list[Device]:
     cuda = next((version for plugin, version in PLUGINS.items() if find_spec(plugin)), None)
     if cuda is None:
         raise UserError(
-            "topology: the compiler for NVIDIA GPUs is not installed; `pip install 'gregale[cuda]'` installs it. It "
-            "needs no GPU."
+            "topology: the compiler for NVIDIA GPUs, which needs no GPU, is not installed. " + install_hint("cuda")
         )
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # that there is no driver
     jax.config.update("jax_platforms", "cpu")

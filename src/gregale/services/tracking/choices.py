@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import draccus
 
-from gregale.errors import UserError
+from gregale.errors import UserError, install_hint
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.jsonl import JsonlTracker
 from gregale.services.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
@@ -141,8 +141,8 @@ def check_installed(configs: Sequence[TrackerConfig]) -> None:
         if importlib.util.find_spec(config.package) is None:
             name = TrackerConfig.get_choice_name(type(config))
             raise UserError(
-                f"trackers: {name} needs the package {config.package}, which is not installed. Install it with "
-                f"`pip install 'gregale[{config.extra}]'`, or leave {name} out of trackers."
+                f"trackers: {name} needs the package {config.package}, which is not installed. "
+                f"{install_hint(config.extra)} Or leave {name} out of trackers."
             )
 
 
