@@ -89,7 +89,7 @@ class Group:
 
     def __init__(self, gloo: Any, torch: Any, rank: int, hosts: Sequence[str]):
         self.rank, self.size, self.failure = rank, len(hosts), ""
-        self._gloo, self._torch, self._hosts = gloo, torch, list(hosts)
+        self._gloo, self._torch, self._hosts = gloo, torch, [host.partition("/")[0] for host in hosts]
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
         self._under_way: set[Work] = set()  # Gloo neither keeps a message that nobody holds, nor its memory

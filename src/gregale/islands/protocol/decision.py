@@ -34,9 +34,9 @@ wins, and the others heal from it. "No two members commit different states" hold
 but by such a wait.
 
 Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
-someone saw the one before": a member that comes back alone, or two after a restart of the coordinator, drops what a missing one
-had committed; one that healed counts as a
-witness of what it never took part in; an ask that was given up may have been in a view that its member never saw.
+someone saw the one before": a member that comes back alone, or two after a restart of the coordinator, drops what a
+missing one had committed; one that healed counts as a witness of what it never took part in; an ask that was given up
+may have been in a view that its member never saw.
 """
 
 from collections import Counter

@@ -177,8 +177,9 @@ class World(Clock):
         if view and self.trace is not None:
             self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
         for answer in answers:
-            if answer.refused:
-                raise BrokenError(f"the coordinator refuses {answer.ask.header.identity}: {answer.refused}")
+            node = self.nodes[answer.ask.name]
+            if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
+                raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
             self._answer(answer.ask.header, view if answer.view else None)
         if self.coordinator.pending and not self.polling:
             self.polling = True
