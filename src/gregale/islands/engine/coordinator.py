@@ -91,7 +91,7 @@ class Coordinator:
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
-            raise NoAnswer(f"The coordinator at {self.address} has not answered in time.")
+            raise NoAnswer(f"The lighthouse at {self.address} has not answered in time.")
         return View(view["id"], view["headers"])
 
     def report(self, round: int, stalled: str | None) -> None:
@@ -205,9 +205,8 @@ class Lines:
         peer.close()
 
     def _failure(self, error: Exception) -> Exception:
-        where = f"The coordinator at {self._address}"
         if not isinstance(error, Unsigned | Refused):
-            return CoordinatorUnreachable(f"{where} cannot be reached: {error}")
+            return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
-            return CoordinatorRefuses(f"{where} refuses a request: {error}")
+            return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")
         return NotAdmitted(f"islands.lighthouse: {error}. See that islands.token_file is the same everywhere.")
