@@ -1,6 +1,7 @@
-"""A real lighthouse and real members on loopback: what they get, and what strangers get. `test_membership` has the rules.
+"""A real lighthouse and real members on loopback: what they get, and what strangers get.
 
-The join timeout is 0.6 s and a heartbeat lasts 1.5 s; nothing is asserted that a busy machine breaks.
+`test_membership` has the rules. The join timeout is 0.6 s and a heartbeat lasts 1.5 s; nothing is asserted that a busy
+machine breaks.
 """
 
 from __future__ import annotations
@@ -254,9 +255,8 @@ def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(f
     assert len(captured) >= 2
     for request in captured:
         assert [sent(each.address, request) for each in (other, island)] == [NOTHING, NOTHING]
-        assert b"was here before" in sent(
-            fleet.lighthouse.address, request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-        )
+        again = request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        assert b"was here before" in sent(fleet.lighthouse.address, again)
     fleet.members.pop("a").close()
     fleet.restart()
     fleet.said.clear()
@@ -294,9 +294,7 @@ def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
 def test_addresses_that_do_not_work():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            UserError, match=rf"bind: 127.0.0.1:{port} cannot be listened at \(Address already in use\)"
-        ):
+        with pytest.raises(UserError, match=rf"bind: 127.0.0.1:{port} cannot be listened at \(Address already"):
             serve(f"127.0.0.1:{port}", TOKEN, QUORUM)
     with pytest.raises(UserError, match=r"has to be HOST:PORT"):
         serve("127.0.0.1", TOKEN, QUORUM)
