@@ -17,8 +17,9 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands.engine import listener
+from gregale.islands.engine.client import Peer, PeerUnreachable
 from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer, NotAdmitted, View
-from gregale.islands.engine.lighthouse import Quorum, serve
+from gregale.islands.engine.lighthouse import ALIAS, Quorum, serve
 from gregale.islands.engine.server import Server, call
 from tests.islands.engine.conftest import TOKEN
 
@@ -263,6 +264,9 @@ def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(f
     for request in captured:
         assert sent(fleet.lighthouse.address, request) == NOTHING
     assert not any("is here" in line for line in fleet.said)
+    greeting = Peer(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, PATIENCE_SECONDS)
+    with pytest.raises(PeerUnreachable, match=r"another token"):  # by a name that all lighthouses have
+        greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
     other.close()
     island.close()
 
@@ -284,11 +288,13 @@ def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
     monkeypatch.setattr("gregale.islands.protocol.news.FIRST_ROUND_SECONDS", 0.0)
     fleet.join("a")
     fleet.members["a"].report(4, "b is waited for")
-    fleet.wait_for("No round for")
+    fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
     fleet.members["a"].report(5, None)
     fleet.wait_for("Rounds go on: round 5")
-    lines = [line for line in fleet.said if "ound" in line]
-    assert lines[0].endswith("s: b is waited for; alive, but not asking for a round: a.")
+    fleet.said.clear()
+    fleet.wait_for("No round for")
+    fleet.members["a"].ask({"round": 6}, PATIENCE_SECONDS)
+    fleet.wait_for("Rounds go on: round 6")
 
 
 def test_addresses_that_do_not_work():

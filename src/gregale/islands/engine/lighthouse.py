@@ -107,6 +107,9 @@ class Lighthouse:
         with self._lock:
             self._waiting[ask] = waiting
             self._membership.ask(ask, now)
+            round = header.get("round")
+            if type(round) is int and self._membership.healthy.get(name) == session:
+                self._tell(self._news.note(round, now), self._say)
             self._tick()
         waiting.answered.wait()
         return waiting.reply

@@ -48,14 +48,18 @@ class News:
     def __init__(self, heartbeat_seconds: float):
         self._heartbeat_seconds = heartbeat_seconds
         self._sessions: dict[str, str] = {}
-        self._reports: dict[str, tuple[int, str]] = {}  # of the healthy: round, why the fleet is stalled
+        self._reports: dict[str, str] = {}  # of the healthy: why the fleet is stalled, if it is
         self._missed: set[str] = set()  # gone since the newest round
         self._left: set[str] = set()
         self._progress, self._is_stalled = Progress(0.0), False
 
     def report(self, name: str, round: int, stalled: str, now: float) -> list[str]:
         """An island says which round it has committed, and why it believes that there are no more, if it does."""
-        self._reports[name] = round, stalled
+        self._reports[name] = stalled
+        return self.note(round, now)
+
+    def note(self, round: int, now: float) -> list[str]:
+        """An island has committed this round."""
         began = self._progress.since
         if not self._progress.note(round, now, not self._is_stalled):
             return []
@@ -99,7 +103,7 @@ class News:
         return [f"No round for {now - self._progress.since:.0f} s{known}: {self._reason(asking)}."]
 
     def _reason(self, asking: Collection[str]) -> str:
-        told = Counter(stalled for _, (_, stalled) in sorted(self._reports.items()) if stalled)
+        told = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
         reasons = [reason for reason, _ in told.most_common(1)]
         if self._missed:
             reasons.append(f"silent since the last round: {', '.join(sorted(self._missed))}")
