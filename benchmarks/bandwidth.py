@@ -146,7 +146,7 @@ def islands(folder: Path, network: Network, name: str, changes: Mapping) -> Iter
     config["islands"] = {"start": SITES, "minimum": SITES, "token_file": str(token), **SECONDS}
     path, processes = write(folder / f"{name}.yaml", config), []
     timing = replace(LAN, heartbeat_seconds=SECONDS["heartbeat_seconds"])
-    lighthouse = start_lighthouse(f"{network.coordinator}:0", timing, folder / f"{name}-lighthouse.log")
+    lighthouse = start_lighthouse(f"{network.coordinator}:0", token, timing, folder / f"{name}-lighthouse.log")
     try:
         for number, site in enumerate(network.sites):
             own = f"{name}-{number}"

@@ -147,6 +147,7 @@ class Fleet:
         """Starts the coordinator, at the address that it had."""
         heartbeat, join = str(self.seconds.heartbeat), str(self.seconds.join)
         command = [*GREGALE, "lighthouse", "--bind", self.address, "--heartbeat_seconds", heartbeat]
+        command += ["--token_file", str(self.token)]
         self.lighthouse = self._process([*command, "--join_seconds", join], self.folder / "lighthouse.log", {})
         return self.lighthouse
 

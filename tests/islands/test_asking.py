@@ -10,8 +10,9 @@ from queue import Queue
 import pytest
 
 from gregale.islands.asking import Asking
-from gregale.islands.engine.coordinator import Coordinator, Lighthouse, serve
-from gregale.islands.protocol.headers import View
+from gregale.islands.engine.coordinator import Coordinator
+from gregale.islands.engine.lighthouse import Lighthouse, Quorum, serve
+from gregale.islands.protocol.headers import NO_ROUND, View
 
 TOKEN = b"a token of the fleet"
 PATIENCE = 30.0
@@ -21,7 +22,7 @@ ARRIVES_SECONDS = 0.6  # the coordinator cannot be asked who waits
 @pytest.fixture
 def lighthouse() -> Iterator[Lighthouse]:
     """Answers at two members, or after a long time."""
-    lighthouse = serve("127.0.0.1:0", 2, PATIENCE, PATIENCE, tick_seconds=0.02)
+    lighthouse = serve("127.0.0.1:0", TOKEN, Quorum(minimum=2, join_seconds=PATIENCE, heartbeat_seconds=PATIENCE))
     yield lighthouse
     lighthouse.close()
 
@@ -30,10 +31,11 @@ def lighthouse() -> Iterator[Lighthouse]:
 def member(lighthouse):
     made = []
 
-    def make(name: str) -> tuple[Asking, Queue[View]]:
-        views: Queue[View] = Queue()
-        coordinator = Coordinator(lighthouse.address, name, TOKEN, PATIENCE)
-        asking = Asking(coordinator, PATIENCE, views.put, lambda reason: None, lambda line: None, lambda reason: None)
+    def make(name: str, token: bytes = TOKEN) -> tuple[Asking, Queue[View | str]]:
+        """One that asks; its views, its complaints, and why it ends."""
+        views: Queue[View | str] = Queue()
+        coordinator = Coordinator(lighthouse.address, name, token, PATIENCE)
+        asking = Asking(coordinator, PATIENCE, views.put, lambda reason: None, views.put, views.put)
         asking.start()
         made.append(asking)
         return asking, views
@@ -53,8 +55,38 @@ def test_a_new_header_replaces_the_one_that_waits_for_its_answer(member, header)
     time.sleep(ARRIVES_SECONDS)
     other.ask(header("b", round=5, asked=1))
     view = its_views.get(timeout=PATIENCE)
+    assert isinstance(view, View)
     assert [(each.name, each.round) for each in view.headers] == [("a", 5), ("b", 5)]
     assert its_views.empty(), "the answer to the old header is not handed on"
+
+
+def test_only_the_one_with_another_token_ends(member, header):
+    """Also before anybody has met a peer."""
+    one, views = member("a")
+    one.ask(header("a"))
+    stranger, why = member("b", b"another token here")
+    stranger.ask(header("b"))
+    assert "islands.token_file" in str(why.get(timeout=PATIENCE))
+    other, _ = member("c")
+    other.ask(header("c"))
+    view = views.get(timeout=PATIENCE)
+    assert isinstance(view, View)
+    assert [each.name for each in view.headers] == ["a", "c"]
+
+
+def test_a_header_of_another_version_ends_an_island_without_a_state_only_if_it_has_one(lighthouse, member, header):
+    """Else the other one is as new, and may be the one that is wrong."""
+    newer = Coordinator(lighthouse.address, "newer", TOKEN, PATIENCE)
+    fresh, told = member("a")
+    for state in (NO_ROUND, 7):
+        fresh.ask(header("a", round=NO_ROUND))
+        newer.ask({"round": state, "colour": "blue"}, PATIENCE)
+        line = told.get(timeout=PATIENCE)
+        if state == NO_ROUND:
+            assert line == "newer: a header does not have the fields of this version of Gregale"
+            assert isinstance(told.get(timeout=PATIENCE), View)
+    assert "has another version of Gregale: newer: a header" in str(line)
+    newer.close()
 
 
 def test_no_thread_is_left_in_a_request_when_it_is_closed(header):

@@ -48,6 +48,7 @@ def inputs(tmp_path_factory) -> Path:
 def lighthouse(inputs) -> Iterator[str]:
     """The address of a coordinator."""
     command = ["lighthouse", "--bind", "127.0.0.1:0", "--heartbeat_seconds", "5"]
+    command += ["--token_file", str(inputs / "token")]
     process = subprocess.Popen([sys.executable, "-m", "gregale", *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     yield process.stdout.readline().split("listens at ")[1].split(". ")[0]

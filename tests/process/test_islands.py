@@ -212,7 +212,7 @@ def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_
     seeded = trio.start("seeded", "--seed", "5")
     newer = trio.start("newer", version="999.0")
     lonely = trio.start("lonely", "--islands.lighthouse", "127.0.0.1:9")  # where nobody listens
-    host, port = trio.islands["x"].address.split(":")
+    host, port = trio.islands["x"].address.partition("/")[0].split(":")
     with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
         garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
         codes = [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded, newer)]

@@ -10,10 +10,12 @@ from threading import Condition, Thread, current_thread
 from gregale.islands.engine.coordinator import (
     LAST_REQUEST_SECONDS,
     Coordinator,
+    CoordinatorRefuses,
     CoordinatorUnreachable,
     NoAnswer,
+    NotAdmitted,
 )
-from gregale.islands.protocol.headers import GarbageError, Header, View
+from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, View
 
 
 class Asking:
@@ -24,9 +26,9 @@ class Asking:
     it was before, and behind again after it.
 
     - `seconds`: after which an ask is given up
-    - `complain`: gets a line for each member of a view that cannot be read, once
-    - `refused`: gets the reason if nobody in the first view with others can be read: they have another token or another
-      version, so that this island would begin a fleet of its own beside theirs
+    - `complain`: gets a line for each member of a view that cannot be read, and for a coordinator that refuses; once
+    - `refused`: gets the reason why this island has to end: the coordinator does not admit it, or it has no state yet
+      and one that it cannot read has one, so that it would begin a fleet of its own beside that
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Asking:
     ):
         self._coordinator, self._seconds = coordinator, seconds
         self._seen, self._failed, self._complain, self._refused = seen, failed, complain, refused
-        self._complaints: set[str] = set()  # of the last view
+        self._complaints: set[str] = set()  # of the last answer
         self._has_peers = False
         self._newest: Header | None = None
         self._thread, self._asks = 0, False  # which one asks; whether it waits for an answer
@@ -77,14 +79,16 @@ class Asking:
         while (header := self._next(thread)) is not None:
             try:
                 view = self._coordinator.ask(json.loads(header.to_json()), self._seconds)
+            except NotAdmitted as error:
+                self._refused(str(error))
+                return
             except (CoordinatorUnreachable, NoAnswer) as error:
                 if self._is_answered(thread):
+                    self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})
                     self._failed(str(error))
                 continue
             if self._is_answered(thread):
-                headers, complaints = readable(view.headers)
-                self._tell([*view.complaints, *complaints], len(headers))
-                self._seen(View(view.id, headers))
+                self._answered(header, view.id, view.headers)
 
     def _next(self, thread: int) -> Header | None:
         with self._changed:
@@ -103,25 +107,31 @@ class Asking:
             self._asks = False
             return True
 
-    def _tell(self, complaints: list[str], readable: int) -> None:
-        self._has_peers |= readable > 1
-        if complaints and not self._has_peers:
+    def _answered(self, own: Header, number: int, found: list[dict]) -> None:
+        headers, unreadable = readable(found)
+        self._has_peers |= len(headers) > 1
+        has_state = any(type(value.get("round")) is int and value["round"] > NO_ROUND for _, value in unreadable)
+        if has_state and own.round == NO_ROUND and not self._has_peers:
             self._refused(
-                f"islands: none of the others at the lighthouse {self._coordinator.address} ({len(complaints)}) is of "
-                f"this island's fleet. {complaints[0]} See that the token and Gregale's version are the same."
+                f"islands: the fleet at the lighthouse {self._coordinator.address} has another version of Gregale: "
+                f"{unreadable[0][0]}."
             )
-        for complaint in complaints:
-            if complaint not in self._complaints:
+        self._tell({complaint: complaint for complaint, _ in unreadable})
+        self._seen(View(number, headers))
+
+    def _tell(self, complaints: dict[str, str]) -> None:
+        for kind, complaint in complaints.items():
+            if kind not in self._complaints:
                 self._complain(complaint)
         self._complaints = set(complaints)
 
 
-def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[str]]:
-    """The headers that this version can read, and a line for each other."""
-    headers, complaints = [], []
+def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[tuple[str, dict]]]:
+    """The headers that this version can read, and each other with a line."""
+    headers, unreadable = [], []
     for value in found:
         try:
             headers.append(Header.from_json(json.dumps(value)))
         except GarbageError as error:
-            complaints.append(f"{value.get('name', 'a member')}: {error}")
-    return tuple(headers), complaints
+            unreadable.append((f"{value.get('name')}: {error}", value))
+    return tuple(headers), unreadable

@@ -21,7 +21,7 @@ def dead(peers: Iterable[Peer]) -> frozenset[str]:
 
 
 def _is_refused(address: str) -> bool:
-    host, _, port = address.rpartition(":")
+    host, _, port = address.partition("/")[0].rpartition(":")
     try:
         socket.create_connection((host, int(port)), FIND_SECONDS).close()
     except ConnectionRefusedError:

@@ -1,15 +1,20 @@
-"""`gregale lighthouse`: the coordinator of islands. It knows who is there, and nothing else."""
+"""`gregale lighthouse`: the coordinator of islands. It knows which islands live, and nothing of what they train."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from gregale.islands.engine.coordinator import serve
+from gregale.data.sources.base import expand
+from gregale.errors import UserError
+from gregale.islands.engine.lighthouse import Quorum, serve
 from gregale.islands.protocol.settings import LAN
 from gregale.services.command import Command
 from gregale.services.islands import SECONDS
+from gregale.services.signing import read_token
 from gregale.settings import Settings, whole
 
 
@@ -18,6 +23,9 @@ class LighthouseOptions(Settings):
     """Options of the command."""
 
     bind: str = field(default="127.0.0.1:29510", metadata={"help": "HOST:PORT to listen at; port 0: any that is free"})
+    token_file: str | None = field(
+        default=None, metadata={"help": "file with the fleet's secret, as islands.token_file; readable by you alone"}
+    )
     minimum: int = field(default=1, metadata={"help": "islands below which it answers nobody", "range": whole(1)})
     heartbeat_seconds: float = field(
         default=LAN.heartbeat_seconds,
@@ -30,11 +38,19 @@ class LighthouseOptions(Settings):
 
 
 def main(options: LighthouseOptions) -> int:
-    """Serves until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM."""
+    if options.token_file is None:
+        raise UserError(
+            "token_file is not set: a lighthouse takes requests of its own fleet only, which are signed with a secret. "
+            "Give --token_file and the file that the islands have as islands.token_file. "
+            "`umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
+        )
+    token = read_token(Path(expand(options.token_file)), "token_file")
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    lighthouse = serve(options.bind, options.minimum, options.join_seconds, options.heartbeat_seconds)
+    quorum = Quorum(options.minimum, options.join_seconds, options.heartbeat_seconds)
+    lighthouse = serve(options.bind, token, quorum, say)
     print(
         f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}",
         flush=True,
@@ -43,6 +59,12 @@ def main(options: LighthouseOptions) -> int:
     lighthouse.close()
     print("The lighthouse is closed.", flush=True)
     return 0
+
+
+def say(line: str) -> None:
+    """Print a line; nobody may be there to read it."""
+    with suppress(OSError):
+        print(line, flush=True)
 
 
 COMMAND = Command(main=main, options=LighthouseOptions)

@@ -14,9 +14,9 @@ TOKEN = b"a token of the fleet"
 
 @pytest.fixture(autouse=True)
 def the_extra() -> None:
-    """Skips where torchft has no wheel; everywhere else `make test` has installed it."""
-    if find_spec("torchft") is None:
-        pytest.skip("needs the extra `islands` (torchft has wheels for Linux on x86-64 alone)")
+    """Skip without PyTorch."""
+    if find_spec("torch") is None:
+        pytest.skip("needs the extra `islands`")
 
 
 @pytest.fixture

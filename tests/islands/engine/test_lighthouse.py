@@ -1,55 +1,70 @@
-"""What the real coordinator answers: the table in `coordinator.py`. The simulator's model has to be able to as well.
+"""A real lighthouse and real members on loopback: what they get, and what strangers get.
 
-Times: the join timeout is 0.6 s and a heartbeat lasts 1.5 s; nothing is asserted that a busy machine breaks.
+`test_membership` has the rules. The join timeout is 0.6 s and a heartbeat lasts 1.5 s; nothing is asserted that a busy
+machine breaks.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import suppress
 
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer, View, serve
+from gregale.islands.engine import listener
+from gregale.islands.engine.client import Peer, PeerUnreachable
+from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer, NotAdmitted, View
+from gregale.islands.engine.lighthouse import ALIAS, Quorum, serve
+from gregale.islands.engine.server import Server, call
+from tests.islands.engine.conftest import TOKEN
 
-TOKEN = b"a token of the fleet"
-JOIN_SECONDS, HEARTBEAT_SECONDS = 0.6, 1.5
-ARRIVES_SECONDS = 0.3  # the coordinator cannot be asked who waits
+QUORUM = Quorum(minimum=1, join_seconds=0.6, heartbeat_seconds=1.5)
+NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+PATIENCE_SECONDS = 20.0
 
 
 class Fleet:
     """A coordinator of its own, and members whose requests run in threads."""
 
-    def __init__(self):
-        self.lighthouse = serve("127.0.0.1:0", 1, JOIN_SECONDS, HEARTBEAT_SECONDS, tick_seconds=0.02)
+    def __init__(self, quorum: Quorum = QUORUM):
+        self.quorum, self.said = quorum, []
+        self.lighthouse = serve("127.0.0.1:0", TOKEN, quorum, self.said.append)
         self.members: dict[str, Coordinator] = {}
         self.threads = ThreadPoolExecutor(16)
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str, way: str | None = None) -> None:
         """Members that beat; returns when the coordinator has heard of each."""
         for name in names:
-            self.members[name] = Coordinator(self.lighthouse.address, name, TOKEN, HEARTBEAT_SECONDS)
-        made = time.monotonic()
-        while any(time.monotonic() - self.members[name].last_heard_seconds <= made for name in names):
+            address = way or self.lighthouse.address
+            self.members[name] = Coordinator(address, name, TOKEN, self.quorum.heartbeat_seconds)
+        self.wait_for(*(f"{name} is here" for name in names))
+
+    def wait_for(self, *texts: str) -> None:
+        """Returns when the lighthouse has said all of it."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while missing := [text for text in texts if not any(text in line for line in self.said)]:
+            assert time.monotonic() < until, f"{missing} in {self.said}"
             time.sleep(0.02)
 
-    def ask(self, name: str, x: int = 0, seconds: float = 10.0) -> Future[View]:
+    def ask(self, name: str, x: int = 0, seconds: float = PATIENCE_SECONDS) -> Future[View]:
         return self.threads.submit(self.members[name].ask, {"x": x}, seconds)
 
     def ask_all(self, names: str, x: int = 0) -> list[View]:
         """All ask at nearly the same time."""
         return [asked.result() for asked in [self.ask(name, x) for name in names]]
 
-    def stop(self, name: str) -> None:
-        self.members.pop(name).close()
+    def restart(self) -> None:
+        self.lighthouse.close()
+        self.lighthouse = serve(self.lighthouse.address, TOKEN, self.quorum, self.said.append)
 
     def end(self) -> None:
-        for name in list(self.members):
-            self.stop(name)
+        for member in self.members.values():
+            member.close()
         self.lighthouse.close()
 
 
@@ -64,136 +79,228 @@ def seen(view: View) -> list[tuple[str, int]]:
     return [(header["name"], header["x"]) for header in view.headers]
 
 
+def sent(address: str, content: bytes) -> bytes:
+    """All that comes back for these bytes."""
+    host, _, port = address.partition("/")[0].partition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_SECONDS) as connection:
+        connection.sendall(content)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+class Tap:
+    """Somebody on the way to a server who writes down every request, as an attacker would."""
+
+    def __init__(self, target: str):
+        self.target, self.captured = target.partition("/")[0], []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def requests(self, word: bytes) -> list[bytes]:
+        """What has passed with this word in it."""
+        return [request for request in self.captured if word in request]
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                host, port = self.target.split(":")
+                far = socket.create_connection((host, int(port)))
+                threading.Thread(target=self._copy, args=(near, far, self.captured), daemon=True).start()
+                threading.Thread(target=self._copy, args=(far, near, []), daemon=True).start()
+
+    def _copy(self, origin: socket.socket, target: socket.socket, captured: list[bytes]) -> None:
+        request = b""
+        with suppress(OSError):
+            while content := origin.recv(1 << 16):
+                request = content if content.startswith((b"GET ", b"POST ")) else request + content
+                captured[:] = [each for each in captured if not request.startswith(each)] + [request]
+                target.sendall(content)
+        for connection in (origin, target):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def test_all_get_the_same_view_with_everybodys_header(fleet):
     fleet.join("a", "b", "c")
     first = fleet.ask_all("abc", 1)
     assert first[0] == first[1] == first[2]
     assert seen(first[0]) == [("a", 1), ("b", 1), ("c", 1)]
-    # The id counts members' changes, not answers: the instant tells two views of the same members apart.
     second = fleet.ask_all("abc", 2)
     assert second[0].id == first[0].id
-    assert second[0].instant > first[0].instant
+    assert seen(second[0]) == [("a", 2), ("b", 2), ("c", 2)]
 
 
 def test_a_large_header_arrives(fleet):
     fleet.join("a")
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
-    assert fleet.members["a"].ask(header, 5.0).headers == [{**header, "name": "a"}]
+    assert fleet.members["a"].ask(header, PATIENCE_SECONDS).headers == [{**header, "name": "a"}]
 
 
-def test_one_that_lives_and_does_not_ask_is_waited_for(fleet):
+def test_an_ask_without_an_answer_in_time_is_over_and_in_no_view(fleet):
     fleet.join("a", "b", "c")
-    assert len(fleet.ask_all("abc")[0].headers) == 3
-    begin = time.monotonic()
-    left_out = fleet.ask_all("ab", 2)
-    assert time.monotonic() - begin >= JOIN_SECONDS
-    assert seen(left_out[0]) == [("a", 2), ("b", 2)]
-    # It is in the next view for which its request is there in time; the id counts up each time.
-    waiting = fleet.ask("c", 3)
-    time.sleep(ARRIVES_SECONDS)
-    back = fleet.ask_all("ab", 3)
-    assert seen(back[0]) == [("a", 3), ("b", 3), ("c", 3)]
-    assert waiting.result() == back[0]
-    assert back[0].id == left_out[0].id + 1
-
-
-def test_a_lone_member_is_answered_alone_at_once(fleet):
-    fleet.join("a")
-    alone = fleet.ask("a", 1).result()
-    fleet.join("b")
-    assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
-    newcomer = fleet.ask("b", 3)
-    time.sleep(ARRIVES_SECONDS)
-    both = fleet.ask("a", 3).result()
-    assert seen(both) == [("a", 3), ("b", 3)]
-    assert newcomer.result() == both
-    assert both.id == alone.id + 1
-
-
-def test_half_of_the_living_get_no_answer(fleet):
-    fleet.join("a", "b")
-    fleet.ask_all("ab")
     with pytest.raises(NoAnswer, match=r"has not answered in time"):
-        fleet.ask("a", 1, seconds=2 * JOIN_SECONDS).result()
-    # What was given up is still pending there: the next view has the header that nobody waits with any more.
-    assert seen(fleet.ask("b", 2).result()) == [("a", 1), ("b", 2)]
+        fleet.ask("a", 1, seconds=0.1).result()
+    assert seen(fleet.ask_all("bc", 2)[0]) == [("b", 2), ("c", 2)]
 
 
-def test_of_two_requests_of_a_name_the_newer_counts(fleet):
+def test_one_that_leaves_is_not_waited_for(fleet):
     fleet.join("a", "b")
-    fleet.ask_all("ab")
-    fleet.members["a2"] = Coordinator(fleet.lighthouse.address, "a", TOKEN, HEARTBEAT_SECONDS)
-    older = fleet.ask("a", 1)
-    time.sleep(ARRIVES_SECONDS)
-    newer = fleet.ask("a2", 2)
-    time.sleep(ARRIVES_SECONDS)
-    assert seen(fleet.ask("b", 3).result()) == [("a", 2), ("b", 3)]
-    assert older.result() == newer.result()
+    waiting = fleet.ask("a", 1)
+    fleet.members["b"].close()
+    assert seen(waiting.result()) == [("a", 1)]
+    assert "b has left: 1 island now." in fleet.said
 
 
-def test_the_dead_count_until_their_heartbeat_lapses(fleet):
+def test_a_coordinator_that_starts_again_begins_with_an_id_that_nobody_has_seen(fleet):
     fleet.join("a", "b")
-    fleet.ask_all("ab")
-    begin = time.monotonic()
-    fleet.stop("b")
-    assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
-    assert time.monotonic() - begin > HEARTBEAT_SECONDS / 2
-
-
-def test_a_request_without_heartbeats_lapses(fleet):
-    fleet.join("a", "b")
-    fleet.ask_all("ab")
-    silent = fleet.members["b"]
-    silent.close()
-    waiting = fleet.threads.submit(silent.ask, {"x": 1}, 3 * HEARTBEAT_SECONDS)
-    time.sleep(2 * HEARTBEAT_SECONDS)
-    assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
-    with pytest.raises(NoAnswer):
-        waiting.result()
-
-
-def test_a_coordinator_that_starts_again_counts_from_one(fleet):
-    fleet.join("a", "b", "c")
-    fleet.ask_all("abc")
-    fleet.ask_all("ab")
+    former = fleet.ask_all("ab")[0]
     waiting = fleet.ask("a")
-    time.sleep(ARRIVES_SECONDS)
+    fleet.said.clear()
     fleet.lighthouse.close()
     with pytest.raises(CoordinatorUnreachable, match=r"cannot be reached"):
         waiting.result()
     with pytest.raises(CoordinatorUnreachable, match=fleet.lighthouse.address):
         fleet.members["b"].ask({"x": 0}, 5.0)
-    time.sleep(2 * HEARTBEAT_SECONDS / 5)
-    assert fleet.members["a"].last_heard_seconds > HEARTBEAT_SECONDS / 5  # two heartbeats were not taken
-    fleet.lighthouse = serve(fleet.lighthouse.address, 3, JOIN_SECONDS, HEARTBEAT_SECONDS)
-    views = fleet.ask_all("abc", 5)
-    assert views[0] == views[1] == views[2]
-    assert views[0].id == 1
+    fleet.restart()
+    fleet.wait_for("a is here", "b is here")
+    assert abs(fleet.ask_all("ab", 5)[0].id - former.id) > 1
 
 
-def test_members_without_the_token_are_left_out_and_named(fleet):
+def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_goes_on(fleet):
+    fleet.join("a")
+    twin = Coordinator(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
+    with pytest.raises(NotAdmitted, match=r"islands\.name: .*another island of the fleet has the name 'a'"):
+        twin.ask({"x": 9}, PATIENCE_SECONDS)
+    twin.close()
+    assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
+    assert fleet.said.count("A second island with the name a was refused.") == 1
+
+
+def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fleet):
+    fleet.join("a")
+    killed = fleet.members.pop("a")
+    killed._closed.set()  # beats no more, and says nothing
+    fleet.members["a"] = Coordinator(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
+    assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
+    with pytest.raises(NotAdmitted):  # it was stopped, not dead
+        killed.ask({"x": 1}, PATIENCE_SECONDS)
+
+
+def test_another_token_ends_nobody_but_the_one_that_has_it(fleet):
+    fleet.join("a")
+    stranger = Coordinator(fleet.lighthouse.address, "b", b"another token here", QUORUM.heartbeat_seconds)
+    with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
+        stranger.ask({"x": 9}, PATIENCE_SECONDS)
+    stranger.close()
+    assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
+    [line] = [line for line in fleet.said if "refused" in line]
+    assert "127.0.0.1 was refused: its signature is missing or wrong" in line
+
+
+def test_a_member_that_was_taken_before_does_not_end_when_it_is_refused(fleet):
+    """Somebody on the way could end a fleet else, by answering in the lighthouse's place."""
+    fleet.join("a")
     fleet.lighthouse.close()
-    fleet.lighthouse = serve(
-        "127.0.0.1:0", 4, JOIN_SECONDS, HEARTBEAT_SECONDS
-    )  # nobody is answered before all four ask
-    fleet.join("a", "c", "d")
-    fleet.members["b"] = Coordinator(fleet.lighthouse.address, "b", b"another token here", HEARTBEAT_SECONDS)
-    timeout = timedelta(seconds=10)
-    unsigned = lambda client: client.quorum(replica_id="d", timeout=timeout, data={"x": [1]})  # noqa: E731
-    stranger = fleet.threads.submit(fleet.members["d"]._asking.use, unsigned)
-    view = fleet.ask_all("abc")[0]
-    assert len(stranger.result().participants) == 4
-    assert seen(view) == [("a", 0), ("c", 0)]
-    assert [line.partition(" was left out: ")[::2] for line in view.complaints] == [
-        ("A member that calls itself 'b'", "its header's signature is wrong; does it have another token?"),
-        ("A member that calls itself 'd'", "its header has no signature."),
-    ]
+    fleet.lighthouse = serve(fleet.lighthouse.address, b"another token here", QUORUM)
+    reasons = []
+    for _ in range(3):  # the connection that it had breaks first
+        with pytest.raises(CoordinatorUnreachable) as failed:
+            fleet.ask("a").result()
+        reasons.append(str(failed.value))
+    assert "refuses a request" in reasons[-1]
+    assert "it has another token" in reasons[-1]
+
+
+def test_strangers_neither_read_nor_slow_a_fleet(fleet):
+    """Eight invented members beat and ask, unsigned or wrongly signed, while one of three islands is stopped."""
+    fleet.join("a", "b", "c")
+    fleet.ask_all("abc")
+    stopped = fleet.members.pop("c")
+    stopped._closed.set()
+    answers = []
+    for number in range(8):
+        body = b'{"kind":"beat","name":"ghost%d","session":"s","round":9,"stalled":""}' % number
+        for path in (b"/message", b"/status", b"/", b"/manifest"):
+            answers.append(
+                sent(
+                    fleet.lighthouse.address,
+                    b"POST %s HTTP/1.1\r\nX-Signature: 00\r\nContent-Length: %d\r\n\r\n%s" % (path, len(body), body),
+                )
+            )
+    answers += [sent(fleet.lighthouse.address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")]
+    assert set(answers) == {NOTHING}
+    assert seen(fleet.ask_all("ab", 1)[0]) == [("a", 1), ("b", 1)]
+    assert not any("ghost" in line for line in fleet.said)
+    assert sum("was refused" in line for line in fleet.said) <= listener.LINES_AT_ONCE
+
+
+def test_silent_strangers_do_not_keep_a_fleet_out(fleet):
+    host, port = fleet.lighthouse.address.split(":")
+    held = [socket.create_connection((host, int(port)), 5.0) for _ in range(2 * listener.MOST_STRANGERS)]
+    for each in held[-4:]:
+        each.sendall(b"POST /message HTTP/1.1\r\n")
+    fleet.join("a", "b")
+    assert seen(fleet.ask_all("ab", 1)[0]) == [("a", 1), ("b", 1)]
+    for each in held:
+        each.close()
+
+
+def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(fleet):
+    tap = Tap(fleet.lighthouse.address)
+    fleet.join("a", way=tap.address)
+    fleet.ask("a", 1).result()
+    other = serve("127.0.0.1:0", TOKEN, QUORUM)
+    island = Server("127.0.0.1", TOKEN, lambda message: pytest.fail("it was taken"))
+    captured = tap.requests(b'"ask"') + tap.requests(b'"beat"')
+    assert len(captured) >= 2
+    for request in captured:
+        assert [sent(each.address, request) for each in (other, island)] == [NOTHING, NOTHING]
+        again = request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        assert b"was here before" in sent(fleet.lighthouse.address, again)
+    fleet.members.pop("a").close()
+    fleet.restart()
+    fleet.said.clear()
+    for request in captured:
+        assert sent(fleet.lighthouse.address, request) == NOTHING
+    assert not any("is here" in line for line in fleet.said)
+    greeting = Peer(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, PATIENCE_SECONDS)
+    with pytest.raises(PeerUnreachable, match=r"another token"):  # by a name that all lighthouses have
+        greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
+    other.close()
+    island.close()
+
+
+def test_a_request_to_an_island_is_refused_by_another_one_and_by_the_lighthouse(fleet):
+    taken = []
+    one = Server("127.0.0.1", TOKEN, lambda message: taken.append(message) or {})
+    other = Server("127.0.0.1", TOKEN, lambda message: pytest.fail("it was taken"))
+    tap = Tap(one.address)
+    call(f"{tap.address}/{one.recipient}", TOKEN, {"kind": "due", "round": 5}, PATIENCE_SECONDS)
+    [captured] = tap.requests(b'"due"')
+    assert [sent(address, captured) for address in (other.address, fleet.lighthouse.address)] == [NOTHING, NOTHING]
+    assert taken == [{"kind": "due", "round": 5}]
+    one.close()
+    other.close()
+
+
+def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
+    monkeypatch.setattr("gregale.islands.protocol.news.FIRST_ROUND_SECONDS", 0.0)
+    fleet.join("a")
+    fleet.members["a"].report(4, "b is waited for")
+    fleet.wait_for("s: b is waited for; alive, but not asking for a round: a.")
+    fleet.members["a"].report(5, None)
+    fleet.wait_for("Rounds go on: round 5")
+    fleet.said.clear()
+    fleet.wait_for("No round for")
+    fleet.members["a"].ask({"round": 6}, PATIENCE_SECONDS)
+    fleet.wait_for("Rounds go on: round 6")
 
 
 def test_addresses_that_do_not_work():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"cannot listen at 127.0.0.1:{port}: Address already in use"):
-            serve(f"127.0.0.1:{port}", 1, 1.0, 1.0)
+        with pytest.raises(UserError, match=rf"bind: 127.0.0.1:{port} cannot be listened at \(Address already"):
+            serve(f"127.0.0.1:{port}", TOKEN, QUORUM)
     with pytest.raises(UserError, match=r"has to be HOST:PORT"):
-        serve("127.0.0.1", 1, 1.0, 1.0)
+        serve("127.0.0.1", TOKEN, QUORUM)

@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 from gregale.errors import UserError
+from gregale.islands.engine import listener, state
 from gregale.islands.engine import server as module
-from gregale.islands.engine import state
 from gregale.islands.engine.client import Peer, post
 from gregale.islands.engine.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
 from gregale.islands.engine.signing import digest
 from gregale.services.signing import read_token, sign
 from tests.islands.engine.conftest import TOKEN
+
+UNSIGNED = "its signature is missing or wrong: it has another token, or was meant for another server"
+NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def test_messages_and_status(make_server):
@@ -45,30 +48,33 @@ def test_one_that_refuses_says_why(make_server):
 
 def test_another_token_gets_nothing(make_server):
     server = make_server(on_message=lambda message: pytest.fail("it was taken"))
-    with pytest.raises(PeerUnreachable, match=r"does it have another token"):
+    with pytest.raises(PeerUnreachable, match=r"it has another token"):
         call(server.address, b"another token here", {"kind": "due"}, 5.0)
-    assert server.complaints == [
-        "127.0.0.1 was refused: its signature is missing or wrong: does it have another token?"
-    ]
+    assert server.complaints == [f"127.0.0.1 was refused: {UNSIGNED}"]
 
 
 def test_a_server_without_the_token_is_not_believed(make_server):
     other = make_server(token=b"another token here", on_message=lambda message: {"round": 99})
-    with pytest.raises(PeerUnreachable, match=r"does it have another token"):
+    with pytest.raises(PeerUnreachable, match=r"it has another token"):
         call(other.address, TOKEN, {}, 5.0)
 
 
 def test_nobody_listens(make_server):
     server = make_server()
     server.close()
-    with pytest.raises(PeerUnreachable, match=rf"{server.address} cannot be reached: .*refused"):
+    with pytest.raises(PeerUnreachable, match=rf"{server.host}:{server.port} cannot be reached: .*refused"):
         call(server.address, TOKEN, {}, 5.0)
 
 
 def raw(server: Server, method: str, path: str, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
-    """The status line and the rest of what a server answers to a request of our own making."""
+    """The status line and the rest of what a server answers to a request of our own making, signed for it."""
+    return exchange(server, written(server, method, path, body, moment, nonce, **more))
+
+
+def written(server: Server, method: str, path: str, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
+    """A request as it is on the wire."""
     hashed = digest(body)
-    parts = method, path, "", f"{moment:.3f}", nonce, hashed
+    parts = server.recipient, method, path, "", f"{moment:.3f}", nonce, hashed
     headers = {
         "X-Nonce": nonce,
         "X-Time": f"{moment:.3f}",
@@ -79,9 +85,13 @@ def raw(server: Server, method: str, path: str, body: bytes, moment: float, nonc
         **more,
     }
     text = f"{method} {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), 5.0) as connection:
-        connection.sendall(text.encode() + b"\r\n" + body)
+    return text.encode() + b"\r\n" + body
+
+
+def exchange(server: Server, content: bytes) -> bytes:
+    """All that a server answers to these bytes."""
+    with socket.create_connection((server.host, server.port), 5.0) as connection:
+        connection.sendall(content)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
@@ -92,10 +102,36 @@ def test_what_was_heard_on_the_way_cannot_be_used_again(make_server):
     assert b" 200 " in raw(server, "POST", "/message", b"{}", now, "n1")
     assert b"was here before" in raw(server, "POST", "/message", b"{}", now, "n1")
     assert b"clock is 1000 s away" in raw(server, "POST", "/message", b"{}", now - 1000, "n2")
-    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n3", **{"X-Nonce": "n4"})
-    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n5", **{"X-Body": digest(b"[]")})
-    assert b"missing or wrong" in raw(server, "POST", "/message", b"{}", now, "n6", Range="bytes=0-1")
+    assert raw(server, "POST", "/message", b"{}", now, "n3", **{"X-Nonce": "n4"}) == NOTHING
+    assert raw(server, "POST", "/message", b"{}", now, "n5", **{"X-Body": digest(b"[]")}) == NOTHING
+    assert raw(server, "POST", "/message", b"{}", now, "n6", Range="bytes=0-1") == NOTHING
     assert len(taken) == 1
+
+
+def test_what_was_sent_to_one_island_is_refused_by_every_other(make_server):
+    """Also by the same one after a restart at the same address."""
+    taken = []
+    one = make_server(on_message=lambda message: taken.append(message) or {})
+    other = make_server(on_message=lambda message: pytest.fail("it was taken"))
+    captured = written(one, "POST", "/message", b"{}", time.time(), "n1")
+    assert exchange(other, captured) == NOTHING
+    assert other.complaints == [f"127.0.0.1 was refused: {UNSIGNED}"]
+    assert b" 200 " in exchange(one, captured), "it was right for the one that it was sent to"
+    one.close()
+    again = Server(f"{one.host}:{one.port}", TOKEN, lambda message: pytest.fail("it was taken"))
+    assert exchange(again, captured) == NOTHING
+    again.close()
+
+
+def test_a_peer_of_before_its_restart_is_not_taken_for_that_of_after(make_server):
+    one = make_server()
+    former = one.address
+    one.close()
+    again = Server(f"{one.host}:{one.port}", TOKEN, dict)
+    with pytest.raises(PeerUnreachable, match=r"started again"):
+        call(former, TOKEN, {}, 5.0)
+    assert call(again.address, TOKEN, {}, 5.0) == {}
+    again.close()
 
 
 def test_a_body_that_is_too_large_or_another_is_refused(make_server):
@@ -105,24 +141,29 @@ def test_a_body_that_is_too_large_or_another_is_refused(make_server):
     for nonce, length in lengths.items():
         assert b"at most 1048576" in raw(server, "POST", "/message", b"{}", now, nonce, **{"Content-Length": length})
     assert b"not the one that was signed" in raw(
-        server, "POST", "/message", b"{}x", now, "n4", **{"X-Body": digest(b"{}"), "X-Signature": forged(now)}
+        server, "POST", "/message", b"{}x", now, "n4", **{"X-Body": digest(b"{}"), "X-Signature": forged(server, now)}
     )
     assert b"a message is a JSON object" in raw(server, "POST", "/message", b"[1]", now, "n5")
 
 
-def forged(now: float) -> str:
-    parts = "POST", "/message", "", f"{now:.3f}", "n4", digest(b"{}")
+def forged(server: Server, now: float) -> str:
+    parts = server.recipient, "POST", "/message", "", f"{now:.3f}", "n4", digest(b"{}")
     return sign(TOKEN, *(part.encode() for part in parts))
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\x00\xff" * 500 + b"\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200],
+    [
+        b"\x00\xff" * 500 + b"\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"A" * 100_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200,
+        b"GET / HTTP/1.1\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 10,  # fewer headers, too large together
+    ],
 )
 def test_garbage_is_refused_in_one_line(make_server, garbage):
     server = make_server()
-    host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), 5.0) as connection:
+    with socket.create_connection((server.host, server.port), 5.0) as connection:
         connection.sendall(garbage)
         with suppress(ConnectionResetError):  # it may close before it has read everything
             assert connection.recv(100) == b""
@@ -132,12 +173,11 @@ def test_garbage_is_refused_in_one_line(make_server, garbage):
 
 
 def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.4)
     server = make_server()
-    host, port = server.address.split(":")
     with (
-        socket.create_connection((host, int(port)), 5.0) as silent,
-        socket.create_connection((host, int(port))) as slow,
+        socket.create_connection((server.host, server.port), 5.0) as silent,
+        socket.create_connection((server.host, server.port)) as slow,
     ):
         for _ in range(100):
             try:
@@ -153,27 +193,42 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
 
 def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
     """The copy of an inner optimizer comes at the end of a step."""
+    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.6)
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.6)
     answered = threading.Event()
     server = make_server(on_message=lambda message: {"late": not answered.wait(1.8)})
     assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 
-def test_connections_are_bounded(make_server, monkeypatch):
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
+def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 3)
     server = make_server()
-    host, port = server.address.split(":")
-    held = [socket.create_connection((host, int(port)), 5.0) for _ in range(3)]
-    time.sleep(0.1)
-    with pytest.raises(PeerUnreachable):
-        call(server.address, TOKEN, {}, 5.0)
-    assert "there are 3 connections" in server.complaints[0]
+    known = Peer(server.address, TOKEN, 5.0)
+    known.request("GET", "/status")
+    held = [socket.create_connection((server.host, server.port), 5.0) for _ in range(4)]
+    assert held[0].recv(1) == b"", "the oldest makes place for the newest"
+    threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+    assert len(threads) <= 3 + 1 + 1
+    assert known.request("GET", "/status") == {}
+    assert call(server.address, TOKEN, {}, 5.0) == {}
+    assert "3 connections have brought no request" in server.complaints[0]
+    known.close()
     for connection in held:
         connection.close()
-    until = time.monotonic() + 20
-    while server._http._deadlines and time.monotonic() < until:
-        time.sleep(0.01)
-    assert call(server.address, TOKEN, {}, 5.0) == {}
+
+
+def test_of_strangers_those_of_the_address_that_has_the_most_make_place(make_server, monkeypatch):
+    monkeypatch.setattr(listener, "MOST_STRANGERS", 3)
+    server = make_server()
+    with socket.create_connection((server.host, server.port), 5.0, ("127.0.0.2", 0)) as lonely:
+        held = [socket.create_connection((server.host, server.port), 5.0) for _ in range(6)]
+        assert held[3].recv(1) == b""
+        lonely.sendall(b"POST")
+        lonely.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            lonely.recv(1)
+        for connection in held:
+            connection.close()
 
 
 class Far:
@@ -251,7 +306,7 @@ def test_values_for_a_group_are_bounded(make_server):
 def test_an_address_that_is_taken(make_server):
     server = make_server()
     with pytest.raises(UserError, match=r"islands.bind: .* cannot be listened at \(Address already in use\)"):
-        Server(server.address, TOKEN, dict)
+        Server(f"{server.host}:{server.port}", TOKEN, dict)
 
 
 def test_token_files(tmp_path):

@@ -172,12 +172,6 @@ def test_another_configuration_or_version_is_refused(header):
     assert meaning(*headers).current == {"a/s", "b/s"}
 
 
-def test_a_name_is_taken_once(header):
-    second = fresh(header, "a", voters=0)
-    twin = type(second)(name="a", session="t", asked=1, agreement="x", version="1", hosts=())
-    assert list(meaning(header("a"), twin).refused) == ["a/t"]
-
-
 def test_members_that_do_not_reach_each_other_are_left_out_after_two_failures(header):
     first = [header("a", failures=1, unreachable=("c",)), header("b"), header("c", failures=1, unreachable=("a", "b"))]
     assert isinstance(plan := meaning(*first).plan, Form)

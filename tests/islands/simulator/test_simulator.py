@@ -7,7 +7,6 @@ import pytest
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
 from gregale.islands.simulator.__main__ import main
-from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError
 from gregale.islands.simulator.schedules import run
 
@@ -69,23 +68,3 @@ def test_a_schedule_depends_on_its_number_alone(capsys):
     assert one == other
     assert main(17) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == one
-
-
-def test_the_coordinator_answers_when_the_last_quorum_is_there(header):
-    coordinator = Coordinator(join_seconds=1.0)
-    a, b, c = header("a"), header("b"), header("c")
-    everyone = {each.identity for each in (a, b, c)}
-    coordinator.ask(a, 0.0)
-    coordinator.ask(b, 0.1)
-    assert coordinator.view(everyone, 0.9) is None  # waits for c
-    first = coordinator.view(everyone, 1.0)
-    assert first
-    assert (first.id, first.headers) == (1, (a, b))
-    coordinator.ask(b, 2.0)
-    coordinator.ask(a, 2.0)
-    again = coordinator.view(everyone, 2.0)  # both of the last view: at once, with the same id
-    assert again
-    assert again.id == 1
-    coordinator.ask(c, 9.0)
-    assert coordinator.view(everyone, 99.0) is None  # one of three
-    assert coordinator.view({c.identity}, 99.0) == m.View(2, (c,))

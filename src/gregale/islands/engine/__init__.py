@@ -1,1 +1,1 @@
-"""The real engine of islands: coordinator, groups, servers. Only here are torch and torchft imported, and late."""
+"""The real engine of islands: coordinator, groups, servers. Only here is PyTorch imported, and late."""

@@ -18,6 +18,10 @@ class PeerUnreachable(Exception):
     """A peer did not answer, or not in time; or answered without the token's signature."""
 
 
+class Unsigned(PeerUnreachable):
+    """Somebody answered without the token's signature: it has another token, or is not who was asked."""
+
+
 class Refused(Exception):
     """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
 
@@ -25,18 +29,27 @@ class Refused(Exception):
 class Peer:
     """A connection to a peer's server, for one request after the other. Use it in one thread, and close it.
 
-    `timeout_seconds`: for connecting, and for each wait for bytes.
+    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; the recipient is signed
+    - `timeout_seconds`: for connecting, and for each wait for bytes
     """
 
     def __init__(self, address: str, token: bytes, timeout_seconds: float):
-        self.address, self._token = address, token
-        self._connection = HTTPConnection(address, timeout=timeout_seconds)
+        self.address, _, self._recipient = address.partition("/")
+        self._token = token
+        self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
 
     def request(
-        self, method: str, path: str, body: bytes = b"", largest_reply_bytes: int = LARGEST_REPLY_BYTES
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        largest_reply_bytes: int = LARGEST_REPLY_BYTES,
+        wait_seconds: float | None = None,
     ) -> dict:
-        """The JSON object of a signed reply. Raises PeerUnreachable or Refused."""
+        """The JSON object of a signed reply, which may take `wait_seconds`. Raises PeerUnreachable or Refused."""
         try:
+            if wait_seconds is not None:
+                self._wait(wait_seconds)
             response, nonce = self._send(method, path, body, "")
             length = int(response.headers.get("Content-Length") or 0)
             if length > largest_reply_bytes:
@@ -49,7 +62,9 @@ class Peer:
             raise self._unreachable(error) from None
         signature = response.headers.get("X-Signature", "")
         if not is_signed(self._token, signature, b"reply", nonce.encode(), str(response.status).encode(), content):
-            raise PeerUnreachable(f"{self.address} answers without this fleet's signature: does it have another token?")
+            raise Unsigned(
+                f"{self.address} answers without this fleet's signature: it has another token, or started again"
+            )
         reply = json.loads(content)
         if response.status != 200:
             raise Refused(f"{self.address} refuses: {reply.get('refused', response.status)}")
@@ -82,9 +97,15 @@ class Peer:
     def close(self) -> None:
         self._connection.close()
 
+    def _wait(self, seconds: float) -> None:
+        if self._connection.sock is None:
+            self._connection.connect()
+        self._connection.sock.settimeout(seconds)
+
     def _send(self, method: str, path: str, body: bytes, span: str) -> tuple[HTTPResponse, str]:
         nonce, moment, hashed = secrets.token_hex(16), f"{time.time():.3f}", digest(body)
-        signature = sign(self._token, *(part.encode() for part in (method, path, span, moment, nonce, hashed)))
+        parts = self._recipient, method, path, span, moment, nonce, hashed
+        signature = sign(self._token, *(part.encode() for part in parts))
         headers = {"X-Nonce": nonce, "X-Time": moment, "X-Body": hashed, "X-Signature": signature}
         self._connection.request(method, path, body or None, headers | ({"Range": span} if span else {}))
         return self._connection.getresponse(), nonce

@@ -1,152 +1,102 @@
-"""The coordinator: who is there, and one answer for all of them. It is torchft's Lighthouse, run and asked from here.
+"""A member's line to the coordinator, which `lighthouse` runs: signed questions and heartbeats over kept connections.
 
-    lighthouse = serve("127.0.0.1:29510", minimum=1, join_timeout_seconds=2.0, heartbeat_seconds=5.0)
-    coordinator = Coordinator(lighthouse.address, "oslo", token, heartbeat_seconds=5.0)
-    view = coordinator.ask({"session": "9f31", "round": 4}, timeout_seconds=30.0)
-    view.id, view.instant, view.headers, view.complaints
+    coordinator = Coordinator("10.8.0.1:29510", "oslo", token, heartbeat_seconds=5.0)
+    view = coordinator.ask({"round": 4}, timeout_seconds=30.0)
+    view.id, view.headers
+    coordinator.report(round=4, stalled=None)     # goes with the next heartbeat
     coordinator.close()
-    lighthouse.close()
 
-What torchft 0.2.0's Lighthouse answers, found by experiment (tests/islands/engine/test_lighthouse.py). It keeps one
-pending request for each name: its data, and since when. Healthy is a name of which a heartbeat or a request has come
-within `heartbeat_seconds`. Candidates are the pending that are healthy. At each tick and at each request:
-
-- fast: if all members of the last view are candidates, all candidates are answered, newcomers too.
-- else: if there are `minimum` candidates, more than half of the healthy, and either all healthy are candidates or the
-  oldest candidate has waited for `join_timeout_seconds`, then all candidates are answered.
-
-| what happens | what it does |
-|---|---|
-| `data`, nested, 100 kB | arrives; the answer is the same for all that are in it, `created` to the nanosecond too |
-| an answer | clears all pending requests; its id is one higher only if the set of names is another than in the last |
-| a lone last member asks again | is answered at once, alone, however many others live but are not asking just then |
-| a living member does not ask | the others are answered after `join_timeout_seconds`, if they are more than half |
-| a client gives up waiting | its request stays pending, and enters the next view with the header it had; nobody tells the client. Its age counts: the next view may form at once, without others that live |
-| the same name asks twice | the newer header replaces the older, both get the same answer; right after an answer the second waits for the next one |
-| no heartbeats while waiting | the request counts as one; after `heartbeat_seconds` the member is out, and its request is never answered |
-| a member is killed | it counts as healthy for `heartbeat_seconds`: survivors are answered after `join_timeout_seconds` if they are more than half, else when it lapses |
-| the Lighthouse starts again | pending requests end in an error; ids from 1; the first to ask may be answered alone at once |
-| the address is wrong | a client cannot be made: an error after the time to connect |
-"""  # noqa: E501
+`protocol.membership` says when a view comes, and who is in it.
+"""
 
 from __future__ import annotations
 
-import json
+import itertools
+import secrets
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from collections import deque
+from contextlib import suppress
+from typing import NamedTuple
 
-from gregale.errors import UserError
-from gregale.islands.engine.extra import load_coordination
+from gregale.islands.engine.client import Peer, PeerUnreachable, Refused, Unsigned
+from gregale.islands.engine.lighthouse import ALIAS, LONGEST_REASON
+from gregale.islands.engine.server import GREETING
 from gregale.islands.engine.signing import canonical
-from gregale.services.signing import is_signed, sign
+from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
+from gregale.islands.protocol.news import NO_ROUND
 
 CONNECT_SECONDS = 2.0
-BEATS_PER_TIMEOUT = 5
+WAY_SECONDS = 2.0  # for an answer's way, beyond the time that others are waited for
+KEPT_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS: it closes an idle connection
+MOST_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # that is waited for a request at the end
-T = TypeVar("T")
+LARGEST_VIEW_BYTES = 64 << 20
 
 
 class CoordinatorUnreachable(Exception):
     """Nobody listens at the coordinator's address, or the connection broke; asking again makes a new connection."""
 
 
+class CoordinatorRefuses(CoordinatorUnreachable):
+    """The coordinator took this member's requests before, and refuses one now; it may take them again."""
+
+
+class NotAdmitted(Exception):
+    """The coordinator does not take this member: another token, a wrong clock, or a name that another island has."""
+
+
 class NoAnswer(Exception):
-    """The coordinator has not answered within the time: others were waited for, or it is cut off without a word."""
+    """The coordinator has not answered within the time: others were waited for."""
 
 
 class View(NamedTuple):
     """What the coordinator answered: the same for all that are in it.
 
-    - `id`: counts up when the *membership* changes, not with each answer; from 1 again after a restart
-    - `instant`: nanoseconds of the coordinator's clock when it answered: with `id` it names one answer
-    - `headers`: of all members with a good signature, sorted by `name`
-    - `complaints`: one line for each member that was left out, and why
+    - `id`: counts up when the *membership* changes, not with each answer; another number after a restart
+    - `headers`: of all members, sorted by `name`
     """
 
     id: int
-    instant: int
     headers: list[dict]
-    complaints: list[str]
-
-
-class Lighthouse:
-    """A running coordinator. `address` is `host:port` for `Coordinator`."""
-
-    def __init__(self, server: Any, host: str):
-        self._server = server
-        self.address = f"{host}:{server.address().rpartition(':')[2]}"
-
-    def close(self) -> None:
-        """Stops it. Its connections end when the server is freed: `shutdown` alone leaves them answering."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server = None
-
-
-def serve(
-    bind: str,
-    minimum: int,
-    join_timeout_seconds: float,
-    heartbeat_seconds: float,
-    tick_seconds: float = 0.05,
-) -> Lighthouse:
-    """Starts a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
-
-    - `minimum`: fewer members get no answer
-    - `join_timeout_seconds`: how long the first to ask waits for those that are alive and have not asked
-    - `heartbeat_seconds`: a member that has not been heard of for so long is out
-
-    Raises UserError where the address cannot be had, and without the extra `islands`.
-    """
-    host, colon, port = bind.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 2**16):
-        raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
-    try:
-        server = load_coordination().LighthouseServer(
-            bind=bind,
-            min_replicas=minimum,
-            join_timeout_ms=round(1000 * join_timeout_seconds),
-            quorum_tick_ms=round(1000 * tick_seconds),
-            heartbeat_timeout_ms=round(1000 * heartbeat_seconds),
-        )
-    except RuntimeError as error:
-        raise UserError(f"The coordinator cannot listen at {bind}: {first_line(error)}.") from None
-    return Lighthouse(server, host)
 
 
 class Coordinator:
     """A member's line to the coordinator: beats in a thread from the start until `close`, reconnects on its own.
 
-    `name` is the member's, one per fleet: a process that starts again takes its place at once.
+    - `name`: the member's, one per fleet
+    - `session`: of this process; by default a new one
     """
 
-    def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float):
-        self.address, self.name, self._token = address, name, token
-        self._coordination = load_coordination()
-        self._asking = Line(self._coordination, address)
-        self._beating = Line(self._coordination, address)
+    def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float, session: str | None = None):
+        self.address, self.name = address, name
+        self._session = session or secrets.token_hex(8)
+        self._lines = Lines(address, token)
         self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
+        self._numbers = itertools.count()
+        self._status = {"round": NO_ROUND, "stalled": ""}
         self._heard = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gregale-heartbeat", daemon=True)
         self._thread.start()
 
     def ask(self, header: dict, timeout_seconds: float) -> View:
-        """Sends this member's header (JSON; `name` is added) and waits for the view.
+        """Send this member's header (JSON; `name` is added) and wait for the view.
 
-        Raises CoordinatorUnreachable or NoAnswer; both may be tried again. A request that got NoAnswer stays pending
-        at the coordinator: the next view may have this member's old header (see the table above).
+        Raises CoordinatorUnreachable or NoAnswer, both of which may be tried again, and NotAdmitted. A newer question
+        of this member ends an older one with NoAnswer.
         """
-        text = canonical({**header, "name": self.name})
-        data = {"header": text.decode(), "signature": sign(self._token, b"header", text)}
-        timeout = timedelta(seconds=timeout_seconds)
-        answer = self._asking.use(lambda client: client.quorum(replica_id=self.name, timeout=timeout, data=data))
-        self._heard = time.monotonic()
-        return read_view(answer, self._token)
+        question = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
+        reply = self._send("ask", question, timeout_seconds + WAY_SECONDS)
+        if refused := reply.get("refused"):
+            raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
+        if (view := reply.get("view")) is None:
+            raise NoAnswer(f"The lighthouse at {self.address} has not answered in time.")
+        return View(view["id"], view["headers"])
+
+    def report(self, round: int, stalled: str | None) -> None:
+        """Tell the coordinator, with the next heartbeats, which round is committed, and why no other one follows."""
+        self._status = {"round": round, "stalled": (stalled or "")[:LONGEST_REASON]}
 
     @property
     def last_heard_seconds(self) -> float:
@@ -154,75 +104,109 @@ class Coordinator:
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """Stops beating: the others see this member go after `heartbeat_seconds`.
-
-        Waits for a request that is under way: a thread that comes back from torchft's own code while Python ends would
-        abort the process.
-        """
+        """Stop beating, and say so: the others do not wait for this member. Waits for a request that is under way."""
+        if self._closed.is_set():
+            return
         self._closed.set()
         self._thread.join(LAST_REQUEST_SECONDS)
+        if self._lines.has_met:
+            self._say("leave", {})
+        self._lines.close()
 
     def _beat(self) -> None:
-        timeout = timedelta(seconds=max(self._interval_seconds, 0.5))
         while not self._closed.wait(self._interval_seconds):
-            try:
-                self._beating.use(lambda client: client.heartbeat(self.name, timeout))
-                self._heard = time.monotonic()
-            except (CoordinatorUnreachable, NoAnswer):
-                continue  # `last_heard_seconds` tells
+            self._say("beat", self._status)
 
-
-class Line:
-    """A connection to the coordinator that is made when it is used, and anew after any error."""
-
-    def __init__(self, coordination: ModuleType, address: str):
-        self._coordination, self._address = coordination, address
-        self._client: Any = None
-
-    def use(self, request: Callable[[Any], T]) -> T:
-        """The request's answer. Raises CoordinatorUnreachable or NoAnswer."""
-        client, self._client = self._client, None
+    def _say(self, kind: str, content: dict) -> None:
         try:
-            if client is None:
-                connect = timedelta(seconds=CONNECT_SECONDS)
-                client = self._coordination.LighthouseClient(f"http://{self._address}", connect)
-            answer = request(client)
-        except TimeoutError:
-            raise NoAnswer(f"The coordinator at {self._address} has not answered in time.") from None
-        except (RuntimeError, ValueError) as error:
-            reason = first_line(error)
-            raise CoordinatorUnreachable(f"The coordinator at {self._address} cannot be reached: {reason}") from None
-        self._client = client
-        return answer
+            self._send(kind, content, CONNECT_SECONDS)
+        except (CoordinatorUnreachable, NotAdmitted):
+            return  # `last_heard_seconds` tells, and the next question raises
+
+    def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
+        message = {"kind": kind, "name": self.name, "session": self._session, **content}
+        reply = self._lines.request(message, wait_seconds)
+        self._heard = time.monotonic()
+        return reply
 
 
-def read_view(answer: Any, token: bytes) -> View:
-    """What an answer says, without the members that do not know the token."""
-    headers, complaints = [], []
-    for member in answer.participants:
-        found = read_header(member, token)
-        if isinstance(found, str):
-            complaints.append(found)
-        else:
-            headers.append(found)
-    instant = answer.created.seconds * 10**9 + answer.created.nanos
-    return View(int(answer.quorum_id), instant, sorted(headers, key=lambda header: header["name"]), complaints)
+class Lines:
+    """Connections to the coordinator, for several threads. Each takes the one that has rested the longest, so that
+    heartbeats keep all of them open: an open one does not compete with strangers for a place.
 
+    - `has_met`: whether the coordinator has ever answered
+    """
 
-def read_header(member: Any, token: bytes) -> dict | str:
-    """A member's header, or why it does not count."""
-    data = member.data if isinstance(member.data, dict) else {}
-    text, signature = data.get("header"), data.get("signature")
-    who = f"A member that calls itself {member.replica_id[:80]!r} was left out: "
-    if not (isinstance(text, str) and isinstance(signature, str)):
-        return who + "its header has no signature."
-    if not is_signed(token, signature, b"header", text.encode()):
-        return who + "its header's signature is wrong; does it have another token?"
-    header = json.loads(text)
-    if header.get("name") != member.replica_id:
-        return who + f"its header is that of {header.get('name')!r}."
-    return header
+    def __init__(self, address: str, token: bytes):
+        self.has_met = False
+        self._address, self._token = address, token
+        self._recipient: str | None = None  # the server's name, since its last start
+        self._kept: deque[tuple[float, Peer]] = deque()
+        self._lock = threading.Lock()
 
+    def request(self, message: dict, wait_seconds: float) -> dict:
+        """The coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
+        body = canonical(message)
+        try:
+            if self._recipient is not None:
+                with suppress(Unsigned):  # it has started again since, and has another name
+                    return self._exchange(body, wait_seconds)
+                self._recipient = None
+            return self._exchange(body, wait_seconds)
+        except (PeerUnreachable, Refused) as error:
+            self._recipient = None
+            raise self._failure(error) from None
 
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    def _exchange(self, body: bytes, wait_seconds: float) -> dict:
+        peer = self._take()
+        try:
+            reply = peer.request("POST", "/message", body, LARGEST_VIEW_BYTES, wait_seconds)
+        except (PeerUnreachable, Refused):
+            peer.close()
+            raise
+        self._keep(peer)
+        return reply
+
+    def close(self) -> None:
+        """End the connections that no request uses."""
+        with self._lock:
+            kept, self._kept = self._kept, deque()
+        for _, peer in kept:
+            peer.close()
+
+    def _take(self) -> Peer:
+        recipient = self._recipient
+        if recipient is None:
+            self.close()
+            recipient = self._recipient = self._greet()
+        with self._lock:
+            while self._kept:
+                used, peer = self._kept.popleft()
+                if time.monotonic() - used < KEPT_SECONDS:
+                    return peer
+                peer.close()
+        return Peer(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
+
+    def _greet(self) -> str:
+        """The server's name since it started, which nobody can know before."""
+        peer = Peer(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
+        try:
+            recipient = str(peer.request("GET", GREETING).get("recipient"))
+        finally:
+            peer.close()
+        self.has_met = True
+        return recipient
+
+    def _keep(self, peer: Peer) -> None:
+        with self._lock:
+            if len(self._kept) < MOST_KEPT:
+                self._kept.append((time.monotonic(), peer))
+                return
+        peer.close()
+
+    def _failure(self, error: Exception) -> Exception:
+        if not isinstance(error, Unsigned | Refused):
+            return CoordinatorUnreachable(f"The lighthouse at {error}")
+        if self.has_met:
+            return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")
+        return NotAdmitted(f"islands.lighthouse: {error}. See that islands.token_file is the same everywhere.")

@@ -2,7 +2,7 @@
 
     server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
     server.publish(Snapshot(generation=0, round=4, leaves={"wte|0": Leaf(array, version=3)}, facts={"data": ...}))
-    server.address                              # "127.0.0.1:41230"
+    server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
     call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns what the peer's on_message returned
     ask_status(peer, token, timeout_seconds=2.0)
     server.close()
@@ -10,25 +10,29 @@
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
 and `ask_status` are in `client.py`, `Snapshot` and `Leaf` in `state.py`.
 
-Who has no token gets nothing done: a request is signed over method, path, range, time, a nonce that is taken once, and
-the hash of its body; that is checked before the body is read. A connection that has not brought a whole, signed request
-within `PATIENCE_SECONDS` is closed. Replies are signed over the request's nonce, or are pieces whose hashes stand in a
-signed manifest. Nothing is encrypted.
+A request without the token's signature gets an empty refusal: a request is signed over its recipient, method, path,
+range, time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
+recipient is the last part of `address`, a word that every server draws when it starts. So no other server takes a
+request that was captured on its way, and the same one does not take it twice, nor after a restart at the same port. A
+connection that has not brought a whole, signed request within `PATIENCE_SECONDS` is closed (`listener`). Replies are
+signed over the request's nonce, or are pieces whose hashes stand in a signed manifest. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import json
-import socket
-import sys
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase
+from typing import Any, cast
 
 from gregale.errors import UserError
 from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
+from gregale.islands.engine.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.signing import canonical, digest
 from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of
@@ -36,12 +40,10 @@ from gregale.services.signing import is_signed, sign
 
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 
-PATIENCE_SECONDS = 10.0
 SEND_BYTES = 256 << 10
 LARGEST_BODY_BYTES = 1 << 20
-MOST_CONNECTIONS = 128
-CLOCKS_APART_SECONDS = 300.0
-COMPLAINTS_PER_SECOND = 2.0
+LARGEST_HEAD_BYTES = 8 << 10
+GREETING = "/status"
 
 
 class Server:
@@ -50,7 +52,9 @@ class Server:
     - `on_message`: called in a thread of the server with a peer's JSON object; what it returns is the reply; may raise
       Refused
     - `status`: called for GET /status
-    - `complain`: gets one line for each refused request (at most a few a second)
+    - `complain`: gets a line for a refused request (at most a few a minute)
+    - `key`: of the setting that `bind` is
+    - `alias`: a recipient that clients know before they know the address: GET /status is taken for it too
 
     Raises UserError where the address cannot be had.
     """
@@ -59,30 +63,31 @@ class Server:
         self,
         bind: str,
         token: bytes,
-        on_message: Callable[[dict], dict],
+        on_message: Callable[[dict], dict | bytes],
         status: Callable[[], dict] = dict,
         complain: Callable[[str], None] = lambda line: None,
+        key: str = "islands.bind",
+        alias: str | None = None,
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
         self.shelf, self.mailbox = Shelf(), Mailbox()
-        self.nonces = Nonces()
-        self._complain, self._complained = complain, 0.0
+        self.nonces, self.complain = Nonces(), Rationed(complain)
+        self.recipient, self.alias = secrets.token_hex(8), alias
         try:
-            self._http = Listener((self.host, int(port or 0)), self)
+            self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
         except OSError as error:
-            raise UserError(f"islands.bind: {bind} cannot be listened at ({error.strerror}).") from None
-        self.address = f"{self.host}:{self._http.server_address[1]}"
+            raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
+        self.port = self._http.server_address[1]
+        self.address = f"{self.host}:{self.port}/{self.recipient}"
         threading.Thread(target=self._http.serve_forever, args=(0.2,), name="gregale-server", daemon=True).start()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the state that is served. A joiner that has begun with the former one may finish it."""
         self.shelf.publish(snapshot)
 
-    def complain(self, line: str) -> None:
-        if time.monotonic() - self._complained >= 1 / COMPLAINTS_PER_SECOND:
-            self._complained = time.monotonic()
-            self._complain(line)
+    def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
+        return Handler(request, client_address, listener, self)
 
     def close(self) -> None:
         """Stops listening, and ends the connections that there are."""
@@ -91,89 +96,19 @@ class Server:
         self._http.end_all()
 
 
-class Nonces:
-    """Each nonce is taken once, within the time that clocks may be apart."""
+class Head:
+    """The lines of a request's headers, which the standard library bounds by 100 times 64 KiB only."""
 
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._taken: dict[str, float] = {}
+    def __init__(self, stream: BufferedIOBase):
+        self._stream, self._left = stream, LARGEST_HEAD_BYTES
 
-    def take(self, nonce: str) -> bool:
-        now = time.monotonic()
-        with self._lock:
-            while self._taken and now - next(iter(self._taken.values())) > 2 * CLOCKS_APART_SECONDS:
-                del self._taken[next(iter(self._taken))]
-            if nonce in self._taken:
-                return False
-            self._taken[nonce] = now
-            return True
-
-
-class Listener(ThreadingHTTPServer):
-    """Threads for a bounded number of connections, each of which is closed when it says nothing of use in time."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64
-
-    def __init__(self, address: tuple[str, int], owner: Server):
-        self.owner = owner
-        self._lock = threading.Lock()
-        self._deadlines: dict[Any, float] = {}
-        super().__init__(address, Handler)
-
-    def server_bind(self) -> None:
-        # The parent's looks up the host's name, which takes seconds where no name server answers.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_port = self.server_address[1]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            is_full = len(self._deadlines) >= MOST_CONNECTIONS
-            if not is_full:
-                self._deadlines[request] = time.monotonic() + PATIENCE_SECONDS
-        if is_full:
-            self.owner.complain(f"{client_address[0]} was refused: there are {MOST_CONNECTIONS} connections")
-            super().shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def set_deadline(self, request: Any, seconds: float) -> None:
-        with self._lock:
-            if request in self._deadlines:
-                self._deadlines[request] = time.monotonic() + seconds
-
-    def service_actions(self) -> None:
-        """Called several times a second."""
-        with self._lock:
-            late = [request for request, deadline in self._deadlines.items() if time.monotonic() > deadline]
-        for request in late:
-            self._end(request)
-
-    def end_all(self) -> None:
-        with self._lock:
-            requests = list(self._deadlines)
-        for request in requests:
-            self._end(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._deadlines.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # else the client has gone
-            self.owner.complain(f"{client_address[0]}: a request ended in {error!r}")
-
-    @staticmethod
-    def _end(request: Any) -> None:
-        try:
-            request.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has gone on its own
+    def readline(self, size: int) -> bytes:
+        """Return the next line; raises `HTTPException` when there are too many bytes."""
+        line = self._stream.readline(min(size, self._left))
+        self._left -= len(line)
+        if not self._left:
+            raise HTTPException("the headers are too large")
+        return line
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -184,11 +119,23 @@ class Handler(BaseHTTPRequestHandler):
     server: Listener
     nonce = ""
 
+    def __init__(self, request: Any, client_address: Any, listener: Listener, owner: Server):
+        self.owner = owner
+        super().__init__(request, client_address, listener)
+
+    def parse_request(self) -> bool:
+        """Parse a request as the parent does, with a bound on all headers together."""
+        whole, self.rfile = self.rfile, cast(BufferedIOBase, Head(self.rfile))
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = whole
+
     def do_GET(self) -> None:
-        self._answer({"/manifest": self._manifest, "/status": lambda body: self.server.owner.status()})
+        self._answer({"/manifest": self._manifest, "/status": lambda body: self.owner.status()})
 
     def do_POST(self) -> None:
-        self._answer({"/message": self._message, "/store": self.server.owner.mailbox.post})
+        self._answer({"/message": self._message, "/store": self.owner.mailbox.post})
 
     def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
         try:
@@ -200,20 +147,24 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused("there is nothing at this path")
             reply = routes[self.path](body)
         except Refused as refusal:
-            self.server.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
-            self._reply(403, canonical({"refused": str(refusal)}))
+            self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
+            self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
             self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _read_signed(self) -> bytes:
         """The body of a request with the token's signature."""
-        owner, header = self.server.owner, self.headers.get
+        owner, header, self.nonce = self.owner, self.headers.get, ""
         is_last, self.close_connection = self.close_connection, True  # until the request has proved good
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
         signed = (self.command, self.path, header("Range", ""), moment, nonce, hashed)
-        if not is_signed(owner.token, header("X-Signature", ""), *(part.encode() for part in signed)):
-            raise Refused("its signature is missing or wrong: does it have another token?")
+        names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
+        signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
+        if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
+            raise Refused("its signature is missing or wrong: it has another token, or was meant for another server")
+        if not self.server.admit(self.connection):
+            raise Refused("there is no place for another connection")
         self.nonce = nonce
         apart = abs(time.time() - float(moment))
         if apart > CLOCKS_APART_SECONDS:
@@ -232,25 +183,25 @@ class Handler(BaseHTTPRequestHandler):
     def _manifest(self, body: bytes) -> bytes:
         # Hashing a large state takes its time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = self.server.owner.shelf.manifest()
+        manifest = self.owner.shelf.manifest()
         if manifest is None:
             raise Refused("there is no state here yet")
         return manifest
 
-    def _message(self, body: bytes) -> dict:
+    def _message(self, body: bytes) -> dict | bytes:
         self.server.set_deadline(self.connection, float("inf"))  # it may be told at the end of a step only
         message = json.loads(body)
         if not isinstance(message, dict):
             raise Refused("a message is a JSON object")
-        return self.server.owner.on_message(message)
+        return self.owner.on_message(message)
 
     def _send_leaf(self) -> None:
-        array = self.server.owner.shelf.find(self.path.removeprefix("/leaf/"))
+        array = self.owner.shelf.find(self.path.removeprefix("/leaf/"))
         if array is None:
             self._reply(404, canonical({"refused": "this array is not here any more"}))
             return
         start, stop = self._range(array.nbytes)
-        self.send_response(206)
+        self.send_response_only(206)
         self.send_header("Content-Length", str(stop - start))
         self.end_headers()
         content = bytes_of(array)
@@ -267,11 +218,11 @@ class Handler(BaseHTTPRequestHandler):
         return int(first), int(last) + 1
 
     def _reply(self, code: int, body: bytes) -> None:
-        # A refusal is not signed for who has not shown that it has the token: there is no nonce.
-        proof = sign(self.server.owner.token, b"reply", self.nonce.encode(), str(code).encode(), body)
-        self.send_response(code)
+        # Who has not shown that it has the token gets no signature, as there is no nonce, and no information.
+        self.send_response_only(code)
         self.send_header("Content-Length", str(len(body)))
         if self.nonce:
+            proof = sign(self.owner.token, b"reply", self.nonce.encode(), str(code).encode(), body)
             self.send_header("X-Signature", proof)
         if self.close_connection:
             self.send_header("Connection", "close")
@@ -283,10 +234,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library calls for what is not HTTP."""
         self.close_connection = True
-        self.server.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
-
-    def version_string(self) -> str:
-        return "gregale"
+        self.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

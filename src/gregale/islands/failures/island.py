@@ -149,7 +149,3 @@ class Island(Process):
         if not self.trainer.running:
             self.trainer.begin(self.world.now)
         self._next_interval()
-
-    def _do_refused(self, _: m.Refused) -> None:
-        # The coordinator still had an ask of the process before: whoever started this one starts another.
-        self.world.refused(self)

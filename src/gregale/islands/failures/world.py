@@ -1,7 +1,6 @@
 """The modelled world: a clock, a coordinator, links, and islands that die and come back.
 
-Time is the protocol's own: real members decide, with the coordinator of the other simulator. The model adds what
-things take:
+Time is the protocol's own: real members decide, with the coordinator's real rules. The model adds what things take:
 
 - an inner step takes its site's time; a snapshot is taken at the next step boundary, copying it takes nothing;
 - a reduce begins when all members have entered it. Each sends (R - 1) / R of the message in the first leg (not with
@@ -16,6 +15,7 @@ the protocol (`gregale.islands.simulator`).
 """
 
 import heapq
+import math
 from dataclasses import dataclass, field
 
 from gregale.islands.failures.fleet import Fleet, Outage
@@ -24,9 +24,9 @@ from gregale.islands.failures.outcome import IslandsOutcome, Recovery
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, View
+from gregale.islands.protocol.membership import Ask, Formed, Membership
 from gregale.islands.protocol.plans import Decision
 from gregale.islands.protocol.settings import Rules
-from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.process import Clock
 
 NOTICE_SECONDS = 0.5  # measured: all survivors know of a kill -9 within 0.4 s
@@ -75,7 +75,8 @@ class World(Clock):
         self.fleet, self.outages, self.seconds = fleet, outages, seconds
         self.rules = Rules(fleet.minimum, start=len(fleet.sites))
         self._processes = 0
-        self._coordinator, self._healthy, self._polling = Coordinator(fleet.timing.join_seconds), set(), False
+        self._coordinator = Membership(1, fleet.timing.join_seconds, math.inf)  # `_missed` says who is silent
+        self._healthy, self._polling = set[str](), False
         self._living: dict[str, Island] = {}  # by identity
         self._exchanges: dict[str, Exchange] = {}
         self._last_key, self._told = "", NO_ROUND
@@ -103,6 +104,7 @@ class World(Clock):
         island = Island(self, number, f"s{self._processes}")
         self._living[island.identity] = island
         self._healthy.add(island.identity)
+        self._coordinator.beat(island.name, island.member.identity.session, self.now)
         island.tick()
 
     def _die(self, outage: Outage) -> None:
@@ -114,11 +116,6 @@ class World(Clock):
             self._end(island)
         self.later(outage.back - outage.death, lambda: self._start(outage.island))
 
-    def refused(self, island: Island) -> None:
-        """A process that the fleet does not take ends; another begins after a heartbeat."""
-        self._end(island)
-        self.later(self.fleet.timing.heartbeat_seconds, lambda: self._start(island.number))
-
     def _end(self, island: Island) -> None:
         island.alive = False
         del self._living[island.identity]
@@ -127,7 +124,7 @@ class World(Clock):
         for exchange in self._exchanges.values():
             if island.identity in exchange.members:
                 self._break(exchange, island.name)
-        self.later(self.fleet.timing.heartbeat_seconds, lambda: self._missed(island.identity))
+        self.later(self.fleet.timing.heartbeat_seconds, lambda: self._missed(island))
 
     def lose(self, island: Island) -> None:
         """What it has not contributed, it never will."""
@@ -148,16 +145,18 @@ class World(Clock):
         self.later(self.fleet.latency_seconds, lambda: self._asked(header))
 
     def _asked(self, header: Header) -> None:
-        self._coordinator.ask(header, self.now)
-        self._poll_soon()
+        if header.identity in self._healthy:
+            self._coordinator.ask(Ask(header.name, header.session, header.asked, header), self.now)
+            self._poll_soon()
 
-    def _missed(self, identity: str) -> None:
-        self._healthy.discard(identity)
+    def _missed(self, island: Island) -> None:
+        self._healthy.discard(island.identity)
+        self._coordinator.leave(island.name, island.member.identity.session)
         self._poll_soon()
 
     def _poll_soon(self) -> None:
         # A view takes all of the last one or more than half of the healthy ones: without them there is nothing to ask.
-        asking, last = len(self._coordinator.asking), self._coordinator.last
+        asking, last = len(self._coordinator.pending), self._coordinator.last
         enough = 2 * asking > len(self._healthy) or (last is not None and asking >= len(last))
         if asking and enough and not self._polling:
             self._polling = True
@@ -165,13 +164,14 @@ class World(Clock):
 
     def _poll(self) -> None:
         self._polling = False
-        view = self._coordinator.view(self._healthy, self.now)
-        if view is None:
+        formed = next((answer.view for answer in self._coordinator.tick(self.now) if answer.view), None)
+        if formed is None:
             self._poll_soon()
         else:
-            self.later(self.fleet.latency_seconds, lambda: self._answer(view))
+            self.later(self.fleet.latency_seconds, lambda: self._answer(formed))
 
-    def _answer(self, view: View) -> None:
+    def _answer(self, formed: Formed) -> None:
+        view = View(formed.id, tuple(ask.header for ask in formed.asks))
         seen = m.Seen(view)
         for header in view.headers:
             island = self._living.get(header.identity)

@@ -26,14 +26,17 @@ what is committed elsewhere has another name. They begin it with the newest resu
 A view without all voters is first asked for again: the coordinator counts its patience from the oldest ask, also a
 joiner's, so that a view may lack members that live and were about to ask.
 
-The documented limit: after a wait (and where a coordinator that lost its memory counts up to ids that were seen before)
-living members may have gone on elsewhere. When both meet, the line with more rounds wins, and the others heal from it.
-"No two members commit different states" holds for every generation; no round is lost but by such a wait.
+The coordinator guarantees two things more (`membership`): a view has one header of each name. And a coordinator that
+starts again begins with an id that no member has seen, so no id of before the start makes a witness.
+
+The documented limit: after a wait living members may have gone on elsewhere. When both meet, the line with more rounds
+wins, and the others heal from it. "No two members commit different states" holds for every generation; no round is lost
+but by such a wait.
 
 Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
-someone saw the one before": a member that comes back alone, or two after a restart of the coordinator (ids begin at 1
-again and may catch up with the ids seen), drops what a missing one had committed; one that healed counts as a
-witness of what it never took part in; an ask that was given up may have been in a view that its member never saw.
+someone saw the one before": a member that comes back alone, or two after a restart of the coordinator, drops what a
+missing one had committed; one that healed counts as a witness of what it never took part in; an ask that was given up
+may have been in a view that its member never saw.
 """
 
 from collections import Counter
@@ -84,23 +87,23 @@ def _peer(header: Header) -> Peer:
 
 
 def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
-    """Those that agree with the most members that have a state, once for every name; why not for the others."""
+    """Those that agree with the most members that have a state; why not for the others."""
     if not headers:
         return [], {}
     states = [header for header in headers if header.round > NO_ROUND] or headers
     counts = Counter((each.agreement, each.version) for each in states)
     rounds = {pair: max(h.round for h in states if (h.agreement, h.version) == pair) for pair in counts}
     agreement, version = min(counts, key=lambda pair: (-counts[pair], -rounds[pair], pair))
-    refused, names = {}, {}
+    admitted, refused = [], {}
     for header in sorted(headers, key=lambda h: (h.name, -h.round, h.session)):
         if header.version != version:
             refused[header.identity] = f"the fleet runs Gregale {version} and this island {header.version}"
         elif header.agreement != agreement:
             fleet = next(each for each in states if (each.agreement, each.version) == (agreement, version))
             refused[header.identity] = _disagreement(fleet, header)
-        elif names.setdefault(header.name, header) is not header:
-            refused[header.identity] = f"another island of the fleet has the name {header.name!r}"
-    return list(names.values()), refused
+        else:
+            admitted.append(header)
+    return admitted, refused
 
 
 def _disagreement(fleet: Header, own: Header) -> str:

@@ -1,4 +1,6 @@
-"""The simulated world: a clock, a network that loses, delays and repeats, a coordinator, and nodes that come and go.
+"""The simulated world: a clock, a network that loses, delays and repeats, and nodes that come and go.
+
+The coordinator is the real one (`protocol.membership`), without the sockets around it.
 
 `schedules.run` makes a random schedule of faults in it. Nothing depends on anything but the seed; `trace` gets a line
 for everything that happens.
@@ -14,9 +16,9 @@ from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.membership import Ask, Membership
 from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
 from gregale.islands.protocol.settings import Rules, Timing
-from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError, Invariants
 from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
 from gregale.islands.simulator.process import Clock
@@ -32,6 +34,7 @@ TIMING = Timing(
     leave_seconds=8.0,
 )
 COORDINATOR = "coordinator"
+IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,13 @@ class World(Clock):
             stale=rng.choice((0.0, 0.2)),
         )
         self.invariants = Invariants()
-        self.coordinator = Coordinator(TIMING.join_seconds)
-        self.up, self.polling = True, False
+        self.up, self.polling, self.up_since = True, False, 0.0
         self.nodes: dict[str, Node] = {}
         self.states: dict[str, Outer] = {}
         self.cuts: set[frozenset[str]] = set()
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
+        self.coordinator = self._membership()
         self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
 
     def log(self, line: str) -> None:
@@ -93,6 +96,7 @@ class World(Clock):
         """A process starts, without any memory."""
         self.starts += 1
         rng = self.rng
+        self._beat()
         node = Node(self, name, f"s{self.starts}", rng.uniform(1.0, 2.0), rng.choice((0.05, 0.2, 0.6)))
         self.nodes[name] = node
         self.states[node.identity] = seed(SEED)
@@ -148,39 +152,49 @@ class World(Clock):
 
     def _asked(self, header: Header) -> None:
         if self.up:
-            self.coordinator.ask(header, self.now)
-            self._form_view()
+            until = self.now + self.timing.ask_seconds
+            self._beat()
+            self.coordinator.ask(Ask(header.name, header.session, header.asked, header, until), self.now)
+            self._answer_asks()
 
-    def _healthy(self) -> set[str]:
-        beat = self.timing.heartbeat_seconds
-        healthy = set()
+    def _membership(self) -> Membership:
+        first_id = 1 + IDS * self.restarts
+        return Membership(self.rules.minimum, self.timing.join_seconds, self.timing.heartbeat_seconds, first_id)
+
+    def _beat(self) -> None:
+        """The coordinator has heard of each node until now, or until that was cut off."""
         for node in self.nodes.values():
             here = node.alive and not node.paused and self.connected(node.name, COORDINATOR)
-            gone = node.cut_off_at if node.cut_off_at is not None else -beat
-            if here or (gone >= self.coordinator.started and self.now - gone < beat):
-                healthy.add(node.identity)
-        return healthy
+            heard = self.now if here else node.cut_off_at
+            if heard is not None and heard >= self.up_since and self.now - heard < self.timing.heartbeat_seconds:
+                self.coordinator.beat(node.name, node.member.identity.session, heard)
 
-    def _form_view(self) -> None:
-        view = self.coordinator.view(self._healthy(), self.now)
-        if view is not None:
-            if self.trace is not None:
-                self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
-            for header in view.headers:
-                self._answer(header, view)
-        if self.coordinator.asking and not self.polling:
+    def _answer_asks(self) -> None:
+        self._beat()
+        answers = self.coordinator.tick(self.now)
+        formed = next((answer.view for answer in answers if answer.view), None)
+        view = View(formed.id, tuple(ask.header for ask in formed.asks)) if formed else None
+        if view and self.trace is not None:
+            self.log(f"view {view.id}: {[h.identity for h in view.headers]}")
+        for answer in answers:
+            node = self.nodes[answer.ask.name]
+            if answer.refused and node.identity == answer.ask.header.identity:  # else a process before it, dead by now
+                raise BrokenError(f"the coordinator refuses {node.identity}: {answer.refused}")
+            self._answer(answer.ask.header, view if answer.view else None)
+        if self.coordinator.pending and not self.polling:
             self.polling = True
             self.later(0.15, self._poll)
 
     def _poll(self) -> None:
         self.polling = False
         if self.up:
-            self._form_view()
+            self._answer_asks()
 
-    def _answer(self, header: Header, view: View) -> None:
+    def _answer(self, header: Header, view: View | None) -> None:
         node = self.nodes.get(header.name)
         if node is not None and node.identity == header.identity:
-            self.send(COORDINATOR, header.name, lambda: node.answer(header.asked, m.Seen(view)))
+            hear = (lambda: node.answer(header.asked, m.Seen(view))) if view else (lambda: node.give_up(header.asked))
+            self.send(COORDINATOR, header.name, hear)
 
     def stop_coordinator(self) -> None:
         """It dies; its memory with it."""
@@ -192,8 +206,8 @@ class World(Clock):
         """It is back, without memory."""
         if not self.up:
             self.log("the coordinator starts")
-            self.up = True
-            self.coordinator.restart(self.now)
+            self.up, self.up_since = True, self.now
+            self.coordinator = self._membership()
 
     # The engine.
 
@@ -278,7 +292,7 @@ class World(Clock):
             self.decided = (view, decision)
             plan = decision.plan
             if isinstance(plan, Turn) and decision.top:
-                self.invariants.turn(plan.generation, decision.top.generation, plan.waited or self.restarts > 0)
+                self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
             elif isinstance(plan, Begin):
                 living = any(n.alive and self.states[n.identity].round > NO_ROUND for n in self.nodes.values())
                 self.invariants.begin(plan.generation, living)

@@ -222,7 +222,7 @@ def joined(
     recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
-        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds),
+        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session),
         worker=hands,
         leases=Leases(islands.own_name, holder, config.batch.size, used),
         pace=pace,

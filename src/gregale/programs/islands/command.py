@@ -117,7 +117,7 @@ class Fleet:
     def _start(self) -> None:
         bind = self._network.coordinator if self._network else "127.0.0.1"
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(f"{bind}:0", timing_of(self._islands), output)
+        self._lighthouse = start_lighthouse(f"{bind}:0", self._token, timing_of(self._islands), output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]

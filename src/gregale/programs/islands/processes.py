@@ -92,11 +92,11 @@ def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> s
         )
 
 
-def start_lighthouse(bind: str, timing: Timing, output: Path) -> Lighthouse:
+def start_lighthouse(bind: str, token: Path, timing: Timing, output: Path) -> Lighthouse:
     """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
-    command = ["lighthouse", "--bind", bind, *seconds]
+    command = ["lighthouse", "--bind", bind, "--token_file", str(token), *seconds]
     process = start(command, output)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:

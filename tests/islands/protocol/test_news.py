@@ -1,0 +1,57 @@
+"""What a lighthouse tells of its fleet."""
+
+from __future__ import annotations
+
+from gregale.islands.protocol.news import News
+
+HERE = {"oslo": "s", "turin": "s"}
+
+
+def fleet(last: int) -> News:
+    """Two islands that have made a round every ten seconds until round `last`, at ten times that."""
+    news = News(2.0)
+    assert news.changes(HERE, 0.0) == ["oslo is here: 2 islands now.", "turin is here: 2 islands now."]
+    for number in range(last + 1):
+        for name in HERE:
+            assert news.report(name, number, "", 10.0 * number) == []
+        assert news.stall((), 10.0 * number + 9.0) == []
+    return news
+
+
+def test_islands_that_come_and_go_are_told():
+    news = fleet(0)
+    assert news.changes(HERE, 1.0) == []
+    assert news.changes({**HERE, "turin": "t"}, 1.0) == ["turin has started again."]
+    assert news.changes({"oslo": "s"}, 2.0) == ["turin is gone, silent for 2 s: 1 island now."]
+    news.leave("oslo")
+    assert news.changes({}, 3.0) == ["oslo has left: 0 islands now."]
+
+
+def test_no_round_for_three_usual_times_is_told_once_with_reasons_and_so_is_the_next_one():
+    news = fleet(4)
+    assert news.changes({"oslo": "s"}, 45.0) == ["turin is gone, silent for 2 s: 1 island now."]
+    assert news.report("oslo", 4, "the islands that made the last round are missing", 60.0) == []
+    assert news.stall(["oslo"], 72.0) == []
+    assert news.stall(["oslo"], 73.0) == [
+        "No round for 33 s (usually one takes 10.0 s): the islands that made the last round are missing; silent since "
+        "the last round: turin."
+    ]
+    assert news.stall(["oslo"], 200.0) == []
+    assert news.report("oslo", 5, "", 240.0) == ["Rounds go on: round 5 after 200 s."]
+    assert news.stall(["oslo"], 250.0) == [], "the usual time is as before"
+    assert news.stall(["oslo"], 273.0) != []
+
+
+def test_a_fleet_without_rounds_names_who_does_not_ask():
+    news = News(2.0)
+    news.changes(HERE, 100.0)
+    assert news.stall(["oslo"], 160.0) == []
+    assert news.stall(["oslo"], 163.0) == ["No round for 63 s: alive, but not asking for a round: turin."]
+
+
+def test_nothing_is_told_of_a_fleet_that_has_ended():
+    news = fleet(2)
+    news.leave("oslo")
+    news.leave("turin")
+    news.changes({}, 21.0)
+    assert news.stall((), 1000.0) == []
