@@ -153,6 +153,18 @@ def test_from_one_and_from_several(sources):
         assert fetched.complaints == []
 
 
+def test_many_small_arrays_take_few_requests(make_server):
+    """Each request costs a round trip: seconds between sites, if there were one for each array."""
+    server = make_server()
+    many = {f"array{number}|0": Leaf(np.full(5, number, np.float32), 1) for number in range(200)}
+    server.publish(Snapshot(1, 4, many))
+    requests, lend = [], server.shelf.lend
+    server.shelf.lend = lambda names: requests.append(names) or lend(names)
+    expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
+    assert_is(fetch([server.address], TOKEN, expected, 10.0), many)
+    assert len(requests) <= transfer.STREAMS
+
+
 @pytest.mark.parametrize("meddle", [corrupt, cut_short, stall])
 def test_a_bad_source_is_replaced(sources, way, meddle):
     bad = way(sources[0], meddle)

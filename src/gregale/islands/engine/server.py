@@ -10,7 +10,7 @@
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
 and `ask_status` are in `client.py`, `Snapshot` and `Leaf` in `state.py`.
 
-Who has no token gets nothing done: a request is signed over method, path, range, time, a nonce that is taken once, and
+Who has no token gets nothing done: a request is signed over method, path, time, a nonce that is taken once, and
 the hash of its body; that is checked before the body is read. A connection that has not brought a whole, signed request
 within `PATIENCE_SECONDS` is closed. Replies are signed over the request's nonce, or are pieces whose hashes stand in a
 signed manifest. Nothing is encrypted.
@@ -31,7 +31,7 @@ from gregale.errors import UserError
 from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.signing import canonical, digest
-from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of
+from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of, piece_span
 from gregale.services.signing import is_signed, sign
 
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
@@ -180,6 +180,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a reply's body waits a round trip for the acknowledgement of its headers
     timeout = PATIENCE_SECONDS
     server: Listener
     nonce = ""
@@ -193,8 +194,8 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
         try:
             body = self._read_signed()
-            if self.command == "GET" and self.path.startswith("/leaf/"):
-                self._send_leaf()
+            if (self.command, self.path) == ("POST", "/pieces"):
+                self._send_pieces(body)
                 return
             if self.path not in routes:
                 raise Refused("there is nothing at this path")
@@ -211,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         owner, header = self.server.owner, self.headers.get
         is_last, self.close_connection = self.close_connection, True  # until the request has proved good
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
-        signed = (self.command, self.path, header("Range", ""), moment, nonce, hashed)
+        signed = (self.command, self.path, moment, nonce, hashed)
         if not is_signed(owner.token, header("X-Signature", ""), *(part.encode() for part in signed)):
             raise Refused("its signature is missing or wrong: does it have another token?")
         self.nonce = nonce
@@ -244,27 +245,29 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused("a message is a JSON object")
         return self.server.owner.on_message(message)
 
-    def _send_leaf(self) -> None:
-        array = self.server.owner.shelf.find(self.path.removeprefix("/leaf/"))
-        if array is None:
-            self._reply(404, canonical({"refused": "this array is not here any more"}))
+    def _send_pieces(self, body: bytes) -> None:
+        """Reply with pieces one after the other: one request for many of them, so that the link never idles."""
+        shelf = self.server.owner.shelf
+        try:
+            wanted = [(str(name), int(index)) for name, index in json.loads(body)]
+            arrays = shelf.lend({name for name, _ in wanted})
+            spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
+        except (TypeError, ValueError) as error:
+            raise Refused(f"pieces are requested as a list of [hash, index] ({error})") from None
+        if arrays is None:
+            self._reply(404, canonical({"refused": "an array is not here any more"}))
             return
-        start, stop = self._range(array.nbytes)
-        self.send_response(206)
-        self.send_header("Content-Length", str(stop - start))
+        self.send_response(200)
+        self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
-        content = bytes_of(array)
-        for offset in range(start, stop, SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
-            self.connection.sendall(content[offset : min(offset + SEND_BYTES, stop)])
+        for (name, _), (start, stop) in zip(wanted, spans, strict=True):
+            self._send_all(bytes_of(shelf.bring(name, arrays[name]))[start:stop])
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
-    def _range(self, size: int) -> tuple[int, int]:
-        unit, _, spans = self.headers.get("Range", "").partition("=")
-        first, _, last = spans.partition("-")
-        if not (unit == "bytes" and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < size):
-            raise Refused(f"a range of {size} bytes is asked for as bytes=FIRST-LAST")
-        return int(first), int(last) + 1
+    def _send_all(self, content: bytes | memoryview) -> None:
+        for offset in range(0, len(content), SEND_BYTES):
+            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:
         # A refusal is not signed for who has not shown that it has the token: there is no nonce.
@@ -276,9 +279,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        for offset in range(0, len(body), SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
-            self.connection.sendall(body[offset : offset + SEND_BYTES])
+        self._send_all(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library calls for what is not HTTP."""

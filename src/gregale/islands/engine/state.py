@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,6 +59,14 @@ def bytes_of(array: np.ndarray) -> memoryview:
 def piece_hashes(array: np.ndarray) -> list[str]:
     content = bytes_of(array)
     return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+
+
+def piece_span(size: int, index: int) -> tuple[int, int]:
+    """Return the first byte of a piece of an array of `size` bytes, and the one behind its last. Raises ValueError."""
+    start = index * PIECE_BYTES
+    if not 0 <= start < size:
+        raise ValueError(f"an array of {size} bytes has no piece {index}")
+    return start, min(start + PIECE_BYTES, size)
 
 
 def leaf_hash(pieces: list[str]) -> str:
@@ -136,14 +145,24 @@ class Shelf:
                 self._forget()
             return served.manifest
 
-    def find(self, name: str) -> np.ndarray | None:
-        """The array with this hash, if a snapshot that is handed out has it."""
+    def lend(self, names: Collection[str]) -> dict[str, np.ndarray | Elsewhere] | None:
+        """Return the arrays with these hashes; None unless the served snapshots have all of them."""
         with self._lock:
-            holders = [served for _, served in reversed(self._served) if name in served.arrays]
-            if not holders:
-                return None
-            holders[0].asked = time.monotonic()
-            array = holders[0].arrays[name]
+            found = {}
+            for name in names:
+                holder = next((served for _, served in reversed(self._served) if name in served.arrays), None)
+                if holder is None:
+                    return None
+                holder.asked = time.monotonic()
+                found[name] = holder.arrays[name]
+            return found
+
+    def bring(self, name: str, array: np.ndarray | Elsewhere) -> np.ndarray:
+        """Return a lent array in this host's memory, and keep its snapshot for another `LEASE_SECONDS`."""
+        with self._lock:
+            for _, served in self._served:
+                if served.arrays.get(name) is array:
+                    served.asked = time.monotonic()
         return self._brought.here(array)
 
     def _forget(self) -> None:

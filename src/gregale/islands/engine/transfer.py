@@ -4,9 +4,10 @@
                     timeout_seconds=60.0, allocate=shm.empty, progress=lambda received, total: None)
     fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
 
-Each source has `STREAMS` connections, each of which takes the next missing piece, receives it into memory of its own,
-and puts it in its place if its hash is right. At the end, pieces that another source is slow to bring are asked for
-twice. When the sources commit a new round meanwhile and let go of the old one, what has not changed is kept.
+Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
+requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
+piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If the
+sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +29,8 @@ STREAMS = 2
 STALL_SECONDS = 5.0
 # A piece that is under way for so long is asked for from another source too, when nothing else is left to do.
 SLOW_SECONDS = 1.0
+LEAST_REQUEST_BYTES, MOST_REQUEST_BYTES = 256 << 10, 16 << 20
+MOST_REQUEST_PIECES = 4096  # their list has to fit into a request
 
 Piece = tuple[str, int]
 
@@ -76,74 +80,86 @@ def fetch(
     deadline = time.monotonic() + timeout_seconds
     arrays, received = dict(held or {}), 0
     complaints: dict[str, str] = {}
-    while True:
-        offers = ask_for_offers([each for each in sources if each not in complaints], token, expected, complaints)
-        if not offers:
-            raise TransferFailed("; ".join(complaints.values()) or "there is no source", arrays)
-        chosen = choose(offers)
-        assembly = Assembly(chosen[0], expected, arrays, allocate, progress)
-        run_streams(chosen, token, assembly, complaints, deadline)
-        arrays, received = assembly.arrays, received + assembly.received_bytes
-        if assembly.is_complete:
-            offer = chosen[0]
-            lines = list(complaints.values())
-            return Fetched(offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines)
-        if time.monotonic() >= deadline:
-            reasons = "; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()])
-            raise TransferFailed(reasons, arrays)
+    links = {source: [Peer(source, token, STALL_SECONDS) for _ in range(STREAMS)] for source in sources}
+    try:
+        while True:
+            usable = {source: peers for source, peers in links.items() if source not in complaints}
+            offers = ask_for_offers(usable, expected, complaints)
+            if not offers:
+                raise TransferFailed("; ".join(complaints.values()) or "there is no source", arrays)
+            chosen = choose(offers)
+            assembly = Assembly(chosen[0], expected, arrays, allocate, progress)
+            run_streams([peer for offer in chosen for peer in links[offer.source]], assembly, complaints, deadline)
+            arrays, received = assembly.arrays, received + assembly.received_bytes
+            if assembly.is_complete:
+                offer = chosen[0]
+                lines = list(complaints.values())
+                return Fetched(offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines)
+            if time.monotonic() >= deadline:
+                reasons = "; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()])
+                raise TransferFailed(reasons, arrays)
+    finally:
+        for peer in (peer for peers in links.values() for peer in peers):
+            peer.close()
 
 
-def ask_for_offers(sources: Sequence[str], token: bytes, expected: Expected, complaints: dict[str, str]) -> list[Offer]:
-    """The manifests of all sources that have a good one; `complaints` gets a line for each other."""
+def ask_for_offers(links: Mapping[str, Sequence[Peer]], expected: Expected, complaints: dict[str, str]) -> list[Offer]:
+    """The manifests of all sources that have a good one; `complaints` gets a line for each other.
+
+    A source's first connection asks, while its others open.
+    """
     offers: list[Offer] = []
     largest = largest_manifest_bytes(expected)
 
-    def ask(source: str) -> None:
-        peer = Peer(source, token, STALL_SECONDS)
+    def ask(peer: Peer) -> None:
         try:
-            offers.append(read_manifest(source, peer.request("GET", "/manifest", b"", largest), expected))
+            offers.append(read_manifest(peer.address, peer.request("GET", "/manifest", b"", largest), expected))
         except (PeerUnreachable, Refused) as error:
-            complaints[source] = str(error)
-        finally:
-            peer.close()
+            complaints[peer.address] = str(error)
 
-    in_threads([lambda source=source: ask(source) for source in sources])
+    def connect(peer: Peer) -> None:
+        with suppress(PeerUnreachable):  # its first request tries again
+            peer.connect()
+
+    jobs = [lambda peer=peers[0]: ask(peer) for peers in links.values()]
+    in_threads([*jobs, *(lambda peer=peer: connect(peer) for peers in links.values() for peer in peers[1:])])
     return offers
 
 
-def run_streams(
-    offers: list[Offer], token: bytes, assembly: Assembly, complaints: dict[str, str], deadline: float
-) -> None:
+def run_streams(peers: Sequence[Peer], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
     """Fetches until all is there, no source is left, or the time is over."""
 
-    def run(source: str) -> None:
-        peer = Peer(source, token, STALL_SECONDS)
+    def run(peer: Peer) -> None:
         try:
-            stream(peer, assembly, deadline, lambda: source in complaints)
+            stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.address in complaints)
         except (PeerUnreachable, Refused) as error:
-            complaints[source] = str(error)
-        finally:
-            peer.close()
+            complaints[peer.address] = str(error)
 
-    in_threads([lambda source=offer.source: run(source) for offer in offers for _ in range(STREAMS)])
+    in_threads([lambda peer=peer: run(peer) for peer in peers])
 
 
-def stream(peer: Peer, assembly: Assembly, deadline: float, is_given_up: Callable[[], bool]) -> None:
-    """One connection: piece after piece, until there is nothing left to do for it."""
+def stream(peer: Peer, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+    """One connection of `streams`: request after request, until there is nothing left to do for it."""
     buffer = memoryview(bytearray(PIECE_BYTES))
-    while time.monotonic() < deadline and not is_given_up() and not assembly.is_complete:
-        piece = assembly.take(peer.address)
-        if piece is None:
+    while not is_over() and not assembly.is_complete:
+        pieces = assembly.take(peer.address, streams)
+        if not pieces:
             time.sleep(0.01)
             continue
-        target = buffer[: assembly.size_of(piece)]
         try:
-            if not peer.read_into(f"/leaf/{assembly.names[piece[0]]}", piece[1] * PIECE_BYTES, target):
-                return  # it has a newer state now: whoever called asks for manifests again
-            if not assembly.put(piece, target):
-                raise Refused(f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave")
+            wanted = [(assembly.names[name], index) for name, index in pieces]
+            if not peer.open_pieces(wanted, sum(assembly.size_of(piece) for piece in pieces)):
+                return  # it has a newer state now: `fetch` asks for manifests again
+            for piece in pieces:
+                if is_over() or assembly.is_complete:
+                    peer.close()
+                    return
+                target = buffer[: assembly.size_of(piece)]
+                peer.read_into(target)
+                if not assembly.put(piece, target):
+                    raise Refused(f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave")
         finally:
-            assembly.give_back(piece, peer.address)
+            assembly.give_back(pieces, peer.address)
 
 
 class Assembly:
@@ -196,20 +212,33 @@ class Assembly:
         name, index = piece
         return min(PIECE_BYTES, self.arrays[name].nbytes - index * PIECE_BYTES)
 
-    def take(self, source: str) -> Piece | None:
-        """A piece for a source to bring; None while there is nothing for it to do."""
+    def take(self, source: str, streams: int) -> list[Piece]:
+        """Pieces for a source to bring: an equal share for each of `streams`; [] while there is nothing to do.
+
+        Shares shrink towards the end, so that all streams end together.
+        """
         now = time.monotonic()
         with self._lock:
-            piece = self._missing.pop() if self._missing else self._slow_piece(source, now)
-            if piece is not None:
+            missing = sum(self.size_of(piece) for piece in self._missing)
+            share = min(max(missing / streams, LEAST_REQUEST_BYTES), MOST_REQUEST_BYTES)
+            pieces, size = [], 0
+            while self._missing and size < share and len(pieces) < MOST_REQUEST_PIECES:
+                pieces.append(self._missing.pop())
+                size += self.size_of(pieces[-1])
+            pieces = pieces or self._slow_pieces(source, now)
+            for piece in pieces:
                 self._under_way.setdefault(piece, {})[source] = now
-            return piece
+            return pieces
 
-    def _slow_piece(self, source: str, now: float) -> Piece | None:
-        for piece, begun in self._under_way.items():
-            if source not in begun and len(begun) == 1 and now - min(begun.values()) > SLOW_SECONDS:
-                return piece
-        return None
+    def _slow_pieces(self, source: str, now: float) -> list[Piece]:
+        """The last of the pieces that another source has not brought for long: it may still bring those before."""
+        slow = [
+            piece
+            for piece, begun in self._under_way.items()
+            if piece in self._left and source not in begun and len(begun) == 1
+            if now - min(begun.values()) > SLOW_SECONDS
+        ]
+        return slow[-1:]
 
     def put(self, piece: Piece, content: memoryview) -> bool:
         """Puts a piece in its place; False if it has the wrong hash."""
@@ -226,15 +255,16 @@ class Assembly:
                 self._progress(self._here, self._total)
         return True
 
-    def give_back(self, piece: Piece, source: str) -> None:
-        """The source has nothing to do with a piece any more: one that is not in its place is missing again."""
+    def give_back(self, pieces: Sequence[Piece], source: str) -> None:
+        """The source has nothing to do with these pieces any more: each that is not in its place is missing again."""
         with self._lock:
-            begun = self._under_way[piece]
-            del begun[source]
-            if not begun:
-                del self._under_way[piece]
-                if piece in self._left:
-                    self._missing.append(piece)
+            for piece in pieces:
+                begun = self._under_way[piece]
+                del begun[source]
+                if not begun:
+                    del self._under_way[piece]
+                    if piece in self._left:
+                        self._missing.append(piece)
 
 
 def in_threads(jobs: Sequence[Callable[[], None]]) -> None:
