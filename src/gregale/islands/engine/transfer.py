@@ -6,8 +6,8 @@
 
 Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
 requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
-piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If the
-sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
+piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If
+the sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
 """
 
 from __future__ import annotations
