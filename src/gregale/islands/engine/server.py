@@ -38,6 +38,7 @@ __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_stat
 
 PATIENCE_SECONDS = 10.0
 SEND_BYTES = 256 << 10
+SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 MOST_CONNECTIONS = 128
 CLOCKS_APART_SECONDS = 300.0
@@ -186,12 +187,18 @@ class Handler(BaseHTTPRequestHandler):
     nonce = ""
 
     def do_GET(self) -> None:
-        self._answer({"/manifest": self._manifest, "/status": lambda body: self.server.owner.status()})
+        self._answer(
+            {
+                "/manifest": lambda body: self._manifest(0.0),
+                "/manifest/settled": lambda body: self._manifest(SETTLE_SECONDS),
+                "/status": lambda body: self.server.owner.status(),
+            }
+        )
 
     def do_POST(self) -> None:
         self._answer({"/message": self._message, "/store": self.server.owner.mailbox.post})
 
-    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
+    def _answer(self, routes: dict[str, Callable[[bytes], dict]]) -> None:
         try:
             body = self._read_signed()
             if (self.command, self.path) == ("POST", "/pieces"):
@@ -204,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(403, canonical({"refused": str(refusal)}))
         else:
-            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
+            self._reply(200, canonical(reply))
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _read_signed(self) -> bytes:
@@ -230,10 +237,10 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = is_last
         return body
 
-    def _manifest(self, body: bytes) -> bytes:
+    def _manifest(self, wait_seconds: float) -> dict:
         # Hashing a large state takes its time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = self.server.owner.shelf.manifest()
+        manifest = self.server.owner.shelf.manifest(wait_seconds)
         if manifest is None:
             raise Refused("there is no state here yet")
         return manifest
