@@ -42,7 +42,7 @@ class Recorded:
 
     @property
     def side(self) -> OuterSide:
-        return OuterSide(None, Moment({}, {0: self.committed}))
+        return OuterSide(None, Moment({}, {0: self.committed}, {}))
 
     def reduce(self, key, number, members, weights, name) -> str:
         self.log.append(("reduce", key, number, tuple(members), tuple(weights), name))

@@ -5,6 +5,7 @@ A driver tells it what to do; it knows nothing of who decides. Calls come from o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ class Worker:
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
         link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
-        group = " ".join(member.session for member in members)
+        group = json.dumps([member.name for member in members])  # a session is another after a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
             reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
