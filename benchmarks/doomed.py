@@ -35,7 +35,7 @@ POINTS = {
     "reduce": (GroupLink, "send"),
     "held": (Worker, "reduce"),
     "step": (Driver, "stepped"),
-    "healing-other": (Handler, "_send_leaf"),
+    "healing-other": (Handler, "_send_all"),
     "healing": (Assembly, "put"),
 }
 

@@ -3,6 +3,7 @@
     python benchmarks/faults.py                          # each fault once: a table, exit code 1 if a check fails
     python benchmarks/faults.py --only reduce stop       # some of them
     python benchmarks/faults.py --soak 20                # a random fault every 20 s, beside an undisturbed fleet
+    python benchmarks/faults.py --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
     python benchmarks/faults.py --unequal                # three islands, one of which has a third of the others' speed
 
 Four islands with a small model; a step takes at least `--pace` seconds, as if the device were not the processor that
@@ -25,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from faults_long import soak, unequal
+from faults_long import SOAK_FAULTS, soak, unequal
 from faults_of_a_fleet import FAULTS, Fault, Run
 from fleet import Fleet, Late, Seconds
 
@@ -132,6 +133,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=[fault.key for fault in FAULTS])
     parser.add_argument("--soak", type=float, metavar="MINUTES")
+    parser.add_argument(
+        "--every", type=float, nargs=2, default=(20.0, 20.0), help="of --soak: seconds between two faults"
+    )
+    parser.add_argument("--faults", nargs="+", choices=SOAK_FAULTS, default=SOAK_FAULTS, help="of --soak")
+    parser.add_argument("--bandwidth", help="of --soak: each site's link, as 50mbit; needs root")
+    parser.add_argument("--round_trip_ms", type=float, default=0.0, help="of --soak: between two sites; needs root")
+    parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")
     parser.add_argument("--unequal", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)

@@ -7,26 +7,28 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from fleet import Fleet, Island, Seconds, metrics
+from latency import delayed
 
+from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.services.signing import read_token
 
 NAMES = ("a", "b", "c", "d")
-EVERY_SECONDS = 20.0
 ANSWERS_WITHIN = 5.0  # between two answers of one that lives
 LAST = 50  # steps over which losses are averaged
 LEAST_GOODPUT = 0.98
 MOST_LOSS = 1.03  # of the undisturbed one
 LEAST_SPEED = 0.95
 FRAGMENTS = 2
-DEATHS = ("step", "reduce", "held", "now")
+SOAK_FAULTS = ("step", "reduce", "held", "now", "two", "stop", "lighthouse", "link")
 ROW_TOKENS = 4 * 32
 
 
@@ -91,7 +93,9 @@ def undisturbed(folder: Path, wanted: float, start: Callable[[Path], Fleet], sec
         return loss(fleet)
 
 
-def started(folder: Path, options: argparse.Namespace, paces: Mapping[str, float]) -> Fleet:
+def started(
+    folder: Path, options: argparse.Namespace, paces: Mapping[str, float], network: Network | None = None
+) -> Fleet:
     """A fleet in a folder of its own; `paces` of its islands."""
     home = folder.parent
     folder.mkdir()
@@ -99,24 +103,33 @@ def started(folder: Path, options: argparse.Namespace, paces: Mapping[str, float
     shutil.copy(home / "fleet.yaml", folder)
     seconds = Seconds(options.heartbeat, options.reduce)
     arguments = ("--islands.start", str(len(paces)), "--sync.period", str(options.period))
-    fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True)
+    fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True, network)
     for name, pace in paces.items():
         fleet.start(name, pace=pace)
     fleet.wait_for_members(list(paces), options.patience)
     return fleet
 
 
+def network_of(options: argparse.Namespace) -> AbstractContextManager[Network | None]:
+    """The network that the options describe; the loopback without one."""
+    if options.bandwidth is None and options.round_trip_ms == 0:
+        return nullcontext()
+    # A packet between two sites passes two links, each with its delay.
+    return rate_limited(len(NAMES), options.bandwidth, make=delayed(options.round_trip_ms / 4000))
+
+
 def soak(options: argparse.Namespace, folder: Path) -> int:
-    """A random fault every 20 s; 1 if goodput or loss are worse than they should be, or states differ."""
+    """A random fault every few seconds; 1 if goodput or loss are worse than they should be, or states differ."""
     source, paces = random.Random(options.seed), dict.fromkeys(NAMES, options.pace)
     life, begun, faults = Life(), time.monotonic(), 0
-    with started(folder / "soak", options, paces) as fleet:
+    with network_of(options) as network, started(folder / "soak", options, paces, network) as fleet:
         token = read_token(fleet.token, "islands.token_file")
+        kinds = [each for each in options.faults if network is not None or each != "link"]
         while time.monotonic() - begun < 60 * options.soak:
             faults += 1
-            what = disturb(fleet, source, options.pace)
+            what = disturb(fleet, source, kinds)
             print(f"{time.monotonic() - begun:6.0f} s  {what}; round {fleet.newest()}", flush=True)
-            until = time.monotonic() + EVERY_SECONDS
+            until = time.monotonic() + source.uniform(*options.every)
             while time.monotonic() < until:
                 revive(fleet, options.pace)
                 for island in fleet.living:
@@ -131,15 +144,17 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         "its server answered.",
         flush=True,
     )
+    if options.skip_undisturbed:
+        return int(life.goodput < LEAST_GOODPUT)
     beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
     print(f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}.")
     return int(life.goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
 
 
-def disturb(fleet: Fleet, source: random.Random, pace: float) -> str:
+def disturb(fleet: Fleet, source: random.Random, faults: Sequence[str]) -> str:
     """Does something bad; says what."""
     living = fleet.living
-    what = source.choice([*DEATHS, "two", "stop", "lighthouse"])
+    what = source.choice(faults)
     if what == "lighthouse":
         fleet.lighthouse.kill()
         fleet.lighthouse.wait()
@@ -148,7 +163,12 @@ def disturb(fleet: Fleet, source: random.Random, pace: float) -> str:
     victims = source.sample(living, min(2 if what == "two" else 1, len(living)))
     names = " and ".join(island.name for island in victims)
     for island in victims:
-        if what == "stop":
+        if what == "link" and fleet.network is not None:
+            place = list(fleet.sites).index(island.name)
+            fleet.network.cut(place)
+            time.sleep(source.uniform(1, 10))
+            fleet.network.restore(place)
+        elif what == "stop":
             island.signal(signal.SIGSTOP)
             time.sleep(source.uniform(1, 10))
             island.signal(signal.SIGCONT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from gregale.errors import UserError
 from gregale.islands import files
 from gregale.islands.protocol.headers import Generation, Outer
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
-from gregale.methods.island_outer import Held
+from gregale.methods.island_outer import Held, OwnLeaves
 from gregale.storage import Place, StoreError, names, place
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
@@ -25,6 +26,7 @@ LEAVES = {
     "1/theta/nothing|": Held(np.zeros((0, 2), np.float32), 4),
     "1/theta/turned|": Held(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
 }
+OWN = OwnLeaves({"0/second/w|/scales": np.arange(4, dtype=ml_dtypes.bfloat16)}, {0: "a, b"})
 PART_BYTES = 20  # arrays begin and end anywhere in a part
 
 
@@ -34,7 +36,7 @@ def directory(request, tmp_path) -> Place:
 
 
 def write(directory: Place, outer: Outer = OUTER, leaves: dict[str, Held] = LEAVES) -> None:
-    files.write(directory, outer, leaves, PART_BYTES)
+    files.write(directory, outer, leaves, OWN, PART_BYTES)
 
 
 def part_names(directory: Place) -> list[str]:
@@ -49,7 +51,8 @@ def test_it_comes_back(directory):
     for name, held in LEAVES.items():
         assert saved.arrays[name].dtype == held.array.dtype
         np.testing.assert_array_equal(saved.arrays[name], held.array)
-    assert len(part_names(directory)) == 5, "100 bytes"
+    assert saved.own == OWN
+    assert len(part_names(directory)) == 6, "108 bytes"
 
 
 def test_what_is_there_is_not_written_again(directory):
@@ -67,7 +70,7 @@ def test_what_a_killed_process_left_does_not_count_and_goes(directory):
         files.read(directory, 7)
     write(directory)
     assert files.read(directory, 7).outer == OUTER
-    assert len(part_names(directory)) == 5
+    assert len(part_names(directory)) == 6
 
 
 def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(directory):
@@ -77,7 +80,7 @@ def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(d
     saved = files.read(directory, 7)
     assert saved.outer == again
     np.testing.assert_array_equal(saved.arrays["0/theta/w|0,1"], LEAVES["0/theta/w|0,1"].array)
-    assert len(part_names(directory)) == 5
+    assert len(part_names(directory)) == 6
 
 
 def test_a_disk_that_is_full_keeps_the_old_round_and_nothing_of_the_new(tmp_path):

@@ -42,7 +42,7 @@ class Recorded:
 
     @property
     def side(self) -> OuterSide:
-        return OuterSide(None, Moment({}, {0: self.committed}))
+        return OuterSide(None, Moment({}, {0: self.committed}, {}))
 
     def reduce(self, key, number, members, weights, name) -> str:
         self.log.append(("reduce", key, number, tuple(members), tuple(weights), name))
@@ -54,14 +54,14 @@ class Recorded:
     def commit(self, key, outer) -> None:
         self.committed += 1
 
-    def fetch(self, sources) -> Found:
+    def fetch(self, sources, settled) -> Found:
         """Of the first source; `digests`: what a source's arrays have in place of what the record was made of."""
         self.log.append(("fetch", *(source.name for source in sources)))
         if self.fails and (error := self.fails.pop(0)):
             raise error
         number = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
         digest = self.digests.get(sources[0].name, f"digest of {self.name}")
-        return Found(replace(seed(OF_ALL), round=number), digest)
+        return Found(replace(seed(OF_ALL), round=number), digest, settled)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.log.append((name, *arguments))
@@ -145,27 +145,27 @@ def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
 def test_hosts_fetch_again_until_they_have_the_same_round(island):
     hands, (own, other), _ = island
     own.rounds, other.rounds = [7, 9], [8, 9]
-    assert hands.heal(PEERS).round == 9
+    assert hands.heal(PEERS, True).outer.round == 9
     own.rounds, other.rounds = [10], [11]
     with pytest.raises(TransferFailed, match=r"different states, of rounds \[10, 11\]"):
-        hands.heal(PEERS)
+        hands.heal(PEERS, True)
 
 
 def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source(island):
     """The digest of a record is of the arrays of all hosts: a host alone could not tell."""
     hands, (own, other), _ = island
     other.digests = {"a": "changed"}
-    assert hands.heal(PEERS).round == 7
+    assert hands.heal(PEERS, True).outer.round == 7
     assert own.log == other.log == [("fetch", "a", "b"), ("fetch", "a"), ("fetch", "b")]
     other.digests["b"] = "changed too"
     with pytest.raises(TransferFailed, match="round 7 of b have the digest"):
-        hands.heal(PEERS)
+        hands.heal(PEERS, True)
 
 
 def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
     hands, (_, other), _ = island
     other.fails = [NotAsRecorded("garbage"), None]
-    assert hands.heal(PEERS).round == 7
+    assert hands.heal(PEERS, True).outer.round == 7
 
 
 def test_a_host_that_is_lost_fails_what_is_asked_of_it(island):

@@ -10,7 +10,7 @@ import pytest
 from gregale.islands import files
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.healing import newest
+from gregale.islands.healing import Found, newest
 from gregale.islands.protocol.headers import Generation, Outer, Peer, seed
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island_outer import HostOuter
@@ -62,8 +62,8 @@ def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make
     sources = [peer(spoilt, "spoilt"), peer(other, "other"), peer(sound, "sound")]
     before = joiner.outer.digest
     with pytest.raises(TransferFailed, match=r"round 3 of spoilt have the digest .*, their record has"):
-        joiner.heal(sources[:1])
-    assert joiner.heal(sources) == record
+        joiner.heal(sources[:1], settled=False)
+    assert joiner.heal(sources, settled=False).outer == record
     assert joiner.outer.digest == before, "nothing is taken over before `install`"
     joiner.install(record)
     assert joiner.outer.digest == record.digest == sound.outer.digest
@@ -74,7 +74,7 @@ def test_a_record_that_is_none_is_not_the_end(make):
     record = at_round(sound, 3)
     at_round(spoilt, 4)
     spoilt.server.publish(replace(spoilt.server.shelf._snapshot, facts={"outer": "garbage"}))
-    assert joiner.heal([peer(spoilt, "spoilt"), peer(sound, "sound")]) == record
+    assert joiner.heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 
 @pytest.mark.parametrize("source", ["host", "device"])
@@ -82,7 +82,7 @@ def test_a_record_that_is_none_is_not_the_end(make):
 def test_one_heals_from_the_other_wherever_they_keep_it(make, tmp_path, source, joiner):
     peers, joins = make(source), make(joiner)
     record = at_round(peers, 3)
-    assert joins.heal([peer(peers, "peer")]) == record
+    assert joins.heal([peer(peers, "peer")], settled=False).outer == record
     joins.install(record)
     assert joins.outer.digest == record.digest
     files.write(tmp_path, record, joins.outer.leaves())
@@ -92,17 +92,22 @@ def test_one_heals_from_the_other_wherever_they_keep_it(make, tmp_path, source, 
     assert back.outer.digest == record.digest
 
 
-def test_a_round_that_the_sources_are_about_to_commit_is_waited_for(make):
-    joiner, source, found = make(), make(), []
-    at_round(source, 3)
+@pytest.mark.parametrize(
+    ("found", "seconds", "round"),
+    [
+        ([(3, True), (3, True)], 60.0, 3),
+        ([(3, False), (4, True), (4, True)], 60.0, 4),
+        ([(3, True), (4, True), (5, False), (5, True)], 60.0, 5),
+        ([(3, False), (3, False)], 0.0, 3),  # a round that does not end is not waited for for ever
+    ],
+)
+def test_a_joiner_has_a_state_that_nobody_is_about_to_replace(found, seconds, round):
+    asked, comes = [], iter(found)
 
-    def heal() -> Outer:
-        found.append(joiner.heal([peer(source, "source")]))
-        if len(found) == 2:
-            at_round(source, 4)
-        return found[-1]
+    def heal(settled: bool) -> Found:
+        asked.append(settled)
+        number, is_settled = next(comes)
+        return Found(replace(seed("d"), round=number), "d", is_settled)
 
-    assert newest(heal, 3, 60.0).round == 4
-    assert [outer.round for outer in found] == [3, 3, 4]
-    assert newest(heal, None, 60.0).round == 4
-    assert newest(heal, 4, 0.0).round == 4  # in vain, but not for ever
+    assert newest(heal, False, seconds).round == round
+    assert asked == [False, *(len(found) - 1) * [True]]

@@ -295,7 +295,7 @@ def test_a_fleet_that_comes_back_from_a_checkpoint_goes_on_bit_for_bit():
             member.host.load({name: each.array for name, each in held.items()}, dict.fromkeys(held, 1))
             member.errors = dict(saved.errors)
     for member, saved in zip(back.members, fleet.members, strict=True):
-        member.host.load_own(saved.host.own_leaves(), "all")
+        member.host.load_own(saved.host.own_leaves())
     for t in range(7, 12):
         for each in (fleet, back, without):
             each.step(t)
@@ -308,8 +308,8 @@ def test_errors_of_other_rows_are_refused():
     member = trained(3).members[0]
     own = member.host.own_leaves()
     for how in ("shape", "row", "missing"):
-        arrays = dict(own)
-        name = next(name for name in own if name.endswith("/codes"))
+        arrays = dict(own.arrays)
+        name = next(name for name in arrays if name.endswith("/codes"))
         if how == "shape":
             arrays[name] = arrays[name][:-1]
         elif how == "row":
@@ -317,8 +317,8 @@ def test_errors_of_other_rows_are_refused():
         else:
             del arrays[name]
         with pytest.raises(ValueError, match="rows"):
-            member.host.load_own(arrays, "all")
-    member.host.load_own(own, "again")
-    index = int(next(iter(own)).split("/")[0])
+            member.host.load_own(own._replace(arrays=arrays))
+    member.host.load_own(own._replace(groups=dict.fromkeys(own.groups, "again")))
+    index = next(iter(own.groups))
     assert member.host.error(index, "all") is None
     assert member.host.error(index, "again") is not None

@@ -58,15 +58,26 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, method: str, *options: str) -> tuple[files.Saved, list[str], int]:
-    """What two islands in lock step come to: their outer side at the end, their names, and the steps of each."""
+def trained(folder, method: str, *options: str, killed: bool = False) -> tuple[files.Saved, list[str], int]:
+    """What two islands in lock step come to: their outer side at the end, their names, and the steps of each.
+
+    - `killed`: both are killed after their first checkpoint, and start again
+    """
     steps = 2 * METHODS[method]["period"]
     common = ["--islands.lockstep", "true", "--islands.start", "2", "--steps", str(steps)]
     common += ["--islands.lease_steps", "50", *options]
     names = [f"{method}{len(options)}-{own}" for own in "ab"]
-    with Fleet(folder, f"{method}.yaml", PATIENT, common, environment=QUICK_TO_COMPILE) as fleet:
+    with Fleet(folder, f"{method}.yaml", PATIENT, common, killed, environment=QUICK_TO_COMPILE) as fleet:
         for name in names:
-            fleet.start(name)
+            fleet.start(name, pace=0.5 if killed else None)
+        if killed:
+            runs = [island.run for island in fleet.islands.values()]
+            fleet.wait(lambda: all(checkpoint_steps(run) for run in runs), PATIENCE_SECONDS, "a checkpoint of both")
+            for island in fleet.islands.values():
+                island.kill()
+            assert len({tuple(checkpoint_steps(run)) for run in runs}) == 1
+            for name in names:
+                fleet.start(name)
         codes = [island.process.wait(PATIENCE_SECONDS) for island in fleet.islands.values()]
         assert codes == [0, 0], fleet.tails()
         assert fleet.check() >= METHODS[method].get("fragments", 1) * 2
@@ -92,8 +103,11 @@ def test_islands_in_lock_step_do_what_diloco_does_in_one_mesh(folder, method, mo
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
-    """That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows."""
-    saved, names, steps = trained(folder, "streaming", *FOUR_BITS)
+    """Also if the fleet is killed and goes on from its checkpoints: errors of both legs are in them.
+
+    That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
+    """
+    saved, names, steps = trained(folder, "streaming", *FOUR_BITS, "--checkpoint.every", "4", killed=True)
     monkeypatch.chdir(folder)
     setup, corpus = prepared("streaming", [*FOUR_BITS, "--islands.lighthouse", "by-hand:1", "--steps", str(steps)], 1)
     assert isinstance(setup.method, Island)

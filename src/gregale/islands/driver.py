@@ -301,11 +301,11 @@ class Driver:
 
     def _heal(self, action: protocol.Heal) -> None:
         began, sources = time.monotonic(), action.sources
-        after = action.round if action.ends else None
+        whole = self.pace.schedule.fragments == 1  # a round changes all of the state
         with self._lock:
             self._book.begin()
         try:
-            outer = newest(lambda: self.worker.heal(sources), after, self.worker.timeouts.reduce)
+            outer = newest(lambda settled: self.worker.heal(sources, settled), whole, self.worker.timeouts.reduce)
         except TransferFailed as error:
             self.seconds.healing += time.monotonic() - began
             self.post(protocol.HealFailed(str(error)))

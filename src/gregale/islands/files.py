@@ -23,7 +23,7 @@ import numpy as np
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.islands.protocol.headers import Outer
-from gregale.methods.island_outer import Held
+from gregale.methods.island_outer import NO_OWN_LEAVES, Held, OwnLeaves
 from gregale.services.checkpoint.objects import PART_BYTES
 from gregale.services.checkpoint.pieces import parts
 from gregale.storage import Place, Remote, StoreError, names, read_range, remove_tree, write_bytes
@@ -38,6 +38,7 @@ class Saved(NamedTuple):
     outer: Outer
     arrays: dict[str, np.ndarray]
     versions: dict[str, int]
+    own: OwnLeaves
 
 
 def folder_of(directory: Place, number: int) -> Place:
@@ -45,7 +46,13 @@ def folder_of(directory: Place, number: int) -> Place:
     return directory / f"round-{number:08d}"
 
 
-def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], part_bytes: int = PART_BYTES) -> None:
+def write(
+    directory: Place,
+    outer: Outer,
+    leaves: Mapping[str, Held],
+    own: OwnLeaves = NO_OWN_LEAVES,
+    part_bytes: int = PART_BYTES,
+) -> None:
     """Writes the outer side of a round, whole or not at all; nothing if it is there already.
 
     Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
@@ -54,25 +61,28 @@ def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], part_bytes
     folder = folder_of(directory, outer.round)
     if _is_of(folder, outer):
         return
-    own = uuid4().hex[:8]
+    name_of_parts = uuid4().hex[:8]
+    whole = {**leaves, **{name: Held(array, 0) for name, array in own.arrays.items()}}
     entries: list[list[Any]] = []
 
     def contents() -> Iterator[np.ndarray]:
-        for name, held in leaves.items():
+        for name, held in whole.items():
             array = np.asarray(held.array)
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            entries.append([name, array.dtype.str, list(array.shape), held.version, _hash(content)])
+            entries.append([name, array.dtype.name, list(array.shape), held.version, _hash(content)])
             yield content
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _write_parts(folder, own, contents(), part_bytes)
-        manifest = {"outer": outer.to_json(), "parts": own, "part_bytes": part_bytes, "arrays": entries}
+        _write_parts(folder, name_of_parts, contents(), part_bytes)
+        groups = {str(index): group for index, group in own.groups.items()}
+        manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
+        manifest |= {"own": sorted(own.arrays), "groups": groups}
         write_bytes(folder / MANIFEST, json.dumps(manifest).encode())
     except OSError:
-        _remove(folder, lambda name: name.startswith(own))
+        _remove(folder, lambda name: name.startswith(name_of_parts))
         raise
-    _remove(folder, lambda name: name != MANIFEST and not name.startswith(own))
+    _remove(folder, lambda name: name != MANIFEST and not name.startswith(name_of_parts))
 
 
 def read(directory: Place, number: int) -> Saved:
@@ -83,16 +93,20 @@ def read(directory: Place, number: int) -> Saved:
         outer = Outer.from_json(manifest["outer"])
         if "parts" not in manifest:
             raise ValueError("they were saved by an earlier version of Gregale, in another form")
-        own, part_bytes = manifest["parts"], manifest["part_bytes"]
+        name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
         kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
         starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
         with ThreadPoolExecutor(_THREADS) as pool:
             found = pool.map(
-                lambda entry, kind, start: _array(folder, own, part_bytes, entry, kind, start),
+                lambda entry, kind, start: _array(folder, name_of_parts, part_bytes, entry, kind, start),
                 *(manifest["arrays"], kinds, starts),
             )
             arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
-        return Saved(outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"]})
+        own = OwnLeaves(
+            {name: arrays.pop(name) for name in manifest.get("own", ())},
+            {int(index): group for index, group in manifest.get("groups", {}).items()},
+        )
+        return Saved(outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own)
     except StoreError:  # no damage, and nothing is gained by beginning anew
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

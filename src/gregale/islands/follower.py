@@ -126,9 +126,9 @@ class Follower:
     def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
         return self._worker.reduce(key, number, _peers(members), weights, name)
 
-    def _fetch(self, sources: list) -> Any:
-        outer, digest = self._worker.fetch(_peers(sources))
-        return outer.to_json(), digest
+    def _fetch(self, sources: list, settled: bool) -> Any:
+        found = self._worker.fetch(_peers(sources), settled)
+        return found.outer.to_json(), found.digest, found.settled
 
     def _inherit(self, address: str) -> int:
         return self._worker.heir.fetch(address)

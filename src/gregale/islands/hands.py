@@ -87,8 +87,11 @@ class Hands(Protocol):
         """Serves the state as it is under another record."""
         ...
 
-    def heal(self, sources: Sequence[Peer]) -> Outer:
-        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed."""
+    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
+        """Fetches the state of peers, beside the own one. Raises TransferFailed.
+
+        - `settled`: waits a few seconds for the end of the round that they are making
+        """
         ...
 
     def install(self, outer: Outer) -> None:
@@ -182,25 +185,28 @@ class AllHands:
         self._own.publish(outer)
         self._tell("publish", outer.to_json())
 
-    def heal(self, sources: Sequence[Peer]) -> Outer:
+    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
         """As `Hands.heal`: with the digest of all hosts' arrays."""
-        return healed(sources, self.timeouts.heal, self._fetch)
+        return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
 
-    def _fetch(self, sources: Sequence[Peer]) -> Found:
+    def _fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
         """The state of peers, of one record on all hosts. Raises TransferFailed."""
         told = [list(source) for source in sources]
         found: dict[int, Found] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
             behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
-            asked = [(host.number, host.ask("fetch", [told])) for host in self._others if host.number in behind]
+            asked = [
+                (host.number, host.ask("fetch", [told, settled])) for host in self._others if host.number in behind
+            ]
             if 0 in behind:
-                found[0] = self._own.fetch(sources)
+                found[0] = self._own.fetch(sources, settled)
             for number, answer in asked:
-                record, digest = self._fetched(answer)
-                found[number] = Found(Outer.from_json(record), digest)
+                record, digest, is_settled = self._fetched(answer)
+                found[number] = Found(Outer.from_json(record), digest, is_settled)
             if all(each.outer == found[0].outer for each in found.values()):
-                return Found(found[0].outer, joint_digest([each.digest for _, each in sorted(found.items())]))
+                digest = joint_digest([each.digest for _, each in sorted(found.items())])
+                return Found(found[0].outer, digest, all(each.settled for each in found.values()))
         rounds = sorted({each.outer.round for each in found.values()})
         raise NotAsRecorded(f"the hosts of this island fetched different states, of rounds {rounds}")
 
@@ -256,7 +262,7 @@ class AllHands:
         except HostFailed as failed:
             if failed.kind == NotAsRecorded.__name__:
                 raise NotAsRecorded(str(failed)) from None
-            raise TransferFailed(str(failed), {}) from None
+            raise TransferFailed(str(failed)) from None
         self.count.received += result["received"]
         return result["value"]
 

@@ -13,40 +13,43 @@ from typing import NamedTuple
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.protocol.headers import Outer, Peer
 
-LOOK_SECONDS = 0.05  # between two looks at whether sources have gone on
-
 
 class Found(NamedTuple):
-    """A state that was fetched and fits: its record, and the digest of the arrays."""
+    """A state that was fetched and fits: its record, and the digest of the arrays.
+
+    - `settled`: no round was being made that would replace it
+    """
 
     outer: Outer
     digest: str
+    settled: bool
 
 
 class NotAsRecorded(TransferFailed):
     """What was fetched is whole, but not one state, or not the one that its record says."""
 
-    def __init__(self, reason: str):
-        super().__init__(reason, {})
 
+def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
+    """Return the record of a state that nobody is about to replace: what `heal` brings, again until it stays the same.
 
-def newest(heal: Callable[[], Outer], after: int | None, seconds: float) -> Outer:
-    """What `heal` brings: of a round after this one, if that comes in time. Each time only what has changed is fetched.
+    To fetch the state of a large model may take longer than a round. Each call of `heal` fetches only what has changed
+    since, after the end of a round, so an island joins between two rounds.
 
-    - `after`: None: any round will do
-    - `seconds`: after which an older one has to do
+    - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
+    - `waits`: the first call waits for the end of a round too, because a round changes everything
+    - `seconds`: after which a state has to do that may be replaced
 
     Raises what `heal` raises.
     """
-    until, outer = time.monotonic() + seconds, heal()
-    while after is not None and outer.round <= after and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)
-        outer = heal()
-    return outer
+    until, found = time.monotonic() + seconds, heal(waits)
+    while True:
+        before, found = found.outer, heal(True)
+        if (found.settled and found.outer == before) or time.monotonic() >= until:
+            return found.outer
 
 
-def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], Found]) -> Outer:
-    """The record of what `fetch` has brought of all sources or, if that is not as recorded, of one after the other.
+def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], Found]) -> Found:
+    """Return what `fetch` has brought of all sources or, if that is not as recorded, of one after the other.
 
     - `seconds`: after which no other source is begun with
 
@@ -64,14 +67,15 @@ def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Pe
             return _checked([source], fetch)
         except TransferFailed as error:
             complaints.append(str(error))
-    raise TransferFailed("; ".join(complaints), {})
+    raise TransferFailed("; ".join(complaints))
 
 
-def _checked(sources: Sequence[Peer], fetch: Callable[[Sequence[Peer]], Found]) -> Outer:
-    outer, digest = fetch(sources)
+def _checked(sources: Sequence[Peer], fetch: Callable[[Sequence[Peer]], Found]) -> Found:
+    found = fetch(sources)
+    outer, digest = found.outer, found.digest
     if digest != outer.digest:
         names = ", ".join(source.name for source in sources)
         raise NotAsRecorded(
             f"the arrays of round {outer.round} of {names} have the digest {digest}, their record has {outer.digest}"
         )
-    return outer
+    return found

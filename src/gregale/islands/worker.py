@@ -5,6 +5,7 @@ A driver tells it what to do; it knows nothing of who decides. Calls come from o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
-from gregale.islands.engine.transfer import fetch
+from gregale.islands.engine.transfer import Fetcher
 from gregale.islands.healing import Found, NotAsRecorded, healed
 from gregale.islands.inner import Expected
 from gregale.islands.orders import Order
@@ -26,6 +27,7 @@ from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
+COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as a joiner expects it
 
 
 class Timeouts(NamedTuple):
@@ -110,7 +112,7 @@ class Worker:
     count: Count = field(default_factory=Count)
     _record: Outer | None = None
     _side: OuterSide | None = None
-    _fetched: Mapping[str, np.ndarray] | None = None
+    _fetcher: Fetcher | None = None
     _offered: Offered | None = None  # what was fetched, if it fits
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
@@ -144,12 +146,21 @@ class Worker:
 
         Raises GroupFailed, and NotFinite.
         """
-        members = tuple(members)
+        self.server.shelf.expect(self.timeouts.reduce)
+        try:
+            digest = self._reduce(key, number, tuple(members), weights, name)
+        except (GroupFailed, NotFinite):
+            self.server.shelf.expect(0.0)
+            raise
+        self.server.shelf.expect(COMMIT_SECONDS)
+        return digest
+
+    def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
         rank = [member.name for member in members].index(name)
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
         link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
-        group = " ".join(member.session for member in members)
+        group = json.dumps([member.name for member in members])  # a session is another after a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
             reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
@@ -188,21 +199,22 @@ class Worker:
         leaves = {name: Leaf(held.array, held.version) for name, held in self.outer.leaves().items()}
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
-    def heal(self, sources: Sequence[Peer]) -> Outer:
-        """Fetches the state of peers, beside the own one; returns its record. Raises TransferFailed."""
-        return healed(sources, self.timeouts.heal, self.fetch)
+    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
+        """Fetches the state of peers, beside the own one. Raises TransferFailed."""
+        return healed(sources, self.timeouts.heal, lambda chosen: self.fetch(chosen, settled))
 
-    def fetch(self, sources: Sequence[Peer]) -> Found:
+    def fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
         """What this host has of the state of peers. Raises TransferFailed."""
-        expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-        held = self._fetched or {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
+        if self._fetcher is None:
+            expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
+            held = {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
+            self._fetcher = Fetcher(self.token, expected, held)
         addresses = [source.hosts[self.host] for source in sources]
-        fetched = fetch(addresses, self.token, expected, self.timeouts.heal, held)
-        self._fetched = fetched.arrays
+        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, settled)
         self.count.received += fetched.received_bytes
         try:
             self._offered = self.outer.check(fetched.arrays, fetched.versions)
-            return Found(Outer.from_json(fetched.facts.get("outer")), self._offered.digest)
+            return Found(Outer.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled)
         except ValueError as error:
             raise NotAsRecorded(f"what {', '.join(addresses)} gave is no state: {error}") from None
 
@@ -210,7 +222,8 @@ class Worker:
         """Takes over what was fetched last, and serves it under this record."""
         assert self._offered is not None
         self.outer.take_over(self._offered)
-        self._fetched = self._offered = None
+        self._offered = None
+        self._end_fetching()
         self.heir.settle()
         self._results.clear()
         self._taken.clear()
@@ -242,8 +255,14 @@ class Worker:
             self._group = (members, group)
         return group
 
+    def _end_fetching(self) -> None:
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.close()
+
     def close(self) -> None:
         """Leaves the group and stops serving."""
+        self._end_fetching()
         with suppress(GroupFailed):
             self.drop_group()
         self.showing.close()

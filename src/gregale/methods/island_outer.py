@@ -48,6 +48,21 @@ class Moment(NamedTuple):
 
     held: dict[int, AllKept]  # by fragment, by name
     versions: dict[int, int]
+    errors: dict[int, tuple[str, OwnError]]  # of the second leg, by fragment, with the group whose it is
+
+
+class OwnLeaves(NamedTuple):
+    """What only a member's own checkpoint has: the second leg's errors of the rows that it owns.
+
+    - `arrays`: by name
+    - `groups`: who reduced each fragment last, by its number; another group has no use for the errors
+    """
+
+    arrays: dict[str, np.ndarray]
+    groups: dict[int, str]
+
+
+NO_OWN_LEAVES = OwnLeaves({}, {})
 
 
 class Prepared(NamedTuple):
@@ -108,7 +123,7 @@ class HostOuter:
 
     def now(self) -> Moment:
         """The arrays as they are."""
-        return Moment(dict(self._held), dict(self._versions))
+        return Moment(dict(self._held), dict(self._versions), dict(self._errors))
 
     def theta(self, index: int, moment: Moment | None = None) -> Tree:
         """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`.
@@ -174,7 +189,7 @@ class HostOuter:
 
         - `moment`: as they were then; None: as they are
         """
-        held, versions = moment or self.now()
+        held, versions, _ = moment or self.now()
         parts = sorted(held.items())
         return {name: Held(array, versions[index]) for index, arrays in parts for name, array in arrays.items()}
 
@@ -214,17 +229,23 @@ class HostOuter:
         rounds = {index: versions[next(iter(part))] for index, part in found.items()}
         return Offered(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
 
-    def own_leaves(self) -> dict[str, np.ndarray]:
-        """What only this member's checkpoint needs: the second leg's errors of the rows that it owns, by name."""
-        return {name: array for index, (_, error) in self._errors.items() for name, array in _own(index, error).items()}
+    def own_leaves(self, moment: Moment | None = None) -> OwnLeaves:
+        """Return what only this member's checkpoint needs.
 
-    def load_own(self, arrays: Mapping[str, np.ndarray], group: str) -> None:
-        """Takes over `own_leaves` of a checkpoint, for the fragments that `group` reduced last; after `load`.
+        - `moment`: as it was then; None: as it is
+        """
+        errors = (moment or self.now()).errors
+        arrays = {name: array for index, (_, error) in errors.items() for name, array in _own(index, error).items()}
+        return OwnLeaves(arrays, {index: group for index, (group, _) in errors.items()})
 
-        Raises `ValueError` if one is not as this island's rows are; nothing changes then.
+    def load_own(self, own: OwnLeaves) -> None:
+        """Take over `own_leaves` of a checkpoint; after `load`.
+
+        Raises `ValueError` if an error is not as this island's rows are; nothing changes then.
         """
         found: dict[int, OwnError] = {}
-        for index in {int(name.split("/", 1)[0]) for name in arrays}:
+        arrays = own.arrays
+        for index in own.groups:
             start, rows = f"{index}/second/", {}
             for key, cut in self.parts[index].rows.items():
                 for row in range(cut.count):
@@ -235,7 +256,7 @@ class HostOuter:
             wanted = OwnError(0, {place: no_error(self.parts[index].rows[place[0]].row) for place in rows})
             if offered != {name: _kind(array) for name, array in _own(index, wanted).items()}:
                 raise ValueError(f"the second leg's errors of fragment {index} are not of this island's rows")
-        self._errors |= {index: (group, error) for index, error in found.items()}
+        self._errors |= {index: (own.groups[index], error) for index, error in found.items()}
 
     @cached_property
     def parts(self) -> list[Part]:

@@ -209,7 +209,6 @@ def _timing(network: str, fleet: Fleet) -> Timing:
     return replace(
         base,
         join_seconds=join,
-        ask_seconds=max(base.ask_seconds, 2 * (base.heartbeat_seconds + join)),
         reduce_seconds=max(base.reduce_seconds, 2 * transfer + 4 * fleet.latency_seconds),
         most_grace_seconds=max(base.most_grace_seconds, slowest),
     )

@@ -74,7 +74,7 @@ def raw(server: Server, method: str, path: str, body: bytes, moment: float, nonc
 def written(server: Server, method: str, path: str, body: bytes, moment: float, nonce: str, **more: str) -> bytes:
     """A request as it is on the wire."""
     hashed = digest(body)
-    parts = server.recipient, method, path, "", f"{moment:.3f}", nonce, hashed
+    parts = server.recipient, method, path, f"{moment:.3f}", nonce, hashed
     headers = {
         "X-Nonce": nonce,
         "X-Time": f"{moment:.3f}",
@@ -104,7 +104,6 @@ def test_what_was_heard_on_the_way_cannot_be_used_again(make_server):
     assert b"clock is 1000 s away" in raw(server, "POST", "/message", b"{}", now - 1000, "n2")
     assert raw(server, "POST", "/message", b"{}", now, "n3", **{"X-Nonce": "n4"}) == NOTHING
     assert raw(server, "POST", "/message", b"{}", now, "n5", **{"X-Body": digest(b"[]")}) == NOTHING
-    assert raw(server, "POST", "/message", b"{}", now, "n6", Range="bytes=0-1") == NOTHING
     assert len(taken) == 1
 
 
@@ -147,7 +146,7 @@ def test_a_body_that_is_too_large_or_another_is_refused(make_server):
 
 
 def forged(server: Server, now: float) -> str:
-    parts = server.recipient, "POST", "/message", "", f"{now:.3f}", "n4", digest(b"{}")
+    parts = server.recipient, "POST", "/message", f"{now:.3f}", "n4", digest(b"{}")
     return sign(TOKEN, *(part.encode() for part in parts))
 
 
@@ -250,8 +249,8 @@ def test_an_array_from_elsewhere_is_brought_for_its_hash_and_once_for_its_pieces
     peer = Peer(server.address, TOKEN, 5.0)
     leaf = peer.request("GET", "/manifest")["leaves"]["far"]
     got = bytearray(far.nbytes)
-    for start in range(0, far.nbytes, state.PIECE_BYTES):
-        assert peer.read_into(f"/leaf/{leaf['hash']}", start, memoryview(got)[start : start + state.PIECE_BYTES])
+    assert peer.open_pieces([(leaf["hash"], index) for index in range(len(leaf["pieces"]))], far.nbytes)
+    peer.read_into(memoryview(got))
     assert bytes(got) == far.here.tobytes()
     assert len(leaf["pieces"]) == 4
     assert far.brought == 2
@@ -265,7 +264,9 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     server.publish(Snapshot(0, 1, {"far": Leaf(far, 1)}))
     peer = Peer(server.address, TOKEN, 5.0)
     leaf = peer.request("GET", "/manifest")["leaves"]["far"]
-    assert peer.read_into(f"/leaf/{leaf['hash']}", 0, memoryview(bytearray(8)))
+    assert peer.open_pieces([(leaf["hash"], 0)], state.PIECE_BYTES)
+    peer.read_into(memoryview(bytearray(state.PIECE_BYTES)))
+    peer.request("GET", "/manifest")  # the server has nothing more to do with the request before
     peer.close()
     gone = weakref.ref(far)
     del far
@@ -283,12 +284,13 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     server.publish(Snapshot(0, 2, {"a": Leaf(second, 2)}))
     assert peer.request("GET", "/manifest")["round"] == 2
     got = bytearray(first.nbytes)
-    path = f"/leaf/{manifest['leaves']['a']['hash']}"
-    assert peer.read_into(path, 0, memoryview(got))
+    piece = manifest["leaves"]["a"]["hash"], 0
+    assert peer.open_pieces([piece], first.nbytes)
+    peer.read_into(memoryview(got))
     assert bytes(got) == first.tobytes()
     monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
     server.publish(Snapshot(0, 3, {"a": Leaf(second, 2)}))
-    assert not peer.read_into(path, 0, memoryview(got))
+    assert not peer.open_pieces([piece], first.nbytes)
     peer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ from gregale.islands.engine import client, manifest, state, transfer
 from gregale.islands.engine.manifest import largest_manifest_bytes, read_manifest
 from gregale.islands.engine.server import Leaf, Refused, Server, Snapshot
 from gregale.islands.engine.signing import canonical
-from gregale.islands.engine.transfer import Fetched, TransferFailed, fetch
+from gregale.islands.engine.transfer import Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.engine.conftest import TOKEN
 
 PIECE_BYTES = 1 << 16
@@ -143,13 +144,25 @@ def test_from_one_and_from_several(sources):
     progress = []
     for count in (1, 3):
         chosen = [server.address for server in sources[:count]]
-        fetched = fetch(chosen, TOKEN, EXPECTED, 10.0, progress=lambda *done: progress.append(done))
+        fetched = Fetcher(TOKEN, EXPECTED, progress=lambda *done: progress.append(done)).fetch(chosen, 10.0)
         assert_is(fetched, STATE)
         total = sum(leaf.array.nbytes for leaf in STATE.values())
         assert progress[-1] == (total, total)
         assert fetched.received_bytes == total
         assert (fetched.generation, fetched.round, fetched.facts) == (1, 4, {"position": 17})
         assert fetched.complaints == []
+
+
+def test_many_small_arrays_take_few_requests(make_server):
+    """Each request costs a round trip: seconds between sites, if there were one for each array."""
+    server = make_server()
+    many = {f"array{number}|0": Leaf(np.full(5, number, np.float32), 1) for number in range(200)}
+    server.publish(Snapshot(1, 4, many))
+    requests, lend = [], server.shelf.lend
+    server.shelf.lend = lambda names: requests.append(names) or lend(names)
+    expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
+    assert_is(fetch([server.address], TOKEN, expected, 10.0), many)
+    assert len(requests) <= transfer.STREAMS
 
 
 @pytest.mark.parametrize("meddle", [corrupt, cut_short, stall])
@@ -170,22 +183,22 @@ def test_a_bad_source_is_replaced(sources, way, meddle):
     ],
 )
 def test_without_a_good_source_it_says_why_and_can_go_on(sources, way, meddle, reason):
-    bad = way(sources[0], meddle)
+    fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed, match=reason) as failed:
-        fetch([bad], TOKEN, EXPECTED, 10.0)
+        fetcher.fetch([way(sources[0], meddle)], 10.0)
     assert "\n" not in str(failed.value)
     # What has come has the right bytes, and is not fetched again.
-    fetched = fetch([sources[1].address], TOKEN, EXPECTED, 10.0, held=failed.value.arrays)
-    assert_is(fetched, STATE)
+    assert_is(fetcher.fetch([sources[1].address], 10.0), STATE)
 
 
 def test_what_came_before_a_failure_is_kept(sources, way):
     def late_cut(content: bytes, offset: int) -> bytes | None:
         return content if offset < 3 * PIECE_BYTES else None
 
-    with pytest.raises(TransferFailed) as failed:
-        fetch([way(sources[0], late_cut)], TOKEN, EXPECTED, 10.0)
-    fetched = fetch([sources[1].address], TOKEN, EXPECTED, 10.0, held=failed.value.arrays)
+    fetcher = Fetcher(TOKEN, EXPECTED)
+    with pytest.raises(TransferFailed):
+        fetcher.fetch([way(sources[0], late_cut)], 10.0)
+    fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
     assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * PIECE_BYTES
 
@@ -203,7 +216,7 @@ def test_a_source_that_dies_in_the_middle(sources):
         if here > total // 3:
             sources[0].close()
 
-    fetched = fetch([server.address for server in sources], TOKEN, EXPECTED, 10.0, progress=kill_the_first)
+    fetched = Fetcher(TOKEN, EXPECTED, progress=kill_the_first).fetch([server.address for server in sources], 10.0)
     assert_is(fetched, STATE)
 
 
@@ -221,6 +234,25 @@ def test_nobody_and_nothing(make_server):
 def test_the_time_is_kept(sources, way):
     with pytest.raises(TransferFailed, match=r"not done after 0.5 s"):
         fetch([way(sources[0], dribble)], TOKEN, EXPECTED, 0.5)
+
+
+def test_the_end_of_a_round_is_waited_for(make_server):
+    """An island that joins between two rounds takes part in the next one, however long the fetch took."""
+    server = make_server()
+    server.publish(Snapshot(1, 4, STATE))
+    server.shelf.expect(60.0)
+    fetcher = Fetcher(TOKEN, EXPECTED)
+    before = fetcher.fetch([server.address], 10.0)
+    assert (before.round, before.settled) == (4, False)
+    found = []
+    joins = threading.Thread(target=lambda: found.append(fetcher.fetch([server.address], 10.0, settled=True)))
+    joins.start()
+    after = STATE | {"half|0": leaves(seed=1)["half|0"]}
+    server.publish(Snapshot(1, 5, after))
+    joins.join()
+    assert (found[0].round, found[0].settled) == (5, True)
+    assert_is(found[0], after)
+    assert found[0].received_bytes == STATE["half|0"].array.nbytes, "what has not changed is here"
 
 
 def test_only_what_is_not_here_is_fetched(sources):
@@ -246,7 +278,7 @@ def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
         if total // 3 < here and server.shelf._snapshot.round == 4:
             server.publish(Snapshot(1, 5, after))
 
-    fetched = fetch([server.address], TOKEN, EXPECTED, 10.0, progress=commit)
+    fetched = Fetcher(TOKEN, EXPECTED, progress=commit).fetch([server.address], 10.0)
     assert fetched.round == 5
     assert_is(fetched, after)
 
@@ -264,11 +296,12 @@ def no_allocation(shape, dtype):
 
 
 def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources):
-    offered = sources[0].shelf.manifest()
+    offered = copy.deepcopy(sources[0].shelf.manifest())
     liar = sources[1]
-    liar.shelf.manifest = lambda: offered.replace(f"[{SIZE}]".encode(), b"[250000000000]")
+    offered["leaves"]["large|0"]["shape"] = [250_000_000_000]
+    liar.shelf.manifest = lambda wait_seconds: offered
     with pytest.raises(TransferFailed, match=r"offers large\|0 as float32\[250000000000\].*; here it is float32"):
-        fetch([liar.address], TOKEN, EXPECTED, 10.0, allocate=no_allocation)
+        Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([liar.address], 10.0)
     fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
     assert_is(fetched, STATE)
     assert len(fetched.complaints) == 1
@@ -276,13 +309,13 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
 
 def test_a_reply_that_never_ends_is_not_read(make_server, way):
     endless = make_server()
-    endless.shelf.manifest = lambda: b"[" * (largest_manifest_bytes(EXPECTED) + 1)
+    endless.shelf.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
-        fetch([endless.address], TOKEN, EXPECTED, 10.0, allocate=no_allocation)
+        Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([endless.address], 10.0)
 
 
 def test_what_a_server_says_fits_into_what_is_expected(sources):
-    assert len(sources[0].shelf.manifest()) < largest_manifest_bytes(EXPECTED) - 2**20
+    assert len(canonical(sources[0].shelf.manifest())) < largest_manifest_bytes(EXPECTED) - 2**20
 
 
 @pytest.mark.parametrize(
@@ -310,5 +343,5 @@ def test_manifests_that_are_not_as_expected(sources, change, reason):
 
 def test_another_token(sources):
     with pytest.raises(TransferFailed, match=r"it has another token"):
-        fetch([sources[0].address], b"another token here", EXPECTED, 5.0, allocate=no_allocation)
+        Fetcher(b"another token here", EXPECTED, allocate=no_allocation).fetch([sources[0].address], 5.0)
     assert canonical({"b": 1, "a": [None]}) == b'{"a":[null],"b":1}'

@@ -10,7 +10,7 @@ from gregale.islands.protocol.settings import LAN
 from gregale.methods.schedule import Schedule
 
 HOUR = 3600.0
-TIMING = replace(LAN, join_seconds=4.0, ask_seconds=20.0, reduce_seconds=60.0)
+TIMING = replace(LAN, join_seconds=4.0, reduce_seconds=60.0)
 
 
 def fleet_of(islands=20, fragments=1, delay=1, spread=0.3, message_bytes=1e9, bytes_per_second=1e9):

@@ -1,12 +1,13 @@
 """What a decision and its plan hand to all members that follow it."""
 
 import random
+from dataclasses import replace
 
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import Generation, Header, Peer, View
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 from gregale.islands.protocol.plans import NO_ASKS, Form, Turn
-from gregale.islands.protocol.settings import Rules
+from gregale.islands.protocol.settings import LAN, Rules
 
 REPORTS = (Report("a", "s", 30), Report("b", "s", 0))
 RULES = Rules(lot=Lot(40, 24))
@@ -52,3 +53,8 @@ def test_who_is_missing_is_found_once_for_all_who_share_a_group(header):
     assert decision.missing(group) == (b,)
     assert decision.missing(group) is decision.missing(group)
     assert decision.missing((a,)) == ()
+
+
+def test_an_ask_is_given_up_after_the_longest_time_in_which_a_coordinator_answers():
+    timing = replace(LAN, heartbeat_seconds=30.0)
+    assert timing.ask_seconds > timing.heartbeat_seconds + timing.join_seconds

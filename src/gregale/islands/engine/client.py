@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
 
 from gregale.files import reason
 from gregale.islands.engine.signing import canonical, digest
 from gregale.services.signing import is_signed, sign
 
 LARGEST_REPLY_BYTES = 1 << 20
+IDLE_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS
 
 
 class PeerUnreachable(Exception):
@@ -37,6 +40,8 @@ class Peer:
         self.address, _, self._recipient = address.partition("/")
         self._token = token
         self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
+        self._used = time.monotonic()
+        self._pieces: Any = None
 
     def request(
         self,
@@ -50,7 +55,7 @@ class Peer:
         try:
             if wait_seconds is not None:
                 self._wait(wait_seconds)
-            response, nonce = self._send(method, path, body, "")
+            response, nonce = self._send(method, path, body)
             length = int(response.headers.get("Content-Length") or 0)
             if length > largest_reply_bytes:
                 self.close()
@@ -70,29 +75,45 @@ class Peer:
             raise Refused(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
 
-    def read_into(self, path: str, start: int, target: memoryview) -> bool:
-        """Fills `target` with bytes of a leaf from `start` on; False if the peer has that leaf no more.
+    def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
+        """Request pieces (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
 
-        The bytes are nobody's word: check their hash. Raises PeerUnreachable.
+        Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
         """
         try:
-            response, _ = self._send("GET", path, b"", f"bytes={start}-{start + len(target) - 1}")
+            response, _ = self._send("POST", "/pieces", canonical([list(piece) for piece in pieces]))
             if response.status == 404:
                 response.read(LARGEST_REPLY_BYTES)
                 return False
-            if response.status != 206 or response.headers.get("Content-Length") != str(len(target)):
-                self.close()
-                raise PeerUnreachable(f"{self.address} sends something else than the range that was asked for")
-            filled = 0
+            if response.status != 200 or response.headers.get("Content-Length") != str(size):
+                raise OSError("it sends something other than the pieces that were requested")
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
+        self._pieces = response
+        return True
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes of the requested pieces. They are not signed: check their hash.
+
+        Raises PeerUnreachable.
+        """
+        filled = 0
+        try:
             while filled < len(target):
-                count = response.readinto(target[filled:])
+                count = self._pieces.readinto(target[filled:])
                 if not count:
                     raise OSError("the connection ended in the middle")
                 filled += count
-            response.read()
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
-        return True
+
+    def connect(self) -> None:
+        """Open the connection ahead of its first request. Raises PeerUnreachable."""
+        try:
+            self._connection.connect()
+        except OSError as error:
+            raise self._unreachable(error) from None
+        self._used = time.monotonic()
 
     def close(self) -> None:
         self._connection.close()
@@ -102,13 +123,17 @@ class Peer:
             self._connection.connect()
         self._connection.sock.settimeout(seconds)
 
-    def _send(self, method: str, path: str, body: bytes, span: str) -> tuple[HTTPResponse, str]:
+    def _send(self, method: str, path: str, body: bytes) -> tuple[HTTPResponse, str]:
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self._connection.close()  # a server closes an idle connection; the next request opens another
         nonce, moment, hashed = secrets.token_hex(16), f"{time.time():.3f}", digest(body)
-        parts = self._recipient, method, path, span, moment, nonce, hashed
+        parts = self._recipient, method, path, moment, nonce, hashed
         signature = sign(self._token, *(part.encode() for part in parts))
         headers = {"X-Nonce": nonce, "X-Time": moment, "X-Body": hashed, "X-Signature": signature}
-        self._connection.request(method, path, body or None, headers | ({"Range": span} if span else {}))
-        return self._connection.getresponse(), nonce
+        self._connection.request(method, path, body or None, headers)
+        response = self._connection.getresponse()
+        self._used = time.monotonic()
+        return response, nonce
 
     def _unreachable(self, error: Exception) -> PeerUnreachable:
         self.close()

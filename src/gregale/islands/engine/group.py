@@ -101,15 +101,9 @@ def drop_all() -> None:
 class Group:
     """Members `0 .. size - 1` that can send to each other. `failure`: why it can't be used any more, or empty."""
 
-<<<<<<< HEAD
     def __init__(self, gloo: Any, torch: Any, rank: int, names: Sequence[str]):
         self.rank, self.size, self.failure = rank, len(names), ""
         self._gloo, self._torch, self._names = gloo, torch, list(names)
-=======
-    def __init__(self, gloo: Any, torch: Any, rank: int, hosts: Sequence[str]):
-        self.rank, self.size, self.failure = rank, len(hosts), ""
-        self._gloo, self._torch, self._hosts = gloo, torch, [host.partition("/")[0] for host in hosts]
->>>>>>> coord
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
         self._under_way: set[Work] = set()  # Gloo neither keeps a message that nobody holds, nor its memory
@@ -141,7 +135,13 @@ class Group:
         Raises GroupFailed.
         """
         load_torch()
-        connecting = Connecting(key, rank, dict(zip(names or hosts, hosts, strict=True)), server, timeout_seconds)
+        connecting = Connecting(
+            key,
+            rank,
+            dict(zip(names or [host.partition("/")[0] for host in hosts], hosts, strict=True)),
+            server,
+            timeout_seconds,
+        )
         connecting.start()
         while connecting.is_alive() and not server.mailbox.is_given_up(key):
             connecting.join(LOOK_SECONDS)

@@ -19,7 +19,10 @@ LARGEST_FACTS_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Offer:
-    """A source's manifest that has proved to be what is expected; `pieces`: hashes by name of the array."""
+    """A source's manifest that has proved to be what is expected; `pieces`: hashes by name of the array.
+
+    - `settled`: no round was being made that would replace this state
+    """
 
     source: str
     generation: int
@@ -27,6 +30,7 @@ class Offer:
     versions: dict[str, int]
     pieces: dict[str, tuple[str, ...]]
     facts: dict
+    settled: bool
 
     @property
     def content(self) -> str:
@@ -65,6 +69,7 @@ def read_manifest(source: str, manifest: dict, expected: Expected) -> Offer:
             {name: integer(leaf["version"]) for name, leaf in leaves.items()},
             {name: tuple(leaf["pieces"]) for name, leaf in leaves.items()},
             dict(manifest["facts"]),
+            bool(manifest["settled"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(f"{source} sends a manifest that is none ({type(error).__name__}: {error})") from None

@@ -20,7 +20,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +78,20 @@ class Network:
             bucket = ("root", "tbf", "rate", bandwidth, "burst", str(round(burst)), "latency", QUEUE)
             run(*command, "qdisc", "replace", "dev", device, *bucket)
 
+    def link(self, name: str) -> None:
+        """Makes the devices of a site's link: `name` here, and `eth0` in the namespace of that name."""
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+
+    def close(self) -> None:
+        """Ends what the links need beside the kernel: nothing."""
+
     def _name(self, index: int) -> str:
         return f"{self._bridge}-{index}"
 
     def _add(self, index: int, address: str, bandwidth: str | None) -> None:
         name = self._name(index)
         run("ip", "netns", "add", name)
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        self.link(name)
         run("ip", "link", "set", name, "master", self._bridge, "up")
         run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -97,8 +104,12 @@ class Network:
 
 
 @contextmanager
-def rate_limited(count: int, bandwidth: str | None) -> Iterator[Network]:
+def rate_limited(
+    count: int, bandwidth: str | None, make: Callable[[int, str | None, str], Network] = Network
+) -> Iterator[Network]:
     """Sites whose links carry `bandwidth` (`200mbit`, as `tc` writes it; None: no limit) in each direction.
+
+    - `make`: makes the network of this many sites, of this bandwidth, in this subnet
 
     Removed at the end, with what a killed run has left. Raises UserError where not root, or without `ip` and `tc`.
     """
@@ -111,12 +122,13 @@ def rate_limited(count: int, bandwidth: str | None) -> Iterator[Network]:
             "--bandwidth makes network namespaces: that takes root, and the tools `ip` and `tc` of the package "
             "iproute2. Run it as root, or leave --bandwidth out: the islands then share this machine's loopback."
         )
+    network = None
     try:
         try:
             with one_at_a_time():
                 for name in leftovers():
                     remove(name)
-                network = Network(count, bandwidth, free_subnet())
+                network = make(count, bandwidth, free_subnet())
         except subprocess.CalledProcessError as error:
             raise UserError(
                 f"--bandwidth: this machine's kernel does not let a network be made ({' '.join(error.cmd)}: "
@@ -124,6 +136,8 @@ def rate_limited(count: int, bandwidth: str | None) -> Iterator[Network]:
             ) from None
         yield network
     finally:
+        if network is not None:
+            network.close()
         for name in names_of(os.getpid()):
             remove(name)
 

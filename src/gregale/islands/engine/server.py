@@ -11,7 +11,7 @@ A published array must never be changed in place: a commit publishes new arrays.
 and `ask_status` are in `client.py`, `Snapshot` and `Leaf` in `state.py`.
 
 A request without the token's signature gets an empty refusal: a request is signed over its recipient, method, path,
-range, time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
+time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
 recipient is the last part of `address`, a word that every server draws when it starts. So no other server takes a
 request that was captured on its way, and the same one does not take it twice, nor after a restart at the same port. A
 connection that has not brought a whole, signed request within `PATIENCE_SECONDS` is closed (`listener`). Replies are
@@ -35,12 +35,13 @@ from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, 
 from gregale.islands.engine.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.signing import canonical, digest
-from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of
+from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of, piece_span
 from gregale.services.signing import is_signed, sign
 
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 
 SEND_BYTES = 256 << 10
+SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
 GREETING = "/status"
@@ -115,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a reply's body waits a round trip for the acknowledgement of its headers
     timeout = PATIENCE_SECONDS
     server: Listener
     nonce = ""
@@ -132,16 +134,22 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile = whole
 
     def do_GET(self) -> None:
-        self._answer({"/manifest": self._manifest, "/status": lambda body: self.owner.status()})
+        self._answer(
+            {
+                "/manifest": lambda body: self._manifest(0.0),
+                "/manifest/settled": lambda body: self._manifest(SETTLE_SECONDS),
+                "/status": lambda body: self.owner.status(),
+            }
+        )
 
     def do_POST(self) -> None:
         self._answer({"/message": self._message, "/store": self.owner.mailbox.post})
 
-    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
+    def _answer(self, routes: dict[str, Callable[[bytes], dict]]) -> None:
         try:
             body = self._read_signed()
-            if self.command == "GET" and self.path.startswith("/leaf/"):
-                self._send_leaf()
+            if (self.command, self.path) == ("POST", "/pieces"):
+                self._send_pieces(body)
                 return
             if self.path not in routes:
                 raise Refused("there is nothing at this path")
@@ -150,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
-            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
+            self._reply(200, canonical(reply))
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _read_signed(self) -> bytes:
@@ -158,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         owner, header, self.nonce = self.owner, self.headers.get, ""
         is_last, self.close_connection = self.close_connection, True  # until the request has proved good
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
-        signed = (self.command, self.path, header("Range", ""), moment, nonce, hashed)
+        signed = (self.command, self.path, moment, nonce, hashed)
         names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
         signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
         if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
@@ -180,10 +188,10 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = is_last
         return body
 
-    def _manifest(self, body: bytes) -> bytes:
+    def _manifest(self, wait_seconds: float) -> dict:
         # Hashing a large state takes its time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = self.owner.shelf.manifest()
+        manifest = self.owner.shelf.manifest(wait_seconds)
         if manifest is None:
             raise Refused("there is no state here yet")
         return manifest
@@ -195,27 +203,29 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused("a message is a JSON object")
         return self.owner.on_message(message)
 
-    def _send_leaf(self) -> None:
-        array = self.owner.shelf.find(self.path.removeprefix("/leaf/"))
-        if array is None:
-            self._reply(404, canonical({"refused": "this array is not here any more"}))
+    def _send_pieces(self, body: bytes) -> None:
+        """Reply with pieces one after the other: one request for many of them, so that the link never idles."""
+        shelf = self.owner.shelf
+        try:
+            wanted = [(str(name), int(index)) for name, index in json.loads(body)]
+            arrays = shelf.lend({name for name, _ in wanted})
+            spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
+        except (TypeError, ValueError) as error:
+            raise Refused(f"pieces are requested as a list of [hash, index] ({error})") from None
+        if arrays is None:
+            self._reply(404, canonical({"refused": "an array is not here any more"}))
             return
-        start, stop = self._range(array.nbytes)
-        self.send_response_only(206)
-        self.send_header("Content-Length", str(stop - start))
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
-        content = bytes_of(array)
-        for offset in range(start, stop, SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
-            self.connection.sendall(content[offset : min(offset + SEND_BYTES, stop)])
+        for (name, _), (start, stop) in zip(wanted, spans, strict=True):
+            self._send_all(bytes_of(shelf.bring(name, arrays[name]))[start:stop])
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
-    def _range(self, size: int) -> tuple[int, int]:
-        unit, _, spans = self.headers.get("Range", "").partition("=")
-        first, _, last = spans.partition("-")
-        if not (unit == "bytes" and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < size):
-            raise Refused(f"a range of {size} bytes is asked for as bytes=FIRST-LAST")
-        return int(first), int(last) + 1
+    def _send_all(self, content: bytes | memoryview) -> None:
+        for offset in range(0, len(content), SEND_BYTES):
+            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:
         # Who has not shown that it has the token gets no signature, as there is no nonce, and no information.
@@ -227,9 +237,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        for offset in range(0, len(body), SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
-            self.connection.sendall(body[offset : offset + SEND_BYTES])
+        self._send_all(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the standard library calls for what is not HTTP."""

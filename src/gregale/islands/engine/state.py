@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from gregale.islands.engine.signing import canonical, digest
+from gregale.islands.engine.signing import digest
 
 PIECE_BYTES = 4 << 20
 # A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
@@ -60,6 +61,14 @@ def piece_hashes(array: np.ndarray) -> list[str]:
     return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
 
 
+def piece_span(size: int, index: int) -> tuple[int, int]:
+    """Return the first byte of a piece of an array of `size` bytes, and the one behind its last. Raises ValueError."""
+    start = index * PIECE_BYTES
+    if not 0 <= start < size:
+        raise ValueError(f"an array of {size} bytes has no piece {index}")
+    return start, min(start + PIECE_BYTES, size)
+
+
 def leaf_hash(pieces: list[str]) -> str:
     return digest("".join(pieces).encode())
 
@@ -68,7 +77,7 @@ def leaf_hash(pieces: list[str]) -> str:
 class Served:
     """A snapshot with its manifest, and when somebody last asked for something of it."""
 
-    manifest: bytes
+    manifest: dict[str, Any]
     arrays: dict[str, np.ndarray | Elsewhere]
     asked: float
 
@@ -107,6 +116,14 @@ class Shelf:
         self._served: list[tuple[Snapshot, Served]] = []
         self._hashes: dict[str, tuple[np.ndarray | Elsewhere, list[str]]] = {}
         self._brought = Brought()
+        self._expecting = threading.Condition()
+        self._expected_until = 0.0
+
+    def expect(self, seconds: float) -> None:
+        """Note that a round is being made, which will publish another snapshot within so many seconds; 0: none is."""
+        with self._expecting:
+            self._expected_until = time.monotonic() + seconds
+            self._expecting.notify_all()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the snapshot. Costs nothing: arrays are hashed when somebody asks for the manifest."""
@@ -118,9 +135,24 @@ class Shelf:
             }
             self._forget()
         self._brought.forget()
+        self.expect(0.0)
 
-    def manifest(self) -> bytes | None:
-        """The manifest of the newest snapshot as JSON; None before the first."""
+    def manifest(self, wait_seconds: float = 0.0) -> dict[str, Any] | None:
+        """Return the manifest of the newest snapshot; None before the first.
+
+        - `wait_seconds`: for so long at most it waits for the end of the round that is being made, if one is
+
+        `settled` in it says that no round is being made.
+        """
+        until = time.monotonic() + wait_seconds
+        with self._expecting:
+            while (now := time.monotonic()) < min(until, self._expected_until):
+                self._expecting.wait(min(until, self._expected_until) - now)
+            settled = now >= self._expected_until
+        manifest = self._manifest()
+        return None if manifest is None else manifest | {"settled": settled}
+
+    def _manifest(self) -> dict[str, Any] | None:
         with self._hashing:
             with self._lock:
                 snapshot = self._snapshot
@@ -136,14 +168,24 @@ class Shelf:
                 self._forget()
             return served.manifest
 
-    def find(self, name: str) -> np.ndarray | None:
-        """The array with this hash, if a snapshot that is handed out has it."""
+    def lend(self, names: Collection[str]) -> dict[str, np.ndarray | Elsewhere] | None:
+        """Return the arrays with these hashes; None unless the served snapshots have all of them."""
         with self._lock:
-            holders = [served for _, served in reversed(self._served) if name in served.arrays]
-            if not holders:
-                return None
-            holders[0].asked = time.monotonic()
-            array = holders[0].arrays[name]
+            found = {}
+            for name in names:
+                holder = next((served for _, served in reversed(self._served) if name in served.arrays), None)
+                if holder is None:
+                    return None
+                holder.asked = time.monotonic()
+                found[name] = holder.arrays[name]
+            return found
+
+    def bring(self, name: str, array: np.ndarray | Elsewhere) -> np.ndarray:
+        """Return a lent array in this host's memory, and keep its snapshot for another `LEASE_SECONDS`."""
+        with self._lock:
+            for _, served in self._served:
+                if served.arrays.get(name) is array:
+                    served.asked = time.monotonic()
         return self._brought.here(array)
 
     def _forget(self) -> None:
@@ -182,4 +224,4 @@ class Shelf:
             "leaves": leaves,
             "facts": snapshot.facts,
         }
-        return Served(canonical(manifest), arrays, time.monotonic())
+        return Served(manifest, arrays, time.monotonic())

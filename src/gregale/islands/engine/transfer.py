@@ -1,12 +1,13 @@
 """A joiner's side of healing: fetches a state from peers, in pieces, each with its hash, from all of them at once.
 
-    fetched = fetch(sources, token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays,
-                    timeout_seconds=60.0, allocate=shm.empty, progress=lambda received, total: None)
+    fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
+    fetched = fetcher.fetch(sources, timeout_seconds=60.0)
     fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
 
-Each source has `STREAMS` connections, each of which takes the next missing piece, receives it into memory of its own,
-and puts it in its place if its hash is right. At the end, pieces that another source is slow to bring are asked for
-twice. When the sources commit a new round meanwhile and let go of the old one, what has not changed is kept.
+Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
+requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
+piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If
+the sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
 """
 
 from __future__ import annotations
@@ -14,37 +15,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from gregale.islands.engine.client import Peer, PeerUnreachable, Refused
 from gregale.islands.engine.manifest import Expected, Offer, choose, largest_manifest_bytes, read_manifest
 from gregale.islands.engine.signing import digest
-from gregale.islands.engine.state import PIECE_BYTES, bytes_of, leaf_hash, piece_hashes
+from gregale.islands.engine.state import PIECE_BYTES, bytes_of, leaf_hash, piece_hashes, piece_span
 
 STREAMS = 2
 STALL_SECONDS = 5.0
 # A piece that is under way for so long is asked for from another source too, when nothing else is left to do.
 SLOW_SECONDS = 1.0
+LEAST_REQUEST_BYTES, MOST_REQUEST_BYTES = 256 << 10, 16 << 20
+MOST_REQUEST_PIECES = 4096  # their list has to fit into a request
 
 Piece = tuple[str, int]
 
 
 class TransferFailed(Exception):
-    """No source had all of the state, or not in time: one line with what each of them did.
-
-    `arrays`: what has come so far, pieces in their places and zeros elsewhere; give them as `held` to the next fetch.
-    """
-
-    def __init__(self, reason: str, arrays: dict[str, np.ndarray]):
-        super().__init__(reason)
-        self.arrays = arrays
+    """No source had all of the state, or not in time: one line with what each of them did."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A whole state of one round; `complaints`: one line for each source that was given up."""
+    """A whole state of one round.
+
+    - `complaints`: one line for each source that was given up
+    - `settled`: the sources were not making a round that would replace it
+    """
 
     generation: int
     round: int
@@ -53,6 +55,68 @@ class Fetched:
     facts: dict
     received_bytes: int
     complaints: list[str]
+    settled: bool
+
+
+class Fetcher:
+    """Fetches the newest state that sources have, again and again: each time only what it does not have.
+
+    - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
+      allocated
+    - `held`: arrays that are here already: what has the right hash is not fetched
+    - `progress`: called with (bytes here, bytes in all) after each piece, from several threads in turn
+
+    Connections stay open between two fetches, and what a failed fetch has brought stays here.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        expected: Expected,
+        held: Mapping[str, np.ndarray] | None = None,
+        allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.zeros,
+        progress: Callable[[int, int], None] = lambda received, total: None,
+    ):
+        self._token, self._expected = token, expected
+        self._here = Here(dict(held or {}), {})
+        self._allocate, self._progress = allocate, progress
+        self._links: dict[str, list[Peer]] = {}
+
+    def fetch(self, sources: Sequence[str], timeout_seconds: float, settled: bool = False) -> Fetched:
+        """Fetch the newest state. Raises TransferFailed.
+
+        - `settled`: waits a few seconds for the end of the round that the sources are making
+
+        A source that dies, stalls, is corrupt or is cut short is replaced by the others.
+        """
+        deadline, received = time.monotonic() + timeout_seconds, 0
+        complaints: dict[str, str] = {}
+        for source in sources:
+            if source not in self._links:
+                self._links[source] = [Peer(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+        while True:
+            usable = {source: self._links[source] for source in sources if source not in complaints}
+            offers = ask_for_offers(usable, settled, self._expected, complaints)
+            if not offers:
+                raise TransferFailed("; ".join(complaints.values()) or "there is no source")
+            chosen = choose(offers)
+            offer = chosen[0]
+            assembly = Assembly(offer, self._expected, self._here, self._allocate, self._progress)
+            run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
+            self._here, received = assembly.here(), received + assembly.received_bytes
+            if assembly.is_complete:
+                is_settled = all(each.settled for each in chosen)
+                lines, arrays = list(complaints.values()), assembly.arrays
+                return Fetched(
+                    offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines, is_settled
+                )
+            if time.monotonic() >= deadline:
+                raise TransferFailed("; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()]))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in (peer for peers in self._links.values() for peer in peers):
+            peer.close()
 
 
 def fetch(
@@ -61,89 +125,81 @@ def fetch(
     expected: Expected,
     timeout_seconds: float,
     held: Mapping[str, np.ndarray] | None = None,
-    allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.zeros,
-    progress: Callable[[int, int], None] = lambda received, total: None,
 ) -> Fetched:
-    """The newest state that the sources have.
+    """Fetch a state once (see `Fetcher`). Raises TransferFailed."""
+    fetcher = Fetcher(token, expected, held)
+    try:
+        return fetcher.fetch(sources, timeout_seconds)
+    finally:
+        fetcher.close()
 
-    - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
-      allocated
-    - `held`: arrays that are here already, also from an interrupted fetch: what has the right hash is not fetched
-    - `progress`: called with (bytes here, bytes in all) after each piece, from several threads in turn
 
-    A source that dies, stalls, is corrupt or is cut short is replaced by the others. Raises TransferFailed.
+def ask_for_offers(
+    links: Mapping[str, Sequence[Peer]], settled: bool, expected: Expected, complaints: dict[str, str]
+) -> list[Offer]:
+    """The manifests of all sources that have a good one; `complaints` gets a line for each other.
+
+    A source's first connection asks, while its others open.
     """
-    deadline = time.monotonic() + timeout_seconds
-    arrays, received = dict(held or {}), 0
-    complaints: dict[str, str] = {}
-    while True:
-        offers = ask_for_offers([each for each in sources if each not in complaints], token, expected, complaints)
-        if not offers:
-            raise TransferFailed("; ".join(complaints.values()) or "there is no source", arrays)
-        chosen = choose(offers)
-        assembly = Assembly(chosen[0], expected, arrays, allocate, progress)
-        run_streams(chosen, token, assembly, complaints, deadline)
-        arrays, received = assembly.arrays, received + assembly.received_bytes
-        if assembly.is_complete:
-            offer = chosen[0]
-            lines = list(complaints.values())
-            return Fetched(offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines)
-        if time.monotonic() >= deadline:
-            reasons = "; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()])
-            raise TransferFailed(reasons, arrays)
-
-
-def ask_for_offers(sources: Sequence[str], token: bytes, expected: Expected, complaints: dict[str, str]) -> list[Offer]:
-    """The manifests of all sources that have a good one; `complaints` gets a line for each other."""
     offers: list[Offer] = []
-    largest = largest_manifest_bytes(expected)
+    largest, path = largest_manifest_bytes(expected), "/manifest/settled" if settled else "/manifest"
 
-    def ask(source: str) -> None:
-        peer = Peer(source, token, STALL_SECONDS)
+    def ask(peer: Peer) -> None:
         try:
-            offers.append(read_manifest(source, peer.request("GET", "/manifest", b"", largest), expected))
+            offers.append(read_manifest(peer.address, peer.request("GET", path, b"", largest), expected))
         except (PeerUnreachable, Refused) as error:
-            complaints[source] = str(error)
-        finally:
-            peer.close()
+            complaints[peer.address] = str(error)
 
-    in_threads([lambda source=source: ask(source) for source in sources])
+    def connect(peer: Peer) -> None:
+        with suppress(PeerUnreachable):  # its first request tries again
+            peer.connect()
+
+    jobs = [lambda peer=peers[0]: ask(peer) for peers in links.values()]
+    in_threads([*jobs, *(lambda peer=peer: connect(peer) for peers in links.values() for peer in peers[1:])])
     return offers
 
 
-def run_streams(
-    offers: list[Offer], token: bytes, assembly: Assembly, complaints: dict[str, str], deadline: float
-) -> None:
+def run_streams(peers: Sequence[Peer], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
     """Fetches until all is there, no source is left, or the time is over."""
 
-    def run(source: str) -> None:
-        peer = Peer(source, token, STALL_SECONDS)
+    def run(peer: Peer) -> None:
         try:
-            stream(peer, assembly, deadline, lambda: source in complaints)
+            stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.address in complaints)
         except (PeerUnreachable, Refused) as error:
-            complaints[source] = str(error)
-        finally:
-            peer.close()
+            complaints[peer.address] = str(error)
 
-    in_threads([lambda source=offer.source: run(source) for offer in offers for _ in range(STREAMS)])
+    in_threads([lambda peer=peer: run(peer) for peer in peers])
 
 
-def stream(peer: Peer, assembly: Assembly, deadline: float, is_given_up: Callable[[], bool]) -> None:
-    """One connection: piece after piece, until there is nothing left to do for it."""
+def stream(peer: Peer, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+    """One connection of `streams`: request after request, until there is nothing left to do for it."""
     buffer = memoryview(bytearray(PIECE_BYTES))
-    while time.monotonic() < deadline and not is_given_up() and not assembly.is_complete:
-        piece = assembly.take(peer.address)
-        if piece is None:
+    while not is_over() and not assembly.is_complete:
+        pieces = assembly.take(peer.address, streams)
+        if not pieces:
             time.sleep(0.01)
             continue
-        target = buffer[: assembly.size_of(piece)]
         try:
-            if not peer.read_into(f"/leaf/{assembly.names[piece[0]]}", piece[1] * PIECE_BYTES, target):
-                return  # it has a newer state now: whoever called asks for manifests again
-            if not assembly.put(piece, target):
-                raise Refused(f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave")
+            wanted = [(assembly.names[name], index) for name, index in pieces]
+            if not peer.open_pieces(wanted, sum(assembly.size_of(piece) for piece in pieces)):
+                return  # it has a newer state now: `fetch` asks for manifests again
+            for piece in pieces:
+                if is_over() or assembly.is_complete:
+                    peer.close()
+                    return
+                target = buffer[: assembly.size_of(piece)]
+                peer.read_into(target)
+                if not assembly.put(piece, target):
+                    raise Refused(f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave")
         finally:
-            assembly.give_back(piece, peer.address)
+            assembly.give_back(pieces, peer.address)
+
+
+class Here(NamedTuple):
+    """Arrays that are here, and the hashes of the pieces of those that are known."""
+
+    arrays: dict[str, np.ndarray]
+    pieces: dict[str, tuple[str, ...]]
 
 
 class Assembly:
@@ -153,7 +209,7 @@ class Assembly:
         self,
         offer: Offer,
         expected: Expected,
-        held: Mapping[str, np.ndarray],
+        here: Here,
         allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],
         progress: Callable[[int, int], None],
     ):
@@ -165,28 +221,37 @@ class Assembly:
         self._missing: list[Piece] = []
         self._under_way: dict[Piece, dict[str, float]] = {}
         for name, (shape, dtype) in expected.items():
-            self._start(name, shape, dtype, held.get(name), allocate)
+            held = here.arrays.get(name)
+            if held is not None and (held.shape, held.dtype) == (tuple(shape), dtype):
+                self._keep(name, held, here.pieces.get(name) or tuple(piece_hashes(held)), allocate)
+            else:
+                self.arrays[name] = allocate(tuple(shape), dtype)
+                self._missing += [(name, index) for index in range(len(offer.pieces[name]))]
         self._missing.reverse()  # the last is taken first
         self._total = sum(array.nbytes for array in self.arrays.values())
         self._here = self._total - sum(self.size_of(piece) for piece in self._missing)
         self._left = set(self._missing)
 
-    def _start(self, name: str, shape: tuple[int, ...], dtype: np.dtype, held: np.ndarray | None, allocate) -> None:
+    def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...], allocate: Callable) -> None:
         """Keeps an array that is right, and the right pieces of one that is not; `held` is never written to."""
         wanted = self._offer.pieces[name]
-        fits = held is not None and held.shape == tuple(shape) and held.dtype == dtype
-        found = piece_hashes(held) if held is not None and fits else []
-        if held is not None and fits and tuple(found) == wanted:
+        if found == wanted:
             self.arrays[name] = held
             return
-        array = self.arrays[name] = allocate(tuple(shape), dtype)
+        array = self.arrays[name] = allocate(held.shape, held.dtype)
         target = bytes_of(array)
         for index, hashed in enumerate(wanted):
-            if held is not None and fits and found[index] == hashed:
-                span = slice(index * PIECE_BYTES, (index + 1) * PIECE_BYTES)
+            if found[index] == hashed:
+                span = slice(*piece_span(array.nbytes, index))
                 target[span] = bytes_of(held)[span]
             else:
                 self._missing.append((name, index))
+
+    def here(self) -> Here:
+        """Return what is here, for the next fetch."""
+        incomplete = {name for name, _ in self._left}
+        pieces = {name: pieces for name, pieces in self._offer.pieces.items() if name not in incomplete}
+        return Here(self.arrays, pieces)
 
     @property
     def is_complete(self) -> bool:
@@ -196,20 +261,33 @@ class Assembly:
         name, index = piece
         return min(PIECE_BYTES, self.arrays[name].nbytes - index * PIECE_BYTES)
 
-    def take(self, source: str) -> Piece | None:
-        """A piece for a source to bring; None while there is nothing for it to do."""
+    def take(self, source: str, streams: int) -> list[Piece]:
+        """Pieces for a source to bring: an equal share for each of `streams`; [] while there is nothing to do.
+
+        Shares shrink towards the end, so that all streams end together.
+        """
         now = time.monotonic()
         with self._lock:
-            piece = self._missing.pop() if self._missing else self._slow_piece(source, now)
-            if piece is not None:
+            missing = sum(self.size_of(piece) for piece in self._missing)
+            share = min(max(missing / streams, LEAST_REQUEST_BYTES), MOST_REQUEST_BYTES)
+            pieces, size = [], 0
+            while self._missing and size < share and len(pieces) < MOST_REQUEST_PIECES:
+                pieces.append(self._missing.pop())
+                size += self.size_of(pieces[-1])
+            pieces = pieces or self._slow_pieces(source, now)
+            for piece in pieces:
                 self._under_way.setdefault(piece, {})[source] = now
-            return piece
+            return pieces
 
-    def _slow_piece(self, source: str, now: float) -> Piece | None:
-        for piece, begun in self._under_way.items():
-            if source not in begun and len(begun) == 1 and now - min(begun.values()) > SLOW_SECONDS:
-                return piece
-        return None
+    def _slow_pieces(self, source: str, now: float) -> list[Piece]:
+        """The last of the pieces that another source has not brought for long: it may still bring those before."""
+        slow = [
+            piece
+            for piece, begun in self._under_way.items()
+            if piece in self._left and source not in begun and len(begun) == 1
+            if now - min(begun.values()) > SLOW_SECONDS
+        ]
+        return slow[-1:]
 
     def put(self, piece: Piece, content: memoryview) -> bool:
         """Puts a piece in its place; False if it has the wrong hash."""
@@ -226,15 +304,16 @@ class Assembly:
                 self._progress(self._here, self._total)
         return True
 
-    def give_back(self, piece: Piece, source: str) -> None:
-        """The source has nothing to do with a piece any more: one that is not in its place is missing again."""
+    def give_back(self, pieces: Sequence[Piece], source: str) -> None:
+        """The source has nothing to do with these pieces any more: each that is not in its place is missing again."""
         with self._lock:
-            begun = self._under_way[piece]
-            del begun[source]
-            if not begun:
-                del self._under_way[piece]
-                if piece in self._left:
-                    self._missing.append(piece)
+            for piece in pieces:
+                begun = self._under_way[piece]
+                del begun[source]
+                if not begun:
+                    del self._under_way[piece]
+                    if piece in self._left:
+                        self._missing.append(piece)
 
 
 def in_threads(jobs: Sequence[Callable[[], None]]) -> None:

@@ -11,7 +11,6 @@ class Timing:
 
     heartbeat_seconds   an island that was not heard of for so long is out (the coordinator's rule)
     join_seconds        how long the coordinator waits for the others once somebody asks
-    ask_seconds         an ask that took so long is given up; above heartbeat_seconds + join_seconds
     reduce_seconds      a reduce that took so long has failed
     grace_seconds       how long a round waits for a member's step to end; None: the longest step that members report
     most_grace_seconds  the learned grace is never longer, and this before any is learned
@@ -23,7 +22,6 @@ class Timing:
 
     heartbeat_seconds: float = 2.0
     join_seconds: float = 2.0
-    ask_seconds: float = 8.0
     reduce_seconds: float = 5.0
     grace_seconds: float | None = None
     most_grace_seconds: float = 10.0
@@ -32,12 +30,16 @@ class Timing:
     turnover_seconds: float = 8.0
     leave_seconds: float = 20.0
 
+    @property
+    def ask_seconds(self) -> float:
+        """After which an ask is given up: twice the longest time that a coordinator takes to answer."""
+        return 2 * (self.heartbeat_seconds + self.join_seconds)
+
 
 LAN = Timing()
 WAN = Timing(
     heartbeat_seconds=10.0,
     join_seconds=3.0,
-    ask_seconds=30.0,
     reduce_seconds=60.0,
     most_grace_seconds=60.0,
     ping_seconds=1.0,

@@ -26,7 +26,6 @@ from gregale.islands.simulator.process import Clock
 TIMING = Timing(
     heartbeat_seconds=1.0,
     join_seconds=0.4,
-    ask_seconds=2.5,
     reduce_seconds=1.0,
     ping_seconds=0.5,
     retry_seconds=0.4,

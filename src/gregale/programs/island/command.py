@@ -247,6 +247,7 @@ def restored(outer: HostOuter, folder: Place, number: int) -> Outer:
     read = files.read(folder, number)
     try:
         outer.load(read.arrays, read.versions)
+        outer.load_own(read.own)
     except ValueError as error:
         raise UserError(
             f"The outer parameters in {folder} were saved by an island with other hosts, another mesh or another model "

@@ -150,7 +150,7 @@ class IslandLoop(Loop):
 
         def beside() -> None:
             files.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
-            files.write(sides.folder, outer, sides.outer.leaves(moment))
+            files.write(sides.folder, outer, sides.outer.leaves(moment), sides.outer.own_leaves(moment))
             self._observers.trackers.flush()
             sides.flush()
 
