@@ -99,6 +99,7 @@ class Peer:
     def _wait(self, seconds: float) -> None:
         if self._connection.sock is None:
             self._connection.connect()
+        assert self._connection.sock is not None
         self._connection.sock.settimeout(seconds)
 
     def _send(self, method: str, path: str, body: bytes, span: str) -> tuple[HTTPResponse, str]:
