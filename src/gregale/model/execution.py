@@ -126,9 +126,7 @@ class Execution:
                 return block(x, layer["weights"], layer.get("kind", 0), rows, execution)
 
             return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
-        x, _ = self.scan_layers(
-            lambda x, weights, kind: (block(x, weights, kind, rows, self), None), kinds, x, weights
-        )
+        x, _ = self.scan_layers(lambda x, weights, kind: (block(x, weights, kind, rows, self), None), kinds, x, weights)
         return x
 
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
