@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gregale.errors import UserError
@@ -60,5 +58,5 @@ def test_what_a_user_sees_of_a_crash(tmp_path, monkeypatch, end, expected, advic
     assert advice in said
     (kept,) = tmp_path.glob("gregale-plan-*.log")
     assert str(kept) in said
-    assert Path(kept).read_text() == LOG
+    assert kept.read_text() == LOG
     assert {each.name for each in tmp_path.glob("gregale-plan-*")} == {kept.name}, "all else is gone"

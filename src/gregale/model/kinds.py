@@ -41,7 +41,7 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 @cache
 def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
-    """The stretches that a stack is scanned in, by the kinds of its layers: with the fewest layers in all patterns."""
+    """The stretches that a stack is scanned in, by the kinds of its layers: few, with few layers in their patterns."""
     best: list[tuple[Stretch, ...]] = [()]
     for end in range(1, len(kinds) + 1):
         found = [
@@ -50,7 +50,7 @@ def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
             for period in range(1, end - start + 1)
             if (end - start) % period == 0 and kinds[start : end - period] == kinds[start + period : end]
         ]
-        best.append(min(found, key=lambda cut: (sum(len(each.pattern) for each in cut), len(cut))))
+        best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
     return best[-1]
 
 

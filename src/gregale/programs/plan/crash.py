@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
-from pathlib import Path
 
 from gregale.errors import UserError
 
 SHOWN_LINES = 3
 # Lines of a log that say nothing about the cause: stack frames, addresses, and the TPU library's report on itself.
-_NOISE = re.compile(r"\s*@ |https://symbolize|\*\*\* |\s*\S+(\s+\S+)* RAW: |=== Source Location Trace|learning/")
+_NOISE = re.compile(r"^\s*@ |^https://symbolize|^\*\*\* |\] RAW: |^=== Source Location Trace|^learning/")
 _FATAL = re.compile(r"F\d{4} ")  # the compiler's own mark of the line with which it ends itself
 _PREFIX = re.compile(r"[A-Z]\d{4} \S+ +\d+ ")
 
@@ -23,21 +22,19 @@ def crashed(status: int, log: str, program: str) -> UserError:
     - `log`: what the process wrote
     - `program`: the name of the program that it compiled
     """
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", prefix="gregale-plan-", suffix=".log", delete=False
-    ) as kept:
-        kept.write(log)
-    lines = last_lines(log)
-    said = f"Its last lines: {' / '.join(lines)}" if lines else "It wrote nothing"
+    number, kept = tempfile.mkstemp(prefix="gregale-plan-", suffix=".log")
+    with open(number, "w", encoding="utf-8") as file:
+        file.write(log)
+    said = " / ".join(last_lines(log)).rstrip(".") or "none"
     return UserError(
         f"the process that compiles the program {program!r} ended {_how(status)} before the compiler's memory report. "
-        f"{said.rstrip('.')}. The whole log is in {Path(kept.name)}. {_advice(status)}"
+        f"Its last lines: {said}. The whole log is in {kept}. {_advice(status)}"
     )
 
 
 def last_lines(log: str) -> list[str]:
     """Return the lines with which the compiler ended itself, or the last lines of a log that may tell the cause."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _NOISE.search(line)]
     fatal = [line for line in lines if _FATAL.match(line)]
     return [*dict.fromkeys(_PREFIX.sub("", line) for line in fatal or lines)][-SHOWN_LINES:]
 
