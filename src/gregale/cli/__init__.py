@@ -65,7 +65,8 @@ _ASKED = re.compile(r"allocat\w+ (\d+) bytes")
 def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
     """Runs a command; returns its exit code.
 
-    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2.
+    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2
+    (75 if the same command may work later).
     """
     _silence_deprecations()
     _write_what_the_locale_lacks()
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
         return code
     except UserError as error:
         _say(f"gregale: error: {error}")
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout):
             raise

@@ -168,7 +168,7 @@ class ObjectLines:
                 self.flush()
             except StoreError as error:
                 if not has_failed:
-                    self._report(f"{error} Its lines are kept until it can be written.")
+                    self._report(f"{error.fact} Its lines are kept until it can be written.")
                 has_failed = True
             else:
                 if has_failed:

@@ -14,7 +14,7 @@ import gregale
 from gregale.errors import UserError
 from gregale.services.changes import Change, changes
 from gregale.services.checkpoint.manifest import MANIFEST
-from gregale.services.checkpoint.retention import committed_steps
+from gregale.services.checkpoint.retention import committed_steps, folder_name
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
@@ -66,8 +66,8 @@ class RunDirectory(RunPlaces):
                 f"give --fresh, which sets the old run aside and begins anew."
             )
         newest = steps[-1]
-        if newest > noted:
-            return None
+        if newest > noted or (self.checkpoints / folder_name(noted)).is_dir():
+            return None  # of a folder without a manifest tells who looks for the newest checkpoint
         return (
             f"The newest checkpoint, of step {noted}, is gone: going on from that of step {newest} repeats "
             f"{noted - newest} steps."

@@ -49,7 +49,7 @@ from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import by_first_process, messages_of_all
+from gregale.services.checkpoint.processes import agreed, by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -162,7 +162,7 @@ def train(
             status.state = "complete" if loop.complete else "left"
         checkpoints.wait()
     if checkpoints.failure:
-        raise UserError(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
+        raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
     if not loop.complete:
         name = stop.signal_name or "SIGTERM"
         console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")

@@ -27,7 +27,7 @@ from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.processes import agreed, by_first_process
 from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
@@ -191,7 +191,7 @@ def train(
         checkpoints.wait()
     watching.progress.at(step, Doing.ENDING)
     if checkpoints.failure:
-        raise UserError(
+        raise agreed(
             f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
             f"{checkpoints.failure}. {run.where_it_goes_on()}"
         )
