@@ -30,6 +30,7 @@ from gregale.services.config import BatchConfig, TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
 from gregale.storage import write_bytes
+from gregale.streams import say
 
 LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
 
@@ -82,8 +83,8 @@ def main(options: ImportOptions) -> int:
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
-        print(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
-    print(
+        say(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
+    say(
         f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
         f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
         f"`gregale train CONFIG --start_from {target}` trains on, with `model` and "

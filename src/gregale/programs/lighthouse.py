@@ -11,6 +11,7 @@ from gregale.islands.protocol.settings import LAN
 from gregale.services.command import Command
 from gregale.services.islands import SECONDS
 from gregale.settings import Settings, whole
+from gregale.streams import say
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ def main(options: LighthouseOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     lighthouse = serve(options.bind, options.minimum, options.join_seconds, options.heartbeat_seconds)
-    print(
+    say(
         f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}",
         flush=True,
     )
     stopped.wait()
     lighthouse.close()
-    print("The lighthouse is closed.", flush=True)
+    say("The lighthouse is closed.", flush=True)
     return 0
 
 

@@ -153,6 +153,8 @@ def train(
     first_step = start.step
     evaluated = not config.evaluates or run.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
+        if (damaged := run.figures().problem) is not None:  # a run that goes on mends the file, and says so
+            console.message(damaged)
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
             f"`steps` would go on from there, --fresh begins anew."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -15,6 +15,7 @@ from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.services.run_summary import State
 from gregale.services.tracking.console import duration
 from gregale.services.tracking.metrics import in_unit
+from gregale.terminal import Console
 
 CURVES = (
     *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
