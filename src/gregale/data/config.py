@@ -108,8 +108,9 @@ class DataConfig(Settings):
 
     def token_cache(self) -> Cache:
         """Where the token stores lie; raises `UserError` for the URL of what is no store."""
-        local = user_cache() / "pieces" if self.local_cache == AUTO else Path(expand(self.local_cache))
-        return Cache(place(expand(self.cache)), Disk(local))
+        given = None if self.local_cache == AUTO else expand(self.local_cache, "data.local_cache")
+        local = user_cache() / "pieces" if given is None else Path(given)
+        return Cache(place(expand(self.cache, "data.cache")), Disk(local))
 
     @property
     def evaluates(self) -> bool:

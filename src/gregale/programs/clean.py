@@ -39,7 +39,7 @@ def main(options: CleanOptions) -> int:
             f"{options.cache}: only folders are cleaned. In a store, delete what is below with the store's own tools: "
             "what is needed again is built again."
         )
-    cache = Path(expand(options.cache))
+    cache = Path(expand(options.cache, "cache"))
     found = [entry for entry in entries(cache) if entry.is_stale or not options.stale]
     if not found:
         say(f"{cache}: nothing to clean.")

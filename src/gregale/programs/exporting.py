@@ -107,7 +107,7 @@ class CameWith:
 
 def main(options: ExportOptions) -> int:
     """Writes the folder, in full or not at all; several processes each what their devices have."""
-    run, target = find_run(options.run), Path(expand(options.target))
+    run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed)
     with watched(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:

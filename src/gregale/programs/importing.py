@@ -48,7 +48,7 @@ class ImportOptions(Settings):
 
 def main(options: ImportOptions) -> int:
     """Checks everything, then copies; the folder is there in full or not at all."""
-    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target))
+    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
     config = configuration(folder, target, end, model_name(options.source))
     beyond = rowless(folder.path, folder.model.vocabulary or 0)

@@ -47,7 +47,7 @@ class RunsOptions(Settings):
 
 def main(options: RunsOptions) -> int:
     """Prints the table, or the JSON."""
-    found = chosen(summaries(place(expand(options.folder))), options)
+    found = chosen(summaries(place(expand(options.folder, "folder"))), options)
     if options.json:
         print(json.dumps([_plain(summary) for summary in found], indent=1, allow_nan=False))
         return 0

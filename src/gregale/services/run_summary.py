@@ -79,6 +79,8 @@ def summaries(folder: Place) -> list[Summary]:
 
     Raises `UserError` if there is no such folder.
     """
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; runs lie in a folder, such as runs/, or are one, such as runs/NAME.")
     if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
     names = _names(folder)

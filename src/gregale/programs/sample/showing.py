@@ -76,7 +76,7 @@ def results_to(out: str | None) -> Iterator[Results]:
         return
     if is_url(out):
         raise UserError(f"out: {out} is a URL; results go to a file of this machine, or to standard output.")
-    path = Path(expand(out))
+    path = Path(expand(out, "out"))
     if path.exists():
         raise UserError(f"out: {path} exists already, and would be overwritten. Give another name, or remove it.")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")

@@ -69,7 +69,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
     with watched(watch, run.where_it_goes_on) as progress:
         return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
