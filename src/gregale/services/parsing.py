@@ -203,12 +203,13 @@ class _Overrides:
         node = self._node(above, key)
         before = _child(node, last, key, key)
         section = section_at(self.config_class, path)
-        if section is not None and isinstance(value, Text) and value.lstrip().startswith("{"):
-            value = _read_text(value, key)
-        if section is not None and _goes_on(section, before, value):
-            for name, each in value.items():
-                self.set([*path, name], each)
-            return
+        if section is not None:
+            if isinstance(value, Text) and value.lstrip().startswith("{"):
+                value = _read_text(value, key)
+            if isinstance(before, dict) and isinstance(value, dict) and not _has_another_type(section, before, value):
+                for name, each in value.items():
+                    self.set([*path, name], each)
+                return
         _put(node, last, value)
         for below in [place for place in self.places if place.startswith(f"{key}.")]:
             del self.places[below]
@@ -233,12 +234,10 @@ class _Overrides:
         return node
 
 
-def _goes_on(section: tuple[Any, Any], before: Any, value: Any) -> bool:
-    """Whether a value leaves the other keys of a section: not if it is chosen anew, for they were of another choice."""
-    if not (isinstance(before, dict) and isinstance(value, dict)):
-        return False
+def _has_another_type(section: tuple[Any, Any], before: dict, value: dict) -> bool:
+    """Whether a section is chosen anew, so that the keys before were those of another choice."""
     kind, default = section
-    return not is_registry(kind) or value.get(TYPE, ...) in (..., before.get(TYPE, choice_name(kind, default)))
+    return is_registry(kind) and TYPE in value and value[TYPE] != before.get(TYPE, choice_name(kind, default))
 
 
 def _child(node: dict | list, name: str, above: str, key: str) -> Any:
