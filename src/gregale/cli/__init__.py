@@ -21,7 +21,7 @@ from typing import TextIO
 import gregale
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK
-from gregale.streams import LastingStream, abandon
+from gregale.streams import LastingStream, abandon, printable
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ def _of_the_disk(error: OSError) -> str:
 
 
 def _say(text: str) -> None:
-    """Writes to standard error, if anybody is there to read it."""
+    """Writes a line to standard error, if anybody is there to read it."""
     stream = LastingStream(sys.stderr)
-    stream.write(f"{text}\n")
+    stream.write(f"{printable(text)}\n")
     stream.flush()
 
 

@@ -27,7 +27,7 @@ from gregale.data.tokenizers import (
     TokenizerConfig,
 )
 from gregale.data.training_texts import make_tokenizer, naming
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.files import user_cache
 from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
 from gregale.storage import place
@@ -85,6 +85,9 @@ class DataConfig(Settings):
         super().__post_init__()
         for key in ("cache", "local_cache"):
             check_path(key, getattr(self, key))
+        for key in (SOURCES, VALIDATION):
+            if "" in getattr(self, key):
+                raise KeyedError(key, "has a source whose name is empty", "; give it a name, for example `books`.")
         check_mixtures(self.replica_mixtures, self.sources)
         if self.order == PARTS and self.replica_mixtures:
             raise UserError(
@@ -105,8 +108,9 @@ class DataConfig(Settings):
 
     def token_cache(self) -> Cache:
         """Where the token stores lie; raises `UserError` for the URL of what is no store."""
-        local = user_cache() / "pieces" if self.local_cache == AUTO else Path(expand(self.local_cache))
-        return Cache(place(expand(self.cache)), Disk(local))
+        given = None if self.local_cache == AUTO else expand(self.local_cache, "data.local_cache")
+        local = user_cache() / "pieces" if given is None else Path(given)
+        return Cache(place(expand(self.cache, "data.cache")), Disk(local))
 
     @property
     def evaluates(self) -> bool:
@@ -130,7 +134,7 @@ class Corpus:
         parts: by source, its parts, if they are trained on in the order by parts; they may still be encoded.
         fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
             data, and when a job resumes. Validation sources have no part in it.
-        notes: what the user should be told, such as how many documents were skipped.
+        notes: lines that the user should see, such as how many documents were skipped.
     """
 
     train: Examples | ReplicaExamples
@@ -306,13 +310,13 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
 
 
 def notes_on(stores: Mapping[str, TokenStore]) -> tuple[str, ...]:
-    """A note for each store that lacks documents, by the key of its source."""
+    """Return the lines of a note for each store that lacks documents, by the key of its source."""
     return tuple(note for key, store in stores.items() for note in notes_of(key, skipped_in(store)))
 
 
 def notes_of(key: str, skipped: Skipped) -> list[str]:
-    """A note if documents of a source were left out."""
-    return ["\n  ".join([f"data.{key}:", *in_words(skipped)])] if skipped.count else []
+    """Return the lines of a note if documents of a source were left out."""
+    return [f"data.{key}:", *(f"  {line}" for line in in_words(skipped))] if skipped.count else []
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:

@@ -254,7 +254,7 @@ def load_tokenizer(folder: Place) -> Tokenizer:
 
 def tokenizer_from_file(config: FileConfig) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`; raises UserError if it is missing or unfit."""
-    path = expand(config.path)
+    path = expand(config.path, "data.tokenizer.path")
     text = read_bytes(path).decode("utf-8-sig", "replace")
     return LibraryTokenizer(text, config.end_of_document, path)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-from rich.console import Console as RichConsole
-
 from gregale.data.build import NamedSource, build_store
 from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
@@ -34,6 +32,8 @@ from gregale.services.tables import print_table
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.tracker import finite
 from gregale.settings import Settings, whole
+from gregale.streams import say
+from gregale.terminal import Console as Terminal
 
 ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
 ENDINGS |= {".parquet": ParquetSource}
@@ -154,7 +154,7 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
     - `figures`: those of the tasks
     """
     if words:
-        print(f"{what}: {words}")
+        say(f"{what}: {words}")
     if tasks:
         found = task_figures(figures)
         names = list(dict.fromkeys(figure for its in found.values() for figure in its))
@@ -163,7 +163,7 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
             for task in tasks
         ]
         headings = ["task", "questions", *names]
-        print_table(RichConsole(), f"{what}, ± the standard error", headings, rows)
+        print_table(Terminal(), f"{what}, ± the standard error", headings, rows)
 
 
 def own_text(trained: Trained, console: Console, stack: ExitStack) -> Text:

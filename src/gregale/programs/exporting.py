@@ -33,10 +33,12 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
+from gregale.services.history import FiguresReader
 from gregale.services.memory import give_back_memory
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
+from gregale.streams import say
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -105,7 +107,7 @@ class CameWith:
 
 def main(options: ExportOptions) -> int:
     """Writes the folder, in full or not at all; several processes each what their devices have."""
-    run, target = find_run(options.run), Path(expand(options.target))
+    run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed, options)
     with watched(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
@@ -128,7 +130,7 @@ def main(options: ExportOptions) -> int:
             by_first(lambda: write_index(folder, files, sizes, came_with.index.get("metadata", {})), None)
     if jax.process_index() == 0:
         made = f"a {family.model_type} in {dtype_name}, {len(files)} file(s)"
-        print(f"{target}: step {found.step} of {run.path}, {made}.")
+        say(f"{target}: step {found.step} of {run.path}, {made}.")
     return 0
 
 
@@ -205,7 +207,10 @@ def write_beside(folder: Path, exported: Exported, rows: int) -> None:
     if not came_with.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
-    (folder / "README.md").write_text(model_card(exported), encoding="utf-8")
+    figures = FiguresReader(run.metrics).read()
+    for problem in figures.problems:
+        say(problem)
+    (folder / "README.md").write_text(model_card(exported, figures), encoding="utf-8")
 
 
 COMMAND = Command(main=main, options=ExportOptions, positional=("run", "target"))

@@ -30,6 +30,7 @@ from gregale.services.config import BatchConfig, TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
 from gregale.storage import write_bytes
+from gregale.streams import say
 
 LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
 
@@ -47,7 +48,7 @@ class ImportOptions(Settings):
 
 def main(options: ImportOptions) -> int:
     """Checks everything, then copies; the folder is there in full or not at all."""
-    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target))
+    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
     config = configuration(folder, target, end, model_name(options.source))
     beyond = rowless(folder.path, folder.model.vocabulary or 0)
@@ -82,8 +83,8 @@ def main(options: ImportOptions) -> int:
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
-        print(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
-    print(
+        say(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
+    say(
         f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
         f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
         f"`gregale train CONFIG --start_from {target}` trains on, with `model` and "

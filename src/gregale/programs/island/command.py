@@ -80,7 +80,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
     with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
@@ -98,7 +98,7 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
             "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(Path(expand(islands.token_file)), "islands.token_file")
+    return read_token(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:

@@ -70,7 +70,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
     with watched(watch, run.where_it_goes_on) as progress:
         return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
@@ -155,6 +155,8 @@ def train(
     first_step = start.step
     evaluated = not config.evaluates or run.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
+        if (damaged := run.figures().problem) is not None:  # a run that goes on mends the file, and says so
+            console.message(damaged)
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
             f"`steps` would go on from there, --fresh begins anew."
