@@ -51,7 +51,13 @@ def decoder_kinds(decoder: dict | None) -> set[str]:
 
 
 def byte_level_reader():
-    """Reads the printable characters that byte-level tokenizers write for bytes.
+    """Reads the printable characters that byte-level tokenizers write for bytes."""
+    byte_of = byte_level_alphabet()
+    return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte -> the byte.
 
     Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (the scheme
     of GPT-2).
@@ -59,8 +65,7 @@ def byte_level_reader():
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in printable]
     byte_of = {chr(value): value for value in printable}
-    byte_of |= {chr(0x100 + position): value for position, value in enumerate(hidden)}
-    return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
+    return byte_of | {chr(0x100 + position): value for position, value in enumerate(hidden)}
 
 
 def sentence_piece(token: str) -> bytes:

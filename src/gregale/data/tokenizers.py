@@ -15,6 +15,7 @@ import numpy as np
 from gregale.data import pieces
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
+from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.files import replacing
 from gregale.settings import Fixed, Settings, whole
@@ -65,10 +66,12 @@ class Tokenizer(ABC):
     Attributes:
         vocabulary_size: number of ids; every id is below it.
         end_of_document: the id that ends a document; text never encodes to it.
+        is_exact: whether every text has as many bytes as the pieces of its tokens.
     """
 
     vocabulary_size: int
     end_of_document: int
+    is_exact: bool = True
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -77,6 +80,13 @@ class Tokenizer(ABC):
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, as `encode` gives them."""
         return [self.encode(text) for text in texts]
+
+    def encode_counted(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and how many bytes of it each id stands for beyond its piece, int64 [token].
+
+        With `token_bytes` of the ids, these add up to the bytes of the text.
+        """
+        return [(ids, np.zeros(len(ids), np.int64)) for ids in self.encode_all(texts)]
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
@@ -98,9 +108,10 @@ class Tokenizer(ABC):
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of UTF-8 each id stands for, int32 [vocabulary]; 0 for special tokens.
+        """How many bytes of UTF-8 each id's piece has, int32 [vocabulary]; 0 for special tokens.
 
-        Bits per byte = sum of token losses in nats / ln 2 / sum of the targets' bytes.
+        Bits per byte = sum of token losses in nats / ln 2 / bytes of text that the targets stand for: those of their
+        pieces, and the differences that `encode_counted` found.
         """
         return np.array([len(piece) for piece in self.token_pieces], np.int32)
 
@@ -186,6 +197,7 @@ class LibraryTokenizer(Tokenizer):
         self._pieces = pieces.token_pieces(self._json, self._library.get_vocab(with_added_tokens=True), place)
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
+        self.is_exact = is_exact(self._json, pieces.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._library.encode(text, add_special_tokens=False).ids
@@ -195,6 +207,16 @@ class LibraryTokenizer(Tokenizer):
         # the fast one leaves out where in the text a token lies, which takes a sixth of the time
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
+
+    def encode_counted(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        if self.is_exact:
+            return super().encode_counted(texts)
+        counted = []
+        for text, each in zip(texts, self._library.encode_batch(list(texts), add_special_tokens=False), strict=True):
+            ids = np.fromiter(each.ids, np.int32, len(each.ids))
+            own = self.token_bytes[ids].astype(np.int64)
+            counted.append((ids, bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own))
+        return counted
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)

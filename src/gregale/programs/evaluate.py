@@ -13,6 +13,7 @@ from rich.console import Console as RichConsole
 from gregale.data.build import NamedSource, build_store
 from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
+from gregale.data.notes import uncounted
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
@@ -215,6 +216,8 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     cache, workers = config.data.token_cache(), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+    for note in uncounted([store], tokenizer):
+        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:
