@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -250,6 +251,38 @@ def one_missing(folder: Path) -> None:
     first_file(folder).unlink()
 
 
+def elsewhere(folder: Path) -> None:
+    saved = json.loads((folder / INDEX).read_text())
+    names = dict.fromkeys(saved["weight_map"], "../other/model.safetensors")
+    (folder / INDEX).write_text(json.dumps({**saved, "weight_map": names}))
+
+
+def piped(name: str) -> Callable[[Path], None]:
+    """Makes a named pipe of a file, which nobody writes to."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def piped_first(folder: Path) -> None:
+    piped(first_file(folder).name)(folder)
+
+
+def piped_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def large_id(folder: Path) -> None:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["zz"] = 2_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -264,6 +297,14 @@ def one_missing(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged, not JSON"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (two_tables, "lm_head.weight is another tensor than model.embed_tokens.weight, though tie_word_embeddings"),
+        (elsewhere, r"index.json names the file '../other/model.safetensors', which does not lie beside it"),
+        (piped("config.json"), "hub/config.json is a named pipe, and no file"),
+        (piped(INDEX), r"safetensors.index.json is a named pipe, and no file"),
+        (piped_first, r"hub/model-00001-of-\d+.safetensors is a named pipe, and no file"),
+        (piped_weights, "hub/model.safetensors is a named pipe, and no file"),
+        (piped("tokenizer.json"), "hub/tokenizer.json is a named pipe, and no file"),
+        (piped("generation_config.json"), "hub/generation_config.json is a named pipe, and no file"),
+        (large_id, r"tokenizer.json: the token 'zz' has the id 2,000,000,000; ids up to 16,777,215 work"),
         (odd_token, r"tokenizer.json is damaged: \{'id': 256\} is no added token"),
     ],
 )

@@ -5,6 +5,7 @@ import re
 from gregale.errors import UserError
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+LARGEST_ID = 2**24 - 1
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 
 
@@ -20,8 +21,14 @@ def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -
         A list indexed by id; empty for special tokens and for ids that no token has.
 
     Raises:
-        UserError: the decoder is neither byte-level nor of the SentencePiece kind.
+        UserError: the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.
     """
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[last] > LARGEST_ID:
+        raise UserError(
+            f"{place}: the token {last!r} has the id {vocabulary[last]:,}; ids up to {LARGEST_ID:,} work, because "
+            f"a model has a row for every id up to the largest. There are {len(vocabulary):,} tokens: number them from 0."
+        )
     kinds = decoder_kinds(tokenizer_json.get("decoder"))
     added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
     if "ByteLevel" in kinds:
@@ -34,7 +41,7 @@ def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -
             f"{place}: its decoder ({found}) does not say which bytes a token stands for; tokenizers with a ByteLevel, "
             "Metaspace or ByteFallback decoder work."
         )
-    found = [b""] * (max(vocabulary.values()) + 1)
+    found = [b""] * (vocabulary[last] + 1)
     for token, number in vocabulary.items():
         if number not in added:
             found[number] = read(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
-from gregale.huggingface.folder import CONFIG, TOKENIZER, read_json
+from gregale.huggingface.folder import BESIDE, CONFIG, TOKENIZER, check_files, read_json
 from gregale.huggingface.hub import model_folder
 from gregale.huggingface.tokenizer import end_of_document, rowless
 from gregale.model.base import HuggingFaceConfig
@@ -18,6 +18,7 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     Raises `UserError` if there is no such model, or one that Gregale cannot compute.
     """
     folder = model_folder(given.path, weights=False)
+    check_files(folder, BESIDE)
     saved = read_json(folder / CONFIG)
     _, model = read_config(saved, str(folder / CONFIG))
     if not given.with_tokenizer:
