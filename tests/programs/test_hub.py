@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from gregale.cli.invocation import invoke
-from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer, tokenizer_from_file
+from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
 from gregale.errors import UserError
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
@@ -36,6 +36,7 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
+from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import losses, write_config
 
@@ -356,6 +357,30 @@ def test_special_tokens_without_a_row_are_left_out(gregale, hub, tmp_path, capsy
     assert tokenizer is not None
     assert tokenizer_from_file(tokenizer).fingerprint == load_tokenizer(tmp_path / "mine").fingerprint
     assert model == find_run(str(tmp_path / "mine")).read_config().model
+
+
+def test_a_llama_tokenizer_has_the_ids_of_transformers(gregale, tmp_path, capsys):
+    made("llama2", tmp_path / "hub")
+    library = sentence_piece(False, normalizer=LLAMA)
+    saved = json.loads(library.to_str())
+    saved["model"]["vocab"] = {"<unk>": 0, **{name: place for place, name in enumerate(["▁", *"the", "▁t", "▁th"], 1)}}
+    saved["model"]["merges"] = [["▁", "t"], ["▁t", "h"]]
+    saved["added_tokens"][1]["id"] = 7
+    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "hub" / "tokenizer.json").write_text(json.dumps(saved))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"give NAME/huggingface as the path"):
+        shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert "its tokenizer treats spaces as transformers does" in capsys.readouterr().out
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    ours = load_tokenizer(tmp_path / "mine").encode(" the").tolist()
+    for folder in ("hub", "out"):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert ours == theirs(" the", add_special_tokens=False)["input_ids"]
+    as_in_file = LibraryTokenizer((tmp_path / "hub" / "tokenizer.json").read_text(), "</s>", "hub")
+    assert ours != as_in_file.encode(" the").tolist()
 
 
 def test_a_word_without_a_row_is_refused(gregale, hub, tmp_path, capsys):

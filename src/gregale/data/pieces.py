@@ -27,7 +27,8 @@ def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -
     if vocabulary[last] > LARGEST_ID:
         raise UserError(
             f"{place}: the token {last!r} has the id {vocabulary[last]:,}; ids up to {LARGEST_ID:,} work, because "
-            f"a model has a row for every id up to the largest. There are {len(vocabulary):,} tokens: number them from 0."
+            "a model has a row for every id up to the largest. "
+            f"There are {len(vocabulary):,} tokens: number them from 0."
         )
     kinds = decoder_kinds(tokenizer_json.get("decoder"))
     added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}

@@ -223,9 +223,11 @@ class LibraryTokenizer(Tokenizer):
 
     @property
     def start(self) -> tuple[int, ...]:
-        alone, whole = (self._library.encode("a", add_special_tokens=each).ids for each in (False, True))
-        place = next(place for place in range(len(whole)) if whole[place : place + len(alone)] == alone)
-        return tuple(whole[:place])
+        for text in ("a", *self._library.get_vocab(with_added_tokens=False)):
+            whole = self._library.encode(text, add_special_tokens=True)
+            if 0 in whole.sequence_ids:  # the tokens of the text itself; others have None
+                return tuple(whole.ids[: whole.sequence_ids.index(0)])
+        return ()  # no text has a token
 
     def to_json(self) -> dict:
         return {"type": "library", "end_of_document": self._end_name, "library": self._json}
