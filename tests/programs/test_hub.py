@@ -17,6 +17,7 @@ from threading import Thread
 import jax
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from gregale.cli.invocation import invoke
 from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
@@ -84,6 +85,25 @@ def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, dtype)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes(), name
     assert {path.name for path in tmp_path.iterdir()} == {"hub", "mine", "out"}, "nothing temporary is left"
+
+
+@pytest.mark.parametrize("names", ["", "norm", "layers.1."], ids=["config alone", "norms", "a layer"])
+def test_each_tensor_keeps_its_dtype(gregale, tmp_path, capsys, names):
+    """Files with tensors in float32, some of them or all, whose config.json says bfloat16."""
+    made("qwen3", tmp_path / "hub", SHARDED)
+    for path in (tmp_path / "hub").glob("*.safetensors"):
+        found = load_file(path)
+        save_file({name: each if names in name else each.bfloat16() for name, each in found.items()}, path)
+    saved = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({**saved, "dtype": "bfloat16"}))
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    assert "rounded" not in capsys.readouterr().out
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "hub")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert gregale("export", tmp_path / "mine", tmp_path / "small", "--dtype", "bfloat16") == 0
+    floats = sum(names in name for name in tensors(tmp_path / "hub"))
+    assert f"rounded: {floats} of 25 tensors from float32 to bfloat16. `--dtype float32`" in capsys.readouterr().out
 
 
 def test_transformers_continues_the_exported_model_as_gregale_sample_does(gregale, inputs, imported, capsys):
@@ -169,8 +189,9 @@ def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
             np.testing.assert_array_equal(found.read(path).array, leaf.array, err_msg=path)
 
 
-def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):
+def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it, capsys):
     assert gregale("export", "on", inputs / "trained", "--dtype", "bfloat16", "--devices", "2") == 0
+    assert "tensors from float32 to bfloat16" in capsys.readouterr().out
     found = json.loads((inputs / "trained" / "config.json").read_text())
     assert (found["model_type"], found["dtype"]) == ("qwen3", "bfloat16")
     assert set(tensors(inputs / "trained")) == set(tensors(hub))
@@ -399,7 +420,7 @@ def test_a_run_of_ones_own_has_no_tokens_of_the_family(imported, tmp_path):
     shutil.copytree(imported, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "huggingface")
     folder.mkdir()
-    write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257)
+    write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257, "float32")
     found = transformers.AutoConfig.from_pretrained(folder)
     assert (found.pad_token_id, found.bos_token_id, found.eos_token_id) == (None, None, 256)
 
@@ -408,7 +429,7 @@ def test_a_longer_context_is_told_to_who_loads_the_model(imported, tmp_path):
     run = find_run(str(imported))
     config = on_devices(run.read_config(), 1)
     setup = set_up_run(run, replace(config, batch=replace(config.batch, sequence_length=4 * CONTEXT)))
-    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257)
+    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257, "float32")
     assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
 
 

@@ -81,7 +81,7 @@ def open_folder(path: Path) -> Folder:
         _refuse_others(path)
     saved = read_json(path / CONFIG)
     family, model = read_config(saved, str(path / CONFIG))
-    return Folder(path, saved, family, model, _tensors(path))
+    return Folder(path, saved, family, model, tensors_of(path))
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
@@ -92,7 +92,8 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
             raise UserError(f"{path} is {kind}, and no file. Gregale reads files of a model only.")
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files, by name; raises `UserError` if a file is missing or damaged."""
     if (path / INDEX).is_file():
         names = weight_files(path)
         check_files(path, names)
