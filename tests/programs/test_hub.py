@@ -106,12 +106,27 @@ def test_each_tensor_keeps_its_dtype(gregale, tmp_path, capsys, names):
     assert f"rounded: {floats} of 25 tensors from float32 to bfloat16. `--dtype float32`" in capsys.readouterr().out
 
 
+def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale, imported, capsys):
+    arguments = "sample", imported, "the <|end_of_document|>wind ", "--tokens", "1"
+    capsys.readouterr()
+    assert gregale(*arguments) == 0
+    (line, _) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "Names of special tokens are plain text in 1 of 1 prompts, as in documents: <|end_of_document|>. With "
+        "parse_special they are the tokens."
+    )
+    assert gregale(*arguments, "--parse_special", "true") == 0
+    assert "special" not in capsys.readouterr().err
+
+
 def test_transformers_continues_the_exported_model_as_gregale_sample_does(gregale, inputs, imported, capsys):
     assert gregale("export", imported, inputs / "out") == 0
     capsys.readouterr()
     assert gregale("sample", imported, "the wind ", "--tokens", "12", "--temperature", "0") == 0
     drawn = capsys.readouterr().out.removesuffix("\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "out")
+    name = "the <|end_of_document|>wind "
+    assert load_tokenizer(imported).parsing_special().encode(name).tolist() == tokenizer(name)["input_ids"]
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "out", dtype=torch.float32)
     prompt = tokenizer("the wind ", return_tensors="pt")
     assert prompt["input_ids"].tolist() == [list(b"the wind ")]

@@ -183,6 +183,22 @@ def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, capsys)
     assert figures["bits_per_byte"] == pytest.approx(figures["eval_loss"] / math.log(2) * CONTEXT / (32 * 3 - 1))
 
 
+def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(gregale, inputs, model, capsys):
+    record = {"context": "the <|end_of_document|>", "choices": ["sea", "wind"], "answer": 0}
+    (inputs / "special.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(TIE))
+    capsys.readouterr()
+    assert gregale("eval", "mine", "--tasks", "special.jsonl") == 0
+    assert "are plain text in 2 of 5 texts of the tasks, as in documents: <|end_of_document|>. With" in (
+        capsys.readouterr().out
+    )
+    assert gregale("eval", "mine", "--tasks", "special.jsonl", "--parse_special") == 0
+    assert "special tokens" not in capsys.readouterr().out
+    (task,), tokenizer = read_tasks([str(inputs / "special.jsonl")]), load_tokenizer(inputs / "mine")
+    pair = task.questions[0].pairs[0]
+    (found,) = encoded([pair], tokenizer.parsing_special(), ())
+    assert found.tokens.tolist() == [*b"the ", END, *b" sea"]
+
+
 def test_texts_are_scored_together(model, gregale):
     """With a program for each length, not for each text; the figures of each are its own."""
     trained = open_trained("mine", None, None)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import grain
 
 Rows = dict[str, np.ndarray]
+MORE_BYTES = "more_bytes"
 WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
 
 
@@ -57,7 +58,7 @@ class Windows(Sequence[Rows]):
             documents = np.zeros_like(documents)
         example = make_example(tokens, documents)
         if self._evaluates:
-            example["more_bytes"] = self._streams[number].more_bytes(start + 1, stop).astype(np.int32)
+            example[MORE_BYTES] = self._streams[number].more_bytes(start + 1, stop).astype(np.int32)
         return example
 
 

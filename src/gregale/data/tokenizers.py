@@ -65,13 +65,17 @@ class Tokenizer(ABC):
 
     Attributes:
         vocabulary_size: number of ids; every id is below it.
-        end_of_document: the id that ends a document; text never encodes to it.
+        end_of_document: the id that ends a document; text never encodes to it, unless `parses_special`.
         is_exact: whether every text has as many bytes as the pieces of its tokens.
+        special_names: what special tokens are called.
+        parses_special: whether these names in a text are the tokens; of documents they are text like any other.
     """
 
     vocabulary_size: int
     end_of_document: int
     is_exact: bool = True
+    special_names: Sequence[str] = ()
+    parses_special: bool = False
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -100,6 +104,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_pieces(self) -> list[bytes]:
         """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
+
+    def parsing_special(self) -> "Tokenizer":
+        """The same tokenizer for prompts: names of special tokens in a text are the tokens."""
+        return self
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -181,7 +189,7 @@ class LibraryTokenizer(Tokenizer):
             self._library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{place}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
-        self._library.encode_special_tokens = True  # "<|endoftext|>" written in a document is text like any other
+        self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
         self._json = json.loads(text)
@@ -197,6 +205,7 @@ class LibraryTokenizer(Tokenizer):
         self._pieces = pieces.token_pieces(self._json, self._library.get_vocab(with_added_tokens=True), place)
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
+        self.special_names = [each["content"] for each in self._json.get("added_tokens") or [] if each["special"]]
         self.is_exact = is_exact(self._json, pieces.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
@@ -220,6 +229,11 @@ class LibraryTokenizer(Tokenizer):
 
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def parsing_special(self) -> Tokenizer:
+        other = LibraryTokenizer(json.dumps(self._json), self._end_name, "the tokenizer")
+        other._library.encode_special_tokens, other.parses_special = False, True
+        return other
 
     @property
     def start(self) -> tuple[int, ...]:

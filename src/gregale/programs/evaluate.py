@@ -50,6 +50,9 @@ class EvalOptions(Settings):
         metadata={"help": "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet"},
     )
     tasks: list[str] = field(default_factory=list, metadata={"help": "files of tasks (globs, JSON lines) to score"})
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+    )
     stride: int | None = field(
         default=None,
         metadata={
@@ -100,7 +103,11 @@ def main(options: EvalOptions) -> int:
     figures, words, scored = {}, "", {}
     with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
         # before the text is evaluated: it finds questions that cannot be scored
-        evaluation = evaluation_on(tasks, trained.setup, tokenizer, trained.run, console.message) if tasks else None
+        evaluation = None
+        if tasks:
+            parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
+            of_tasks = tokenizer.parsing_special() if parses else tokenizer
+            evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
         if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
             text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
             figures, words = text_figures(trained, text, tokenizer, options, console)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.data.config import Corpus
-from gregale.data.examples import Examples
+from gregale.data.examples import MORE_BYTES, Examples
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 
@@ -52,8 +52,8 @@ class Evaluator:
         sizes[: len(token_bytes)] = token_bytes
 
         def sums(model, batch):
-            more_bytes = batch["more_bytes"].array if "more_bytes" in batch else 0
-            loss, weight = model.loss({key: batch[key] for key in batch if key != "more_bytes"}, execution)
+            more_bytes = batch[MORE_BYTES].array if MORE_BYTES in batch else 0
+            loss, weight = model.loss({key: batch[key] for key in batch if key != MORE_BYTES}, execution)
             scored = (jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * batch["loss_mask"].array
             return loss, weight, scored.sum()
 
