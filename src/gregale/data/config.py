@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gregale.data.assembly import in_words
-from gregale.data.build import Cache, NamedSource, build_store, skipped_in
+from gregale.data.build import Cache, NamedSource, build_store
 from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
-from gregale.data.late import LateParts, Parts, open_parts
+from gregale.data.late import DoneParts, LateParts, Parts, open_parts
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
+from gregale.data.notes import notes_on, uncounted
 from gregale.data.order import PART_FORMAT, LateExamples, Split, WholeStreams, content_of, training_by_parts
 from gregale.data.progress import Report, silent
-from gregale.data.sources import Skipped, SourceConfig
+from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, json_sha256
@@ -171,7 +171,7 @@ class Corpus:
     @property
     def validation_fingerprints(self) -> dict[str, str]:
         """By validation source, a hash of its tokens."""
-        return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].manifest["files"]) for name in self.validation}
+        return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].content) for name in self.validation}
 
 
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
@@ -194,7 +194,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     held_out = {name: each.held_out for name, each in splits.items()}
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
     validating, validation = validation_of(config, tokenizer, report)
-    checksums = {name: store.manifest["files"] for name, store in stores.items()}
+    checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
@@ -208,7 +208,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         stores=by_key,
         # Cuts are named only if there are any, so that this is what it was for sources whose documents are held out.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
-        notes=notes_on(by_key),
+        notes=notes_on(by_key, tokenizer),
     )
 
 
@@ -240,7 +240,10 @@ def prepare_parts(config: DataConfig, sequence_length: int, seed: int, report: R
         validation_streams=validation,
         stores={f"{VALIDATION}.{name}": store for name, store in validating.items()},
         fingerprint=json_sha256([PARTS, PART_FORMAT, identities, tokenizer.fingerprint, config.held_out]),
-        notes=notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}),
+        notes=(
+            *notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}, tokenizer),
+            *uncounted([each.store for each in parts.values() if isinstance(each, DoneParts)], tokenizer),
+        ),
         parts=parts,
     )
 
@@ -307,16 +310,6 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
         with naming(f"data.{group}.{name}"):
             stores[name] = build_store(NamedSource(name, source), tokenizer, cache, workers, report)
     return stores
-
-
-def notes_on(stores: Mapping[str, TokenStore]) -> tuple[str, ...]:
-    """Return the lines of a note for each store that lacks documents, by the key of its source."""
-    return tuple(note for key, store in stores.items() for note in notes_of(key, skipped_in(store)))
-
-
-def notes_of(key: str, skipped: Skipped) -> list[str]:
-    """Return the lines of a note if documents of a source were left out."""
-    return [f"data.{key}:", *(f"  {line}" for line in in_words(skipped))] if skipped.count else []
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from gregale.data.config import Corpus, notes_of, prepare
+from gregale.data.config import Corpus, prepare
+from gregale.data.notes import notes_of
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.tracking.console import Console
