@@ -122,10 +122,11 @@ class CameWith:
 
     @staticmethod
     def of(run: RunDirectory) -> CameWith:
-        found = [run.huggingface / name for name in (CONFIG, INDEX)]
+        paths = [run.huggingface / name for name in (CONFIG, INDEX)]
+        config, index = (read_json(path) if path.is_file() else {} for path in paths)
         tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return CameWith(*(read_json(path) if path.is_file() else {} for path in found), dtypes)
+        return CameWith(config, index, dtypes)
 
     @property
     def dtype(self) -> str:
