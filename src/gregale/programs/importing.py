@@ -106,7 +106,7 @@ def configuration(folder: Folder, target: Path, end: str, name: str) -> TrainCon
     exact = all(tensor.dtype.itemsize >= 4 for tensor in folder.tensors.values())
     tokenizer = FileConfig(str((RunDirectory(target).huggingface / TOKENIZER).absolute()), end)
     return TrainConfig(
-        name=name.lstrip(".") or "imported",
+        name=name.lstrip(".-") or "imported",
         steps=1,
         model=folder.model,
         compute=ComputeConfig(dtype="float32" if exact else "bfloat16"),
