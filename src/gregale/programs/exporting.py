@@ -123,7 +123,8 @@ class CameWith:
         found = [run.huggingface / name for name in (CONFIG, INDEX)]
         tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return CameWith(*(read_json(path) if path.is_file() else {} for path in found), dtypes)
+        config, index = (read_json(path) if path.is_file() else {} for path in found)
+        return CameWith(config, index, dtypes)
 
     @property
     def dtype(self) -> str:
