@@ -11,7 +11,7 @@ import pytest
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.programs.report.command import read_plan, told_apart
-from gregale.programs.report.comparison import end_loss
+from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
@@ -94,6 +94,51 @@ def test_what_was_chosen_comes_back_with_the_address(browser, one):
             "dark",
             "seconds",
         ]
+
+
+def test_zoom_and_hidden_lines_come_back_when_the_page_is_loaded_again(browser, one):
+    chart = "figures-loss"
+    state = f"(() => {{ const u = gregale.drawn({figure_of(chart)});"
+    state += "return [u.scales.x.min, u.scales.x.max, u.series.map(each => each.show)]; })()"
+    with browser.open(one) as tab:
+        left, top, width, height = box(tab, chart)
+        tab.drag(left + width * 0.25, left + width * 0.5, top + height / 2)
+        names = f"[...{figure_of(chart)}.querySelectorAll('.u-legend th')]"
+        tab.value(f"{names}[2].click()")
+        zoomed = tab.value(state)
+        assert zoomed[2] == [True, True, False]
+        assert 80 < zoomed[0] < 120 < 190 < zoomed[1] < 220
+        fragment = tab.value("location.hash")
+        tab.choose("smooth", "60")
+        low, high, shown = tab.value(state)
+        assert [low, high, shown] == [*zoomed[:2], [True, True, True, False]], "another control changes neither"
+    with browser.open(one, fragment=fragment) as tab:
+        assert tab.value(state) == zoomed
+        other = f"gregale.drawn({figure_of('figures-grad_norm')}).scales.x"
+        assert tab.value(f"[{other}.min, {other}.max]") == zoomed[:2], "all charts over the same axis follow"
+        tab.value("document.getElementById('reset').click()")
+        tab.settle()
+        assert tab.value(state)[1] >= 399
+        assert "zoom" not in tab.value("location.hash")
+        assert tab.errors == []
+    with browser.open(one, fragment="#zoom=[1&hide=7&zoom=[%22Steps%22,9,2]&hide=%22") as tab:
+        assert tab.value(state)[1] >= 399, "a damaged address is none"
+        assert tab.errors == []
+
+
+def test_lines_are_left_out_by_the_keyboard(browser, one):
+    chart = "figures-loss"
+    with browser.open(one) as tab:
+        name = f"{figure_of(chart)}.querySelectorAll('.u-legend th')[1]"
+        tab.value(f"{name}.focus()")
+        assert tab.value(f"[document.activeElement === {name}, {name}.role]") == [True, "button"]
+        shown = f"[gregale.drawn({figure_of(chart)}).series[1].show, {name}.getAttribute('aria-pressed')]"
+        for key, expected in (("Enter", [False, "false"]), (" ", [True, "true"])):
+            for kind in ("keyDown", "keyUp"):
+                tab.ask("Input.dispatchKeyEvent", type=kind, key=key, text="\r" if key == "Enter" else key)
+            tab.settle()
+            assert tab.value(shown) == expected
+        assert tab.errors == []
 
 
 def test_several_runs_are_compared(browser, tmp_path):
@@ -347,6 +392,21 @@ def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     (folder / "metrics.jsonl").write_text('{"step": 100, "loss": 2.5}\n{"step": 150, "eval_loss": 3.0}\n')
     assert end_loss(shown([read_history(RunPlaces(folder))])[0]) == 2.5
+
+
+def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
+    for name, last in (("short", 200), ("long", 400)):
+        folder = write_run(tmp_path / name, steps=0)
+        lines = [{"step": s, "loss": 9 - s / 50, "tokens": s**2, "step_seconds": 1 + s / 9} for s in range(1, last + 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    short, _ = shown([read_history(RunPlaces(tmp_path / name)) for name in ("short", "long")])
+    end = end_loss(short)
+    ends = {axis: loss_before(short, axis, float(each.values[-1])) for axis, each in short.axes.items()}
+    assert len(ends) > 1
+    assert ends == dict.fromkeys(ends, end)
+    text = text_of(page_of(tmp_path / "short", tmp_path / "long"))
+    at = text.partition("At the same point")[2].partition("Loss")[0]
+    assert at.count(f"{end:.4f}") >= 2
 
 
 def test_runs_that_log_rarely_are_compared_where_one_ends_and_what_is_not_there_is_not_the_best(tmp_path):

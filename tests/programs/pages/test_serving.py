@@ -10,7 +10,7 @@ from gregale.programs.watch.web import HERE, Server
 from gregale.services.run_lock import training
 from gregale.services.run_places import RunPlaces
 from tests.programs.pages.browser import DESK, Tab
-from tests.programs.pages.looking import figure_of
+from tests.programs.pages.looking import box, figure_of
 from tests.programs.pages.made_up import figures, write_run
 
 
@@ -33,14 +33,21 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
         folds = "[...document.querySelectorAll('details')].map(each => each.open)"
         before = tab.value(folds)
         tab.choose("logy", True)
-        tab.value(f"gregale.drawn({figure_of('figures-grad_norm')}).setScale('x', {{min: 10, max: 20}})")
+        left, top, width, height = box(tab, "figures-grad_norm")
+        tab.drag(left + width * 0.25, left + width * 0.5, top + height / 2)
         norm = f"gregale.drawn({figure_of('figures-grad_norm')})"
+        zoomed = f"[{norm}.scales.x.min, {norm}.scales.x.max]"
+        chosen = tab.value(zoomed)
+        assert 20 < chosen[0] < 30 < chosen[1] < 60
         tab.value(f"{norm}.setSeries(1, {{show: false}})")
         grow(folder, 150)
-        wait = f"new Promise(done => {{ const look = () => {scales} > 100 ? done(1) : setTimeout(look, 50); look(); }})"
-        tab.value(wait)
+        longer = f"{norm}.data[0].at(-1) > 100"
+        tab.value(f"new Promise(done => {{ const look = () => {longer} ? done(1) : setTimeout(look, 50); look(); }})")
+        assert tab.value(zoomed) == chosen
+        assert tab.value(scales) == chosen[1], "all charts over the same axis follow"
+        tab.value("document.getElementById('reset').click()")
+        tab.settle()
         assert tab.value(scales) == 150
-        assert tab.value(f"gregale.drawn({figure_of('figures-grad_norm')}).scales.x.max") == 20
         assert tab.value(f"{norm}.series[1].show") is False
         assert tab.value(folds) == before
         assert tab.value("document.getElementById('logy').checked")

@@ -66,26 +66,26 @@ def along(axis: str) -> Callable[[Shown], float | None]:
 
 def end_loss(run: Shown) -> float | None:
     """The training loss, averaged over the last steps that have one."""
-    column = run.column("loss")
-    return None if column is None else loss_before(run, "steps", float(column.steps[-1]))
+    return loss_before(run, "steps", float(steps(run)))
 
 
 def loss_before(run: Shown, axis: str, point: float) -> float | None:
     """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it.
 
-    Where it was logged more rarely, what its curve has there.
+    Where it was logged more rarely, what its curve has there. Where the run ends, `end_loss`, whichever the axis is.
     """
     column = run.column("loss")
     if column is None or not len(column.steps):
         return None
-    where = _over(run, axis, column)
-    if where is None:
+    step = _step_at(run, axis, point)
+    if step is None:
         return None
+    step = float(column.steps[-1]) if step >= steps(run) else step
     finite = np.isfinite(column.values)
-    where, values = where[finite], column.values[finite]
-    near = values[(where > point * (1 - END)) & (where <= point)]
-    if not len(near) and len(where) and where[0] <= point <= where[-1]:
-        near = np.interp([point], where, values)
+    where, values = column.steps[finite], column.values[finite]
+    near = values[(where > step * (1 - END)) & (where <= step)]
+    if not len(near) and len(where) and where[0] <= step <= where[-1]:
+        near = np.interp([step], where, values)
     return float(near.mean()) if len(near) else None
 
 
@@ -170,6 +170,14 @@ def _table(runs: Sequence[Shown], measures: Sequence[Measure], methods: bool) ->
 
 def _at(of: Callable[[Shown, str, float], float | None], axis: str, point: float) -> Callable[[Shown], float | None]:
     return lambda run: of(run, axis, point)
+
+
+def _step_at(run: Shown, axis: str, point: float) -> float | None:
+    """Where a run was at a point of an axis, in steps."""
+    over = run.axes.get(axis)
+    if axis == "steps" or over is None:
+        return point if axis == "steps" else None
+    return float(steps(run) if point >= over.values[-1] else np.interp(point, over.values, over.steps))
 
 
 def _over(run: Shown, axis: str, column: Column) -> np.ndarray | None:

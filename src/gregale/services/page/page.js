@@ -5,6 +5,7 @@
   const root = document.documentElement;
   const controls = document.getElementById("controls");
   const settings = { x: "", logx: false, logy: false, smooth: 0, theme: "auto" };
+  const zooms = new Map(), hidden = new Map(); // [min, max] by axis; by chart the labels of lines that are left out
   const drawn = new Map(); // uPlot by figure
   let printing = false;
 
@@ -198,7 +199,7 @@
         drag: { x: true, y: false, dist: 6 }, focus: { prox: 24 }, dataIdx: nearest,
       },
       focus: { alpha: 0.35 },
-      hooks: { setSeries: [together], ready: [touched] },
+      hooks: chosenIn(holder, chosen.label),
     }, data, holder);
   }
 
@@ -215,8 +216,51 @@
     on("pointercancel", () => { if (start) { as("mousemove", start); as("mouseup", start); } start = null; }); // it scrolls
   }
 
+  // What a reader chooses in a chart is kept beside the other settings, and comes back when the chart is drawn again.
+  function chosenIn(holder, axis) {
+    const chart = holder.closest("figure").dataset.chart;
+    const zoomed = u => {
+      const { left, width } = u.select;
+      if (width > 0) { zooms.set(axis, [u.posToVal(left, "x"), u.posToVal(left + width, "x")]); remember(); }
+    };
+    const left = (u, place, options) => {
+      if (place === null || options.show === undefined) return;
+      together(u, place, options);
+      const out = u.series.filter((each, at) => at && !each.show && each.class !== "raw").map(each => each.label);
+      if (out.length) hidden.set(chart, out); else hidden.delete(chart);
+      pressedIn(u);
+      remember();
+    };
+    const ready = u => {
+      touched(u);
+      u.over.addEventListener("dblclick", () => { zooms.delete(axis); remember(); });
+      named(u);
+      queueMicrotask(() => { // uPlot drops what is set while it draws
+        const out = hidden.get(chart) || [];
+        u.series.forEach((each, place) => { if (place && out.includes(each.label)) u.setSeries(place, { show: false }); });
+        if (zooms.has(axis)) { const [min, max] = zooms.get(axis); u.setScale("x", { min, max }); }
+      });
+    };
+    return { setSelect: [zoomed], setSeries: [left], ready: [ready] };
+  }
+
+  const namesOf = u => [...u.root.querySelectorAll(".u-legend .u-series")].slice(1).map(row => row.querySelector("th"));
+  const pressedIn = u => namesOf(u).forEach((name, place) => name.setAttribute("aria-pressed", u.series[place + 1].show));
+
+  function named(u) { // a line's name is a button for the keyboard too
+    for (const name of namesOf(u)) {
+      name.tabIndex = 0;
+      name.setAttribute("role", "button");
+      name.addEventListener("keydown", event => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        name.click();
+      });
+    }
+    pressedIn(u);
+  }
+
   function together(u, place, options) { // what is behind a smoothed line goes with it
-    if (place === null || options.show === undefined) return;
     const behind = u.series[place - 1];
     if (behind && behind.class === "raw" && behind.show !== options.show) u.setSeries(place - 1, { show: options.show });
   }
@@ -258,7 +302,7 @@
       ],
       series: [{}, ...looks],
       cursor: { y: false, drag: { x: true, y: false, dist: 6 }, points: { show: false } },
-      hooks: { setCursor: [tell], ready: [touched] },
+      hooks: { ...chosenIn(holder, holder.closest("figure").dataset.chart), setCursor: [tell] },
     }, joined(tables), holder);
   }
 
@@ -292,6 +336,7 @@
         })),
       ],
       cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
+      hooks: chosenIn(holder, holder.closest("figure").dataset.chart),
     }, [names.map((_, place) => place), ...parts.map(({ sum }) => sum)], holder);
   }
 
@@ -323,7 +368,17 @@
       if (name === "theme" && ["light", "dark"].includes(text)) settings.theme = text;
       if (name === "logx" || name === "logy") settings[name] = text === "1";
       if (name === "smooth") settings.smooth = Math.min(100, Math.max(0, Number(text) || 0));
+      if (name === "zoom" || name === "hide") remembers(name, text);
     }
+  }
+
+  function remembers(name, text) { // ["Steps",100,200], ["figures-loss","eval_loss"]
+    let found = null;
+    try { found = JSON.parse(text); } catch { return; } // an address that was cut off
+    if (!Array.isArray(found) || typeof found[0] !== "string") return;
+    const [key, ...values] = found;
+    if (name === "hide") hidden.set(key, values);
+    else if (values.length === 2 && values.every(Number.isFinite) && values[0] < values[1]) zooms.set(key, values);
   }
 
   function remember() {
@@ -332,6 +387,9 @@
     if (settings.theme !== "auto") kept.set("theme", settings.theme);
     for (const name of ["logx", "logy"]) if (settings[name]) kept.set(name, "1");
     if (settings.smooth) kept.set("smooth", settings.smooth);
+    for (const [name, chosen] of [["zoom", zooms], ["hide", hidden]]) {
+      for (const [key, values] of chosen) kept.append(name, JSON.stringify([key, ...values]));
+    }
     history.replaceState(null, "", `#${kept}`);
   }
 
@@ -353,7 +411,12 @@
     remember();
     show();
   });
-  controls.addEventListener("click", event => event.target.id === "reset" && drawAll());
+  controls.addEventListener("click", event => {
+    if (event.target.id !== "reset") return;
+    zooms.clear();
+    remember();
+    drawAll();
+  });
 
   const texts = from => from.querySelector("main").innerHTML + from.getElementById("data").textContent;
   const began = new WeakMap(); // how the page has its folds, before a reader touches them
@@ -404,12 +467,7 @@
     const chosen = new Map(touched.map(each => [title(each), each.open]));
     note(fresh);
     for (const each of fresh.querySelectorAll("details")) each.open = chosen.get(title(each)) ?? each.open;
-    const zooms = new Map(), hidden = new Map(), height = scrollY;
-    drawn.forEach((u, figure) => {
-      if (u) hidden.set(figure.dataset.chart, u.series.filter(each => !each.show).map(each => each.label));
-      const { min, max } = u ? u.scales.x : {}, xs = u ? u.data[0] : [];
-      if (min > xs[0] || max < xs[xs.length - 1]) zooms.set(figure.dataset.chart, { min, max });
-    });
+    const height = scrollY;
     drawn.forEach(u => u?.destroy());
     drawn.clear();
     document.getElementById("data").textContent = fresh.getElementById("data").textContent;
@@ -422,11 +480,6 @@
       remembered();
     }
     show();
-    drawn.forEach((u, figure) => {
-      const chart = figure.dataset.chart;
-      if (u && zooms.has(chart)) u.setScale("x", zooms.get(chart));
-      if (u) u.series.forEach((each, place) => { if (hidden.get(chart)?.includes(each.label)) u.setSeries(place, { show: false }); });
-    });
     scrollTo(scrollX, height);
   }
 
