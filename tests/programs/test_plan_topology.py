@@ -84,7 +84,8 @@ def test_a_remedy_of_several_keys_fits_when_it_is_planned(capsys):
     """One row of a wide MLP is too much for a device: only split layers help, and then more microbatches are needed."""
     wide = [
         *("--model.hidden", "4096", "--model.heads", "8", "--model.kv_heads", "4", "--model.mlp", "65536"),
-        *("--batch.sequence_length", "16384", "--compute.attention", "auto", "--until", "memory", "--json"),
+        *("--batch.sequence_length", "16384", "--compute.attention", "auto", "--compute.dtype", "bfloat16"),
+        *("--compute.remat", "context", "--until", "memory", "--json"),
     ]
     assert planned(*wide) == 0
     first = json.loads(capsys.readouterr().out)["remedies"][0]
