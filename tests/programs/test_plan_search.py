@@ -15,17 +15,9 @@ from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
+from gregale.programs.plan.candidates import Candidate, Weighed, weighed_candidates
 from gregale.programs.plan.devices import simulated_target
-from gregale.programs.plan.search import (
-    ENOUGH,
-    Asked,
-    Candidate,
-    Weighed,
-    _Compiler,
-    scheduled_seconds,
-    search,
-    weighed_candidates,
-)
+from gregale.programs.plan.search import ENOUGH, Asked, _Compiler, scheduled_seconds, search
 from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.services.config import TrainConfig
@@ -118,6 +110,17 @@ def test_if_nothing_fits_the_smallest_is_compiled_and_remedies_are_told(nothing)
     assert "too large" in text
 
 
+def test_remedies_of_a_search_are_compiled():
+    """On a chip that another mesh fits; what is estimated to fit and does not is told so."""
+    tight = replace(TARGET, chip=replace(chip("v5e"), memory_bytes=700_000))
+    plan = plan_step(CONFIG, 257, tight, MEMORY)
+    first, *others = _Compiler(plan.setup, 257, tight, Asked(None, None, str)).remedies(plan)
+    assert first.change == "mesh.replica: 1, mesh.data: 4"
+    assert (first.fits, first.compiled) == (True, True)
+    assert first.peak_bytes == plan_step(first.config, 257, tight, MEMORY).memory.peak <= 700_000
+    assert not any(each.fits and not each.compiled for each in others)
+
+
 @pytest.mark.parametrize(("options", "code"), [((), 0), (("--require-fit",), 3)])
 def test_exit_codes_are_those_of_plan(nothing, monkeypatch, options, code):
     monkeypatch.setattr("gregale.programs.plan.command.search", lambda *_: nothing)
@@ -129,7 +132,7 @@ def test_what_is_not_possible_is_left_out_with_its_reason(monkeypatch):
         if compute.remat == "offload":
             raise UserError("compute.remat is offload: not here.")
 
-    monkeypatch.setattr("gregale.programs.plan.search.execution", refuse)
+    monkeypatch.setattr("gregale.programs.plan.candidates.execution", refuse)
     weighed, left_out = weighed_candidates(setup_for(CONFIG, 257, TARGET), TARGET, 1, None)
     assert left_out == ["compute.remat is offload: not here."], "once"
     assert len(weighed) == 5 * 2 * 2

@@ -80,6 +80,24 @@ def test_remedies_take_no_less_than_the_closed_form_does(refused):
     assert all(each["peak_bytes"] > 30 * GIB for each in found if "remat" in each["change"])
 
 
+def test_a_remedy_of_several_keys_fits_when_it_is_planned(capsys):
+    """One row of a wide MLP is too much for a device: only split layers help, and then more microbatches are needed."""
+    wide = [
+        *("--model.hidden", "4096", "--model.heads", "8", "--model.kv_heads", "4", "--model.mlp", "65536"),
+        *("--batch.sequence_length", "16384", "--compute.attention", "auto", "--compute.dtype", "bfloat16"),
+        *("--compute.remat", "context", "--until", "memory", "--json"),
+    ]
+    assert planned(*wide) == 0
+    first = json.loads(capsys.readouterr().out)["remedies"][0]
+    assert "mesh.data: 1, mesh.model: 4, batch.microbatches: 4" in first["change"]
+    assert first["fits"]
+    keys = [part for change in first["change"].split(", ") for part in f"--{change}".split(": ")]
+    assert planned(*wide, *keys) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["memory"]["peak"] == pytest.approx(first["peak_bytes"], rel=0.1)
+
+
 def test_what_a_user_sees_where_a_step_has_to_fit(capsys):
     assert planned("--require-fit") == 3
     text = capsys.readouterr().out

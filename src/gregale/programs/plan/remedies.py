@@ -1,17 +1,19 @@
-"""What to change when a step does not fit, each change with its effect in closed form."""
+"""What to change when a step does not fit, with the effect in closed form."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gregale.audit.memory import Estimate
-from gregale.audit.roofline import roofline
 from gregale.axes.mesh import make_mesh
 from gregale.errors import UserError
 from gregale.methods.traffic import SYNCHRONISE
 from gregale.model.config import REMAT
-from gregale.programs.plan.shapes import estimate, estimated_link_bytes, estimated_work
+from gregale.model.execution import execution
+from gregale.programs.plan.candidates import Candidate, closed_form_seconds, weighed_candidates
+from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import Plan
 from gregale.programs.run.setup import Setup, set_up
 from gregale.services.config import TrainConfig
@@ -27,30 +29,43 @@ class Remedy:
     Attributes:
         change: the keys to set.
         peak_bytes: the peak on a device afterwards, of the program that then takes the most: the compiler's of now,
-            changed by as many bytes as the closed form changes, or by the same factor, whichever is more.
+            changed by as many bytes as the closed form changes, or by the same factor, whichever is more. Of several
+            keys together, which leave little of the program as it is, the closed form.
         fits: whether that is within the chip's memory.
         step_time: of the roofline with nothing overlapped, as a multiple of now's.
+        config: the configuration with the change.
+        compiled: the peak is the compiler's own.
     """
 
     change: str
     peak_bytes: int
     fits: bool
     step_time: float
+    config: TrainConfig
+    compiled: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {key: value for key, value in vars(self).items() if key != "config"}
 
 
 def remedies(plan: Plan, tokens: int) -> list[Remedy]:
     """The cheapest changes that take less memory: those that fit first, then by step time; one of each kind.
 
-    None for a pipeline, whose memory has no closed form.
+    If no change fits alone, several keys are changed together, on every mesh. None for a pipeline, whose memory has no
+    closed form.
     """
     if plan.setup.config.pipeline is not None:
         return []
     kinds = [_microbatches, _remat, _gather, _mesh]
-    best = [min(found, key=_cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]
-    return sorted(best, key=_cost)[:SHOWN]
+    best = [min(found, key=cost) for kind in kinds if (found := list(_evaluated(plan, tokens, kind(plan.setup))))]
+    if not any(each.fits for each in best):
+        best += _together(plan, tokens, {each.change for each in best})
+    return sorted(best, key=cost)[:SHOWN]
 
 
-def _cost(remedy: Remedy) -> tuple:
+def cost(remedy: Remedy) -> tuple:
+    """The key by which remedies are sorted: those that fit by their step time, then the others by their peak."""
     return (False, remedy.step_time) if remedy.fits else (True, remedy.peak_bytes)
 
 
@@ -102,19 +117,53 @@ def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
         after = estimate(setup, backend)
         peak = _peak(plan, before, after)
         if peak < plan.memory.peak:
-            yield Remedy(change, peak, peak <= plan.memory_bytes, _seconds(plan, setup) / seconds)
+            yield Remedy(change, peak, peak <= plan.memory_bytes, _seconds(plan, setup) / seconds, config)
+
+
+def _together(plan: Plan, tokens: int, offered: set[str]) -> Iterator[Remedy]:
+    """Of every mesh the cheapest of remat x microbatches that takes less memory, if it is not offered yet."""
+    now, devices = plan.setup.config, list(plan.setup.layout.mesh.devices.flat)
+    before, seconds = estimate(plan.setup, plan.target.backend), _seconds(plan, plan.setup)
+    unroll = execution(now.compute, plan.setup.layout, now.model).unroll
+    for mesh, config in [("", now), *_mesh(plan.setup)]:
+        try:
+            whole = replace(config, batch=replace(config.batch, microbatches=1))
+            setup = set_up(whole, tokens, make_mesh(config.mesh, devices))
+        except UserError:
+            continue
+        weighed, _ = weighed_candidates(setup, plan.target, unroll, None, ("per_layer",))
+        fitting = [each for each in weighed if each.closed_form_peak <= plan.memory_bytes]
+        best = fitting[0] if fitting else min(weighed, key=lambda each: each.closed_form_peak)
+        keys = ", ".join(filter(None, [mesh, *_changed_keys(now, best.candidate)]))
+        changed = replace(setup, config=best.candidate.of(config))
+        peak = max(best.closed_form_peak, _joined(plan, before, estimate(changed, plan.target.backend)))
+        if keys and keys not in offered and peak < plan.memory.peak:
+            time = best.closed_form_seconds / seconds
+            yield Remedy(keys, peak, peak <= plan.memory_bytes, time, changed.config)
+
+
+def _changed_keys(config: TrainConfig, candidate: Candidate) -> list[str]:
+    """The keys in which a candidate differs from a configuration, with the candidate's values."""
+    keys = {"batch.microbatches": (candidate.microbatches, config.batch.microbatches)}
+    keys |= {f"compute.{key}": (getattr(candidate, key), getattr(config.compute, key)) for key in ("remat", "gather")}
+    return [f"{key}: {value}" for key, (value, before) in keys.items() if value != before]
 
 
 def _peak(plan: Plan, before: Estimate, after: Estimate) -> int:
-    """The peak if the closed form changes so; of `synchronise`, which computes no gradients, by its state's part."""
+    """The peak if the closed form changes so."""
+    steps = [program.memory.peak for name, program in plan.programs.items() if name != SYNCHRONISE]
+    return max(_changed(max(steps), before.peak, after.peak), _joined(plan, before, after))
 
-    def changed(name: str, now: int) -> int:
-        first, then = (each.arguments if name == SYNCHRONISE else each.peak for each in (before, after))
-        return max(now - (first - then), now * then // first)
 
-    return max(changed(name, program.memory.peak) for name, program in plan.programs.items())
+def _joined(plan: Plan, before: Estimate, after: Estimate) -> int:
+    """The peak of `synchronise`, which computes no gradients, by its state's part; 0 without such a program."""
+    program = plan.programs.get(SYNCHRONISE)
+    return 0 if program is None else _changed(program.memory.peak, before.arguments, after.arguments)
+
+
+def _changed(now: int, first: int, then: int) -> int:
+    return max(now - (first - then), now * then // first)
 
 
 def _seconds(plan: Plan, setup: Setup) -> float:
-    work = estimated_work(setup, estimated_link_bytes(setup))
-    return roofline(work, plan.target.chip, plan.target.devices_a_chip, None).one_after_another
+    return closed_form_seconds(setup, plan.target, None)

@@ -54,7 +54,7 @@ def report_of(
         "compiler_flops_per_device": plan.step.flops,
         "memory": memory,
         "fits": memory["peak"] <= memory["chip"],
-        "remedies": [] if memory["peak"] <= memory["chip"] else [asdict(each) for each in remedies(plan, tokens)],
+        "remedies": [] if memory["peak"] <= memory["chip"] else [each.to_dict() for each in remedies(plan, tokens)],
         **traffic_of(plan, plan.step, bandwidth),
         "programs": {name: program_of(plan, program, bandwidth) for name, program in plan.programs.items()},
         "roofline": roofline_of(plan, bound),

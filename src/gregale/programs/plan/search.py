@@ -13,22 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import Any
 
-import yaml
-
 from gregale.audit.placement import INSIDE
-from gregale.audit.roofline import roofline
-from gregale.communication.accumulate import rows_per_part
 from gregale.errors import UserError
-from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution
+from gregale.programs.plan.candidates import Candidate, Weighed, weighed_candidates
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
-from gregale.programs.plan.remedies import Remedy, remedies
+from gregale.programs.plan.remedies import Remedy, cost, remedies
 from gregale.programs.plan.report import link_bytes_per_second, memory_of
-from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_link_bytes, estimated_work
+from gregale.programs.plan.shapes import devices_of_a_replica
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, setup_for
 from gregale.programs.plan.text import size
 from gregale.programs.run.setup import Setup
@@ -38,53 +33,6 @@ ENOUGH = 3  # candidates that fit, by the compiler
 MOST_COMPILED = 8
 DOUBT = 1.25  # a closed form above so many times the memory is believed
 UNROLLED = 2  # layers, tried of the best where the compiler shows what it overlaps
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What is chosen.
-
-    - `remat`, `unroll`, `gather`: of `compute`
-    - `microbatches`: of `batch`
-    """
-
-    remat: str
-    microbatches: int
-    unroll: int
-    gather: str
-
-    def of(self, config: TrainConfig) -> TrainConfig:
-        """A configuration with this choice."""
-        compute = replace(config.compute, remat=self.remat, unroll=self.unroll, gather=self.gather)
-        return replace(config, compute=compute, batch=replace(config.batch, microbatches=self.microbatches))
-
-    def yaml(self) -> str:
-        """The keys to set."""
-        compute = {"remat": self.remat, "gather": self.gather, "unroll": self.unroll}
-        return yaml.safe_dump({"batch": {"microbatches": self.microbatches}, "compute": compute}, sort_keys=False)
-
-    def __str__(self) -> str:
-        return f"remat {self.remat}, microbatches {self.microbatches}, unroll {self.unroll}, gather {self.gather}"
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """A candidate with what is known of it.
-
-    - `closed_form_peak`, `closed_form_seconds`: of a step, nothing being overlapped
-    - `peak`, `seconds`, `fits`: by the compiler, see `scheduled_seconds`; None: it was not asked
-    """
-
-    candidate: Candidate
-    closed_form_peak: int
-    closed_form_seconds: float
-    peak: int | None = None
-    seconds: float | None = None
-    fits: bool | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        figures = {key: value for key, value in vars(self).items() if key != "candidate"}
-        return {**asdict(self.candidate), **figures}
 
 
 @dataclass(frozen=True)
@@ -116,7 +64,7 @@ class Found:
             "configured": asdict(self.configured),
             "candidates": [each.to_dict() for each in self.weighed],
             "left_out": self.left_out,
-            "remedies": [asdict(each) for each in self.remedies],
+            "remedies": [each.to_dict() for each in self.remedies],
         }
 
 
@@ -167,36 +115,8 @@ def search(config: TrainConfig, tokens: int, target: Target, asked: Asked) -> Fo
         configured=configured,
         memory=compiler.memory,
         left_out=left_out,
-        remedies=[] if best is not None or compiler.smallest is None else remedies(compiler.smallest, tokens),
+        remedies=[] if best is not None or compiler.smallest is None else compiler.remedies(compiler.smallest),
     )
-
-
-def weighed_candidates(
-    setup: Setup, target: Target, unroll: int, bandwidth: float | None
-) -> tuple[list[Weighed], list[str]]:
-    """All candidates with so many layers unrolled by the closed forms, the fastest first; and why some are impossible.
-
-    - `bandwidth`: bytes a second that a device sends between slices; None: the chip's share of its network
-    """
-    found, left_out = [], {}
-    rows = rows_per_part(setup.config.batch.size, setup.layout, 1)
-    for remat, gather in product(REMAT, GATHER):
-        for microbatches in (count for count in range(1, rows + 1) if rows % count == 0):
-            candidate = Candidate(remat, microbatches, unroll, gather)
-            changed = replace(setup, config=candidate.of(setup.config))
-            try:
-                execution(changed.config.compute, setup.layout, setup.config.model)
-            except UserError as error:
-                left_out[str(error)] = None
-                continue
-            peak = estimate(changed, target.backend).peak
-            found.append(Weighed(candidate, peak, _closed_form_seconds(changed, target, bandwidth)))
-    return sorted(found, key=lambda each: each.closed_form_seconds), [*left_out]
-
-
-def _closed_form_seconds(setup: Setup, target: Target, bandwidth: float | None) -> float:
-    work = estimated_work(setup, estimated_link_bytes(setup))
-    return roofline(work, target.chip, target.devices_a_chip, bandwidth).one_after_another
 
 
 def scheduled_seconds(plan: Plan, bandwidth: float | None) -> float:
@@ -254,7 +174,7 @@ class _Compiler:
             return
         self._asked.tell(f"{candidate}: compiling")
         plan = plan_step(candidate.of(self._setup.config), self._tokens, self._target, MEMORY)
-        peak = memory_of(plan, island_of(plan.setup, self._asked.count))["peak"]
+        peak = self._peak(plan)
         fits = peak <= plan.memory_bytes
         answer = replace(weighed, peak=peak, seconds=scheduled_seconds(plan, self.bandwidth), fits=fits)
         self.answers[candidate] = answer
@@ -266,6 +186,21 @@ class _Compiler:
             f"    {size(peak)} of {size(plan.memory_bytes)}, {verdict}; a step takes {answer.seconds:.3g} s by the "
             f"estimate; compiled in {time.monotonic() - start:.0f} s"
         )
+
+    def remedies(self, plan: Plan) -> list[Remedy]:
+        """What would take less than a plan that does not fit; the compiler is asked of all that are to fit."""
+        return sorted(map(self._checked, remedies(plan, self._tokens)), key=cost)
+
+    def _checked(self, remedy: Remedy) -> Remedy:
+        if not remedy.fits:
+            return remedy
+        self._asked.tell(f"{remedy.change}: compiling")
+        plan = plan_step(remedy.config, self._tokens, self._target, MEMORY)
+        peak = self._peak(plan)
+        return replace(remedy, peak_bytes=peak, fits=peak <= plan.memory_bytes, compiled=True)
+
+    def _peak(self, plan: Plan) -> int:
+        return memory_of(plan, island_of(plan.setup, self._asked.count))["peak"]
 
     def try_unrolled(self, best: Weighed) -> list[str]:
         """Asks for the best with layers unrolled; the reasons if it cannot be."""

@@ -111,10 +111,11 @@ def _verdict(report: dict[str, Any], console: Console) -> None:
 def print_remedies(remedies: list[dict[str, Any]], console: Console) -> None:
     """Each with its effect; nothing if there are none."""
     if remedies:
-        console.print("The cheapest remedies, estimated:", highlight=False)
+        console.print("The cheapest remedies, estimated but where the compiler is named:", highlight=False)
     for remedy in remedies:
-        fits = "fits" if remedy["fits"] else "does not fit alone"
-        effect = f"{size(remedy['peak_bytes'])}, {fits}; {remedy['step_time']:.2f} times the step time"
+        fits = "fits" if remedy["fits"] else "does not fit"
+        by = " by the compiler" if remedy["compiled"] else ""
+        effect = f"{size(remedy['peak_bytes'])}{by}, {fits}; {remedy['step_time']:.2f} times the step time"
         console.print(f"  {remedy['change']}: {effect}", highlight=False)
 
 
