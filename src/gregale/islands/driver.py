@@ -27,8 +27,8 @@ from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_book import RoundBook
-from gregale.islands.turn import Turn
 from gregale.islands.watching import Watch, dead
 from gregale.islands.worker import NotFinite, OuterSide
 
@@ -60,7 +60,7 @@ class Driver:
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._turn = Turn(self.pace)
+        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic())
         self._refused: str | None = None
         self._failure: BaseException | None = None
         self._left = self._leaving = False
@@ -89,7 +89,7 @@ class Driver:
     def stepped(self) -> None:
         """A step was handed to the device."""
         with self._lock:
-            self._turn.stepped()
+            self._trainer.stepped()
 
     def order(self, starved: bool = False) -> Order | None:
         """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
@@ -106,7 +106,7 @@ class Driver:
                     raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
                     raise UserError(self._refused)
-                order = self._order()
+                order = self._order(starved)
                 if order is not None or not self._must_wait(starved):
                     break
                 if self.stop_asked() and not self._leaving:
@@ -142,13 +142,16 @@ class Driver:
     def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
         with self._lock:
-            self._turn.departed(number, self.round)
+            count = self._trainer.departed(number, self.round, time.monotonic())
             self._book.begin()
 
         def down() -> None:
             messages, weight = fetch_down()
             self.worker.took(number, messages)
-            self.post(protocol.Snapshot(number, weight, used, self._turn.step_seconds(), self._leaving))
+            with self._lock:
+                if count == self.member.handover.count:  # else it is of no use any more
+                    seconds = self._trainer.step_seconds(time.monotonic())
+                    self.post(protocol.Snapshot(number, weight, used, seconds, self._leaving))
 
         self._exchange.submit(self._guarded, down)
 
@@ -199,22 +202,21 @@ class Driver:
 
     # Orders.
 
-    def _order(self) -> Order | None:
-        if (arrival := self._turn.arrival(self._leaving)) is not None:
+    def _order(self, starved: bool) -> Order | None:
+        trainer, number = self._trainer, self.round
+        starved = starved and self.leases.is_empty()
+        is_last = self._leaving or starved
+        if (arrival := trainer.arrival(is_last)) is not None:
             return arrival
         if self.worker.showing.is_wanted():
             return Show()
-        complete = self.round >= self.pace.rounds and self._turn.all_arrived()
+        complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
             return Finish(complete)
-        if (message := self._turn.message(self._leaving)) is not None:
-            return message
-        if self._turn.is_due(self.round):
-            self.post(protocol.Due(None))
-        return self._turn.message(self._leaving)
+        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.Due(None)), is_last, starved)
 
     def _must_wait(self, starved: bool) -> bool:
-        waits = self._leaving or self._turn.must_wait(self.round)
+        waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
         return waits or (starved and self.leases.is_empty())
 
     # Events and actions.
@@ -238,8 +240,8 @@ class Driver:
             case protocol.TellPeers(addresses, number):
                 for address in addresses:
                     self._telling.submit(self._tell, address, number)
-            case protocol.TakeSnapshot(number):
-                self._turn.wants(number)
+            case protocol.TakeSnapshot():
+                pass  # `post` wakes the trainer, whose side finds it in the handover
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -268,14 +270,14 @@ class Driver:
     def _committed(self, outer: Outer, weight: float) -> None:
         self._take_over(outer)
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
-        self._turn.decided(Arrive(outer.round - 1, weight, place))
+        self._trainer.decided(Arrive(outer.round - 1, weight, place), time.monotonic())
         self._book.end(outer, weight)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
         self.worker.install(outer)
         self._take_over(outer)
-        self._turn.decided(Restart(outer.round, self.worker.heir.is_ready))
+        self._trainer.decided(Restart(outer.round, self.worker.heir.is_ready), time.monotonic())
         self._book.end(outer, 0.0, healed=True)
 
     def _take_over(self, outer: Outer) -> None:

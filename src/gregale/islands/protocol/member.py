@@ -33,6 +33,7 @@ class Member(Standing):
         self._actions = []
         if not self._done:
             getattr(self, HANDLERS[type(event)])(event)
+            self._renew_if_old()
             self._ask_if_needed()
         return self._actions
 
@@ -44,7 +45,7 @@ class Member(Standing):
         if self._reducing and self._now >= self._reducing[1]:
             self._do(m.DropGroup())
             self._reduce_failed(())
-        if self._own and self._due and not self._reducing and self._now >= self._ping_at:
+        if self.handover.own and not self._reducing and self._now >= self._ping_at:
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
             self._leave(clean=False)
@@ -62,21 +63,35 @@ class Member(Standing):
             self._begin_round(own=event.round is None)
 
     def _begin_round(self, own: bool) -> None:
-        if own and not self._own:
-            self._own = True
+        if own and self.handover.sent:
+            self.handover.old = True
+        if own and not self.handover.own:
+            self.handover.own = True
             self._ping()
-        if not self._due:
-            self._due = True
-            grace = self.timing.grace_seconds
-            if grace is None:
-                grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
-            self._grace_end = self._now + grace
-            self._do(m.TakeSnapshot(self.outer.round))
+        if not self.handover.due:
+            self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        self.handover.want()
+        grace = self.timing.grace_seconds
+        if grace is None:
+            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
+        self._grace_end = self._now + grace
+        self._do(m.TakeSnapshot(self.outer.round))
+
+    def _renew_if_old(self) -> None:
+        """Asks for another message in place of one that is old, at a moment when nobody can reduce with that one.
+
+        Nobody can while this member is neither in a reduce nor waits for a view that may begin one, and no result
+        with the message is held.
+        """
+        if self.handover.old and not (self._waiting_for or self._reducing or self._held):
+            self._take_snapshot()
 
     def _on_snapshot(self, event: m.Snapshot) -> None:
         self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
-        if event.round == self.outer.round and self._due:
-            self._snapshot = event
+        if event.round == self.outer.round and self.handover.due:
+            self.handover.arrive(event)
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
@@ -297,7 +312,7 @@ class Member(Standing):
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
-        ready = self._due and (self._snapshot is not None or self._now >= self._grace_end)
+        ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._attentive:
             self._asked += 1
             self._waiting_for = True

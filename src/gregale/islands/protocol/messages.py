@@ -25,7 +25,9 @@ class Tick:
 class Due:
     """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
 
-    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins.
+    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins. An
+    island that has handed over its message says so again after as many steps: it is asked for another message as soon
+    as no reduce can depend on the old one.
     """
 
     round: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
 from gregale.islands.protocol.plans import NO_ASKS, Decision, Form
 from gregale.islands.protocol.settings import Rules, Timing
@@ -67,12 +68,13 @@ class Standing:
         self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
         self._done = False
+        self.handover = Handover()
         self._fresh = outer.round > NO_ROUND
         self._forget_round()
 
     def _forget_round(self) -> None:
-        self._due, self._own, self._ping_at, self._grace_end = False, False, 0.0, 0.0
-        self._snapshot: m.Snapshot | None = None
+        self._ping_at, self._grace_end = 0.0, 0.0
+        self.handover.forget()
         self._reducing: tuple[Form, float] | None = None
         self._held: Prepared | None = None
         self._ballot, self._failures = 0, 0
@@ -86,7 +88,7 @@ class Standing:
     @property
     def header(self) -> Header:
         """What this member would tell now."""
-        who, outer, shot = self.identity, self.outer, self._snapshot
+        who, outer, shot = self.identity, self.outer, self.handover.snapshot
         return Header(
             name=who.name,
             session=who.session,
@@ -146,8 +148,8 @@ class Standing:
         if self._reducing:
             times.append(self._reducing[1])
         else:
-            if self._own and self._due:
+            if self.handover.own:
                 times.append(self._ping_at)
-            if not self._waiting_for and (self._due or self._held or self._attentive):
-                times.append(max(self._retry_at, 0.0 if self._snapshot else self._grace_end))
+            if not self._waiting_for and (self.handover.due or self._held or self._attentive):
+                times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))
         return max(self._now, min(times))

@@ -6,9 +6,12 @@ for everything that happens.
 
 import heapq
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from gregale.islands.orders import Pace
+from gregale.islands.patience import REDUCES
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
@@ -16,10 +19,12 @@ from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
 from gregale.islands.protocol.settings import Rules, Timing
+from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.simulator.coordinator import Coordinator
 from gregale.islands.simulator.invariants import BrokenError, Invariants
 from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
 from gregale.islands.simulator.process import Clock
+from gregale.methods.schedule import Schedule
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -41,15 +46,20 @@ class Weather:
     lost: float
     late: float
     repeated: float
-    failing: float  # share of reduces that fail at a member for no reason
+    failing: float  # share of reduces that fail at a member for no reason, and of heals
     stale: float  # share of sources that give the state before their newest one
     delay: float = 0.01
 
 
 class World(Clock):
-    """One schedule. `member_class` lets tests plant mistakes."""
+    """One schedule. `member_class` and `side_class` let tests plant mistakes.
 
-    examples = 6
+    - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
+    - `is_silent`: nobody can tell which island it is that does not answer in a reduce
+    """
+
+    down_seconds = 0.1  # for a message from the devices to the host, at most
+    side_class: type[TrainerSide] = TrainerSide
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
         super().__init__()
@@ -65,6 +75,9 @@ class World(Clock):
             failing=rng.choice((0.0, 0.05, 0.3)),
             stale=rng.choice((0.0, 0.2)),
         )
+        self.pace = self._some_pace()
+        self.bad: set[str] = set()
+        self.is_silent = rng.random() < 0.2
         self.invariants = Invariants()
         self.coordinator = Coordinator(TIMING.join_seconds)
         self.up, self.polling = True, False
@@ -74,6 +87,12 @@ class World(Clock):
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
         self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
+
+    def _some_pace(self) -> Pace:
+        rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
+        period = fragments * rng.choice((2, 3, 5))
+        schedule = Schedule(period, fragments, min(rng.choice((0, 1, 2)), period - 1), fragments)
+        return Pace(schedule, sys.maxsize, False, REDUCES * self.timing.reduce_seconds)
 
     def log(self, line: str) -> None:
         """For whoever replays the schedule."""
@@ -93,7 +112,7 @@ class World(Clock):
         """A process starts, without any memory."""
         self.starts += 1
         rng = self.rng
-        node = Node(self, name, f"s{self.starts}", rng.uniform(1.0, 2.0), rng.choice((0.05, 0.2, 0.6)))
+        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, 0.8)))
         self.nodes[name] = node
         self.states[node.identity] = seed(SEED)
         self.log(f"{name} starts as {node.identity}")
@@ -124,13 +143,16 @@ class World(Clock):
             for event in kept:
                 node.tell(event)
             node.tick()
-            node.begin_interval()
 
     # Network.
 
     def connected(self, one: str, other: str) -> bool:
         """Whether there is a way between two (nodes' names or the coordinator)."""
         return not self.cuts or frozenset((one, other)) not in self.cuts
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether data can go between two islands."""
+        return one == other or (self.connected(one, other) and not self.bad & {one, other})
 
     def send(self, source: str, target: str, what: Callable[[], None]) -> None:
         """A message: may be lost, late, repeated."""
@@ -204,9 +226,12 @@ class World(Clock):
         if spec != action or parent != state:
             raise BrokenError(f"{node.name} reduces {action.key} with other members, weights or state than the others")
         own = [weight for peer, weight in zip(action.members, action.weights, strict=True) if peer.name == node.name]
-        if own != [node.asked_weight]:
-            raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {node.asked_weight}")
-        there[node.name] = node.contribution if node.asked_weight else ""
+        weight, message = node.promised
+        if own != [weight]:
+            raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {weight}")
+        if weight and node.trainer.message != message:
+            raise BrokenError(f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}")
+        there[node.name] = message if weight else ""
         if len(there) == len(action.members):
             for name in sorted(there):
                 self.later(self.rng.uniform(0.01, 0.3), lambda name=name: self._reduced(name, action.key))
@@ -216,18 +241,18 @@ class World(Clock):
         node = self.nodes[name]
         missing = tuple(each for each in sorted(there) if each != name and not self._takes_part(each, name, key))
         if missing or self.rng.random() < self.weather.failing:
-            node.reduced(key, None, missing)
+            node.reduced(key, None, () if self.is_silent else missing)
         else:
             node.reduced(key, hashed(parent, action.members, action.weights, sorted(there.items())), ())
 
     def _takes_part(self, name: str, with_name: str, key: str) -> bool:
         node = self.nodes[name]
-        here = node.alive and not node.paused and self.connected(name, with_name)
+        here = node.hears and self.reaches(name, with_name)
         return here and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
 
     def dead(self, name: str, peers: Iterable[Peer]) -> frozenset[str]:
         """Which of these processes a node is certain to find dead: their hosts answer, and refuse it."""
-        found = ((peer, self.nodes[peer.name]) for peer in peers if self.connected(name, peer.name))
+        found = ((peer, self.nodes[peer.name]) for peer in peers if self.reaches(name, peer.name))
         return frozenset(peer.identity for peer, node in found if node.identity != peer.identity or not node.alive)
 
     def heal(self, node: Node, action: m.Heal) -> None:
@@ -236,9 +261,9 @@ class World(Clock):
         self.later(self.rng.uniform(0.05, 0.6), lambda: self._healed(node, action, sources))
 
     def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
-        for peer in sources:
+        for peer in sources if self.rng.random() >= self.weather.failing else ():
             source = self.nodes.get(peer.name)
-            if source and source.alive and not source.paused and self.connected(peer.name, node.name):
+            if source and source.hears and self.reaches(peer.name, node.name):
                 stale = self.rng.random() < self.weather.stale
                 # What comes may be older than what was asked for: members must not take it.
                 node.tell(m.Healed(source.previous if stale else source.member.outer))
