@@ -13,12 +13,13 @@ class Handover:
     - `due`: a message of this round was asked for
     - `own`: this island has made its steps for the round, and tells its peers that the round is due
     - `old`: since it handed its message over, it has made as many steps again: a new message has more in it
+    - `starved`: the trainer makes no steps, because no data is leased to it
     - `snapshot`: the message that is here
     - `count`: messages handed over so far, in all rounds
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.starved = 0, False
         self.forget()
 
     def forget(self) -> None:

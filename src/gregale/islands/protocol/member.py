@@ -12,6 +12,7 @@ from typing import get_args
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
 from gregale.islands.protocol.ledger import Ledger
+from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
 
@@ -92,6 +93,15 @@ class Member(Standing):
         self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
         if event.round == self.outer.round and self.handover.due:
             self.handover.arrive(event)
+            if event.norm is None:
+                self._do(m.Note(f"this island's message of round {event.round} is not finite", loud=True))
+                self._give_up_message()
+
+    def _give_up_message(self) -> None:
+        """The message contributes nothing, and the island begins again from the outer parameters."""
+        if self.handover.snapshot is not None:
+            self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
+        self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
@@ -106,14 +116,18 @@ class Member(Standing):
         if self._held:
             self._do(m.Discard(self._held.held.key))
         ledger = form.ledger_after(self.outer.ledger, self.rules)
-        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
+        sizes = form.sizes_after(self.outer.sizes)
+        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes)
         held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
         weight = form.weights[form.ranks[self._me]]
-        self._held = Prepared(held, outer, weight, self._me in form.leaving, form.members)
+        self._held = Prepared(held, outer, weight, self._me in form.leaving, form)
 
     def _on_reducefailed(self, event: m.ReduceFailed) -> None:
         if self._reducing and self._reducing[0].key == event.key:
             self._reduce_failed(event.unreachable)
+            if event.overflowed:
+                self._do(m.Note(f"the outer step of round {self.outer.round} is not finite: all begin it again", True))
+                self._give_up_message()
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
         self._reducing = None
@@ -121,7 +135,7 @@ class Member(Standing):
         self._unreachable = unreachable
 
     def _on_healed(self, event: m.Healed) -> None:
-        self._healing = False
+        self._end_healing()
         wanted, outer = self._wanted, event.outer
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
@@ -135,8 +149,12 @@ class Member(Standing):
         self._do(m.Install(outer))
         self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
-    def _on_healfailed(self, event: m.HealFailed) -> None:
+    def _end_healing(self) -> None:
+        self._awaited_before = self._time_awaited()
         self._healing = False
+
+    def _on_healfailed(self, event: m.HealFailed) -> None:
+        self._end_healing()
         self._retry_at = self._now + self.timing.retry_seconds
         self._do(m.Note(f"could not heal ({event.reason}); trying again"))
 
@@ -170,7 +188,7 @@ class Member(Standing):
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
-            self._in_vain = 0
+            self._in_vain, self._awaited_before = 0, 0.0
             self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
@@ -236,25 +254,35 @@ class Member(Standing):
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter, self._attentive, self._group = not prepared.last, False, prepared.members
+        self._voter, self._attentive, self._group = not prepared.last, False, prepared.form.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
+        self._report_left_out(prepared.form)
         if prepared.last:
             self._leave(clean=True)
         elif self._leave_by is not None:
             self._begin_round(own=True)
 
+    def _report_left_out(self, form: Form) -> None:
+        for name, reason in form.left_out.items():
+            text = f"round {self.outer.round}: the message of island {name} {reason}; it contributes nothing"
+            self._do(m.Note(text, loud=True))
+        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
+            contributed = zip(form.members, form.weights, strict=True)
+            self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
+
     def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
         if self._me not in plan.there:
             self._heal_later(decision)
             return
-        why = "the others were waited for and did not come" if plan.waited else "half of the islands or more are gone"
-        self._do(m.Note(f"generation {plan.generation.number} from round {self.outer.round}: {why}", loud=True))
+        text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
+        self._do(m.Note(text, loud=True))
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
             self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
             self._rename(plan.generation, self.outer.round, len(plan.there))
+            self.handover.starved = False  # as far as is known: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
 

@@ -38,7 +38,8 @@ class Snapshot:
     """The trainer's message for the round after `round` is on the host.
 
     `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
-    `final`: the trainer makes no step after it, because the island leaves.
+    `final`: the trainer makes no step after it, because the island leaves. `norm`: of the message, its root mean square;
+    None: it is not finite.
     """
 
     round: int
@@ -46,6 +47,7 @@ class Snapshot:
     used: int
     step_seconds: float = 0.0
     final: bool = False
+    norm: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,14 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class ReduceFailed:
-    """The reduce `key` failed; `unreachable` are the names of the members that did not answer here."""
+    """The reduce `key` failed; `unreachable` are the names of the members that did not answer here.
+
+    `overflowed`: all messages came, and the outer step that they make is not finite.
+    """
 
     key: str
     unreachable: tuple[str, ...] = ()
+    overflowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,16 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """This island has diverged: the outer parameters replace its own, and the inner optimizer of a peer its own.
+
+    `peers` contributed to the round; with none, what is not finite in the own optimizer is forgotten.
+    """
+
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the user; a loud one is a warning."""
 
@@ -239,5 +255,5 @@ class Left:
 
 Action = (
     Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Find | Heal | Install | Publish
-    | Note | Refused | Left
+    | Reset | Note | Refused | Left
 )  # fmt: skip

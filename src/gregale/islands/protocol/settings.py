@@ -55,9 +55,11 @@ class Rules:
     lot       how the data is leased
     start     a fleet does not begin with fewer, neither anew nor from checkpoints
     lockstep  a round waits until all that live have their snapshots
+    outlier   a message whose norm is more than this times what is expected contributes nothing (`outliers`)
     """
 
     minimum: int = 1
     lot: Lot = field(default_factory=Lot)
     start: int = 1
     lockstep: bool = False
+    outlier: float = 10.0

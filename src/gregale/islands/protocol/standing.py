@@ -31,7 +31,7 @@ class Prepared:
     outer: Outer
     weight: float
     last: bool  # this member leaves with it
-    members: tuple[Peer, ...]  # who made it
+    form: Form  # of the group that made it
 
 
 class Standing:
@@ -65,6 +65,7 @@ class Standing:
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
+        self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
         self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
         self._done = False
@@ -108,6 +109,9 @@ class Standing:
             unreachable=self._unreachable,
             ready=shot is not None,
             weight=shot.weight if shot else 0.0,
+            norm=shot.norm if shot else 0.0,
+            usual=outer.usual(),
+            starved=self.handover.weighs_nothing and self.handover.starved,
             seen=self._seen,
             healing=self._healing,
             awaited=self._awaited(),
@@ -128,9 +132,16 @@ class Standing:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _awaited(self) -> bool:
-        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time."""
-        due = self._healing and self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
-        return due and self._now - self._healing_since < self.timing.turnover_seconds
+        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time in all."""
+        return self._healing and self._in_vain_enough() and self._time_awaited() < self.timing.turnover_seconds
+
+    def _in_vain_enough(self) -> bool:
+        return self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
+
+    def _time_awaited(self) -> float:
+        """Seconds for which rounds have waited since this member was last where the others are, failed tries too."""
+        now = self._now - self._healing_since if self._healing and self._in_vain_enough() else 0.0
+        return self._awaited_before + now
 
     @property
     def done(self) -> bool:

@@ -89,6 +89,7 @@ class TrainerSide:
         - `is_last`: there are no more steps, or none for now
         - `starved`: because no data is leased to this island
         """
+        self._handover.starved = starved
         if (message := self._message(number, is_last)) is not None:
             return message
         if self._is_due(number, starved):

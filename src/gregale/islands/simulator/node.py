@@ -38,6 +38,7 @@ class Node(Process):
         self.kept: list[m.Event] = []  # what happened while it was paused
         self.previous = self.member.outer  # the record before the newest one
         self.promised: tuple[float, str] = (0.0, "")  # weight and content of the message in its newest ask
+        self.has_diverged = False
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
         self.cut_off_at: float | None = None
@@ -70,6 +71,7 @@ class Node(Process):
 
     def _do_ask(self, action: m.Ask) -> None:
         self.promised = action.header.weight, self.trainer.message
+        self.has_diverged |= self.trainer.factor != 1.0
         self.world.ask(self, action.header)
         self.begin_to_ask(action.header.asked)
 
@@ -121,6 +123,9 @@ class Node(Process):
         self.world.installed(self, action.outer)
         self._take_over(action.outer)
         self.trainer.decided(Restart(action.outer.round))
+
+    def _do_reset(self, _: m.Reset) -> None:
+        self.trainer.decided(Restart(self.member.outer.round))
 
     def _take_over(self, outer: Outer) -> None:
         self.trainer.leased(outer, self.member.holder)

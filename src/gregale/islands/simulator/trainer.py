@@ -22,6 +22,7 @@ class Trainer:
 
     - `side`: what is real of it
     - `message`: names the content of the newest message
+    - `factor`: by which its parameters move too far; None: they are not finite
     """
 
     def __init__(self, node: Node, pace: Pace, step_seconds: float):
@@ -32,6 +33,7 @@ class Trainer:
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
         self.message = ""
+        self.factor: float | None = 1.0
 
     def leased(self, outer: Outer, holder: str) -> None:
         """The record of the outer state is this one."""
@@ -97,6 +99,7 @@ class Trainer:
         elif isinstance(order, Arrive) and order.weight:
             self._tokens[schedule.round_fragment(order.round)] -= order.weight
         elif isinstance(order, Restart):
+            self.factor = 1.0
             self._tokens = [0.0] * schedule.fragments
 
     def _depart(self, number: int) -> None:
@@ -105,7 +108,8 @@ class Trainer:
         self._is_final = node.member.leaving
         weight = self._tokens[self._pace.schedule.round_fragment(number)]
         used = self._leases.used_after(self._batches)
-        shot = m.Snapshot(number, weight, used, self._step_seconds, self._is_final)
+        norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
+        shot = m.Snapshot(number, weight, used, self._step_seconds, self._is_final, norm)
         node.world.later(node.world.rng.random() * node.world.down_seconds, lambda: self._down(count, shot))
 
     def _down(self, count: int, shot: m.Snapshot) -> None:

@@ -17,7 +17,7 @@ from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
+from gregale.islands.protocol.plans import Begin, Decision, Form, Turn, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.simulator.coordinator import Coordinator
@@ -37,6 +37,7 @@ TIMING = Timing(
     leave_seconds=8.0,
 )
 COORDINATOR = "coordinator"
+SLOWEST_STEP = 0.8  # seconds
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class World(Clock):
         self.cuts: set[frozenset[str]] = set()
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
+        self.committed_at = 0.0
         self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
 
     def _some_pace(self) -> Pace:
@@ -112,7 +114,7 @@ class World(Clock):
         """A process starts, without any memory."""
         self.starts += 1
         rng = self.rng
-        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, 0.8)))
+        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, SLOWEST_STEP)))
         self.nodes[name] = node
         self.states[node.identity] = seed(SEED)
         self.log(f"{name} starts as {node.identity}")
@@ -227,11 +229,11 @@ class World(Clock):
             raise BrokenError(f"{node.name} reduces {action.key} with other members, weights or state than the others")
         own = [weight for peer, weight in zip(action.members, action.weights, strict=True) if peer.name == node.name]
         weight, message = node.promised
-        if own != [weight]:
+        if own != [weight] and not (node.has_diverged and own == [0.0]):
             raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {weight}")
         if weight and node.trainer.message != message:
             raise BrokenError(f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}")
-        there[node.name] = message if weight else ""
+        there[node.name] = message if any(own) else ""
         if len(there) == len(action.members):
             for name in sorted(there):
                 self.later(self.rng.uniform(0.01, 0.3), lambda name=name: self._reduced(name, action.key))
@@ -282,6 +284,7 @@ class World(Clock):
         if self.states[node.identity].digest != parent or outer.round != self.states[node.identity].round + 1:
             raise BrokenError(f"{node.name} commits {action.key} on a state that it does not belong to")
         self.invariants.commit(outer, parent)
+        self.committed_at = self.now
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
 
@@ -302,6 +305,8 @@ class World(Clock):
             decision = decide(view, rules)
             self.decided = (view, decision)
             plan = decision.plan
+            if isinstance(plan, Form) and (sound := [n for n in plan.left_out if not self.nodes[n].has_diverged]):
+                raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
             if isinstance(plan, Turn) and decision.top:
                 self.invariants.turn(plan.generation, decision.top.generation, plan.waited or self.restarts > 0)
             elif isinstance(plan, Begin):
