@@ -224,9 +224,7 @@ def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
 
 def _form(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
     ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
-    group = sorted(_reaching(current, ballot), key=lambda header: header.name)
-    if len(group) < rules.minimum:
-        group = sorted(current, key=lambda header: header.name)
+    group = sorted(_reaching(current, ballot, rules.minimum), key=lambda header: header.name)
     if 2 * sum(header.voter for header in group) <= current[0].voters:
         return _part(view, current, group, "islands do not reach one another")
     messages = {h.name: _size(h) for h in group if h.ready and (h.weight > 0 or h.norm is None)}
@@ -271,8 +269,8 @@ def _part(view: View, current: list[Header], members: Iterable[Header], reason: 
     )
 
 
-def _reaching(current: list[Header], ballot: int) -> list[Header]:
-    """The members without those that do not reach others, once reduces keep failing.
+def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
+    """The members without those that do not reach others, once reduces keep failing; at least `minimum` of them.
 
     More than half of the voters are left, or all members; after some more failures also fewer voters, at least one.
     Where nobody can tell who does not answer, members are left out in turn: one, then two, and so on.
@@ -280,18 +278,26 @@ def _reaching(current: list[Header], ballot: int) -> list[Header]:
     group, failures = list(current), max(header.failures for header in current)
     stubborn = {header.name for header in current if header.failures >= STUBBORN}
     pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in stubborn}
-    while pairs := {pair for pair in pairs if all(any(h.name == name for h in group) for name in pair)}:
-        blame = Counter(name for pair in pairs for name in pair if name in stubborn)
+    while len(group) > minimum and (pairs := _inside(pairs, group)):
+        last = [header.name for header in group if header.voter]
+        blame = Counter(name for pair in pairs for name in pair if name in stubborn and [name] != last)
+        if not blame:
+            break
         worst = min(blame, key=lambda name: (-blame[name], name))
         group = [header for header in group if header.name != worst]
     if len(group) == len(current) and failures >= PARTING:
-        group = _without_some(current, (failures - PARTING) // len(current), ballot)
+        group = _without_some(current, (failures - PARTING) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
     return group if 2 * voters > current[0].voters or (voters and failures >= PARTING) else list(current)
 
 
-def _without_some(current: list[Header], more: int, ballot: int) -> list[Header]:
+def _inside(pairs: set[tuple[str, str]], group: list[Header]) -> set[tuple[str, str]]:
+    names = {header.name for header in group}
+    return {pair for pair in pairs if names.issuperset(pair)}
+
+
+def _without_some(current: list[Header], more: int, ballot: int, minimum: int) -> list[Header]:
     count = len(current)
-    out = {(ballot + index) % count for index in range(min(1 + more, count - 1))}
+    out = {(ballot + index) % count for index in range(min(1 + more, count - max(minimum, 1)))}
     ordered = sorted(current, key=lambda header: header.name)
     return [header for index, header in enumerate(ordered) if index not in out]

@@ -71,7 +71,6 @@ class Node(Process):
 
     def _do_ask(self, action: m.Ask) -> None:
         self.promised = action.header.weight, self.trainer.message
-        self.has_diverged |= self.trainer.factor != 1.0
         self.world.ask(self, action.header)
         self.begin_to_ask(action.header.asked)
 

@@ -121,6 +121,7 @@ def _lose_data_path(world: World, rng: random.Random, name: str, names: list[str
 
 def _diverge(world: World, rng: random.Random, name: str, names: list[str]) -> None:
     world.log(f"{name} diverges")
+    world.nodes[name].has_diverged = True
     world.nodes[name].trainer.factor = rng.choice((None, 1e6))
 
 
@@ -139,6 +140,10 @@ def _calm(world: World, names: list[str]) -> None:
         world.resume(name)
     for node in world.nodes.values():
         node.doom = None
+    # Who made the last round has to be asked: nobody may go on without one of them while they are there.
+    voters = [node.name for node in staying(world) if node.member.header.voter]
+    if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:
+        world.bad -= set(voters)
     while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, 1):
         names.append(f"i{len(names)}")
         world.start(names[-1])

@@ -243,14 +243,18 @@ class World(Clock):
         node = self.nodes[name]
         missing = tuple(each for each in sorted(there) if each != name and not self._takes_part(each, name, key))
         if missing or self.rng.random() < self.weather.failing:
-            node.reduced(key, None, () if self.is_silent else missing)
+            # As the engine: who does not answer is named, not who has let go of the reduce.
+            silent = () if self.is_silent else (each for each in missing if not self._answers(each, name))
+            node.reduced(key, None, tuple(silent))
         else:
             node.reduced(key, hashed(parent, action.members, action.weights, sorted(there.items())), ())
 
     def _takes_part(self, name: str, with_name: str, key: str) -> bool:
         node = self.nodes[name]
-        here = node.hears and self.reaches(name, with_name)
-        return here and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+        return self._answers(name, with_name) and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+
+    def _answers(self, name: str, to: str) -> bool:
+        return self.nodes[name].hears and self.reaches(name, to)
 
     def dead(self, name: str, peers: Iterable[Peer]) -> frozenset[str]:
         """Which of these processes a node is certain to find dead: their hosts answer, and refuse it."""
@@ -310,6 +314,11 @@ class World(Clock):
             if isinstance(plan, Turn) and decision.top:
                 self.invariants.turn(plan.generation, decision.top.generation, plan.waited or self.restarts > 0)
             elif isinstance(plan, Begin):
-                living = any(n.alive and self.states[n.identity].round > NO_ROUND for n in self.nodes.values())
+                living = any(node.alive and self._has_state(node) for node in self.nodes.values())
                 self.invariants.begin(plan.generation, living)
         return self.decided[1]
+
+    def _has_state(self, node: Node) -> bool:
+        """Whether a process has a fleet's state, or will have it when it goes on."""
+        fetched = any(isinstance(event, m.Healed) for event in node.kept)
+        return fetched or self.states[node.identity].round > NO_ROUND
