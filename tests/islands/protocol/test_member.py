@@ -176,10 +176,32 @@ def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_
         heal = late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
         assert only(heal, m.Heal).round == number
         awaited.append(late.header.awaited)
-        late.handle(m.Tick(100.0 * number + 50.0))
-        assert not late.header.awaited
+        late.handle(m.Tick(100.0 * number + 5.0))
         only(late.handle(m.Healed(a.outer)), m.Install)
     assert awaited == [False, False, True, False, True, False, False, False]
+    assert late._time_awaited() > LAN.turnover_seconds  # 5 s each time: after 8 s in all, no more
+
+
+def test_one_that_cannot_heal_is_waited_for_no_longer_in_all_than_once():
+    """Each failed try used to begin the wait anew, so that one island with a bad data path halted all."""
+    a, _ = begun(member("a"), member("b"))
+    late, now, awaited = member("c"), 0.0, 0.0
+    late.handle(m.Tick(now))
+    for number in (1, 2):  # healed, and behind again
+        a.outer = replace(a.outer, round=number)
+        late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        late.handle(m.Healed(a.outer))
+    a.outer = replace(a.outer, round=3)
+    for number in range(3, 60):
+        now += LAN.retry_seconds
+        late.handle(m.Tick(now))
+        late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        for _ in range(30):
+            awaited += 0.1 * late.header.awaited
+            now += 0.1
+            late.handle(m.Tick(now))
+        late.handle(m.HealFailed("no way"))
+    assert LAN.turnover_seconds - 1 < awaited < LAN.turnover_seconds + 1
 
 
 def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
@@ -226,3 +248,52 @@ def test_one_that_heals_while_the_others_reduce_waits_for_their_result():
     b.handle(m.Due())
     b.handle(m.Snapshot(0, 1.0, 1))
     assert only(joiners[1].handle(view(a, b, joiners[1])), m.Heal).ends
+
+
+def alone_after_a_heal():
+    """An island that has healed, was asked for its message before its first step, and has lost its peers."""
+    a, b = begun(member("a"), member("b"))
+    for each in (a, b):
+        each.outer = replace(each.outer, round=5, digest="d5")
+    c = member("c")
+    c.handle(m.Tick(0.0))
+    c.handle(seen_by(c, a, b))
+    c.handle(m.Healed(a.outer))
+    assert "TakeSnapshot" in kinds(c.handle(m.Due(5)))
+    c.handle(m.Snapshot(5, 0.0, 0))
+    return c
+
+
+def seen_by(one, *others, id=2):
+    return m.Seen(View(id, (one.header, *(replace(each.header, asked=9) for each in others))))
+
+
+def test_one_that_contributed_nothing_to_a_round_whose_peers_died_hands_over_another_message():
+    """It used to ask 5,212 times in 1,200 s for a round that nobody could make."""
+    c, now, asked = alone_after_a_heal(), 0.0, 0
+    while c.outer.generation.number == 1 and now < 60:
+        now += LAN.retry_seconds
+        c.handle(m.Tick(now))
+        c.handle(m.Seen(View(3, (c.header,))))
+    assert c.header.weight == 0
+    assert c.outer.generation.number == 2  # it was waited for the others
+    while "TakeSnapshot" not in kinds(c.handle(m.Due())) and asked < 5:
+        asked += 1
+        c.handle(m.Tick(now + asked))
+        c.handle(m.Seen(View(3, (c.header,))))
+    assert not c.header.ready
+    assert "Ask" in kinds(c.handle(m.Snapshot(5, 8.0, 2)))
+    assert only(c.handle(m.Seen(View(3, (c.header,)))), m.Reduce).weights == (8.0,)
+
+
+def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
+    a, b = begun(member("a"), member("b"))
+    a.handle(m.Due())
+    a.handle(m.Snapshot(0, 8.0, 2))
+    assert "TakeSnapshot" not in kinds(a.handle(m.Due()))  # a view that it waits for may begin a reduce with it
+    b.handle(m.Due(0))
+    b.handle(m.Snapshot(0, 1.0, 2))
+    reduce = only(a.handle(view(a, b)), m.Reduce)
+    assert "TakeSnapshot" not in kinds(a.handle(m.Due()))
+    assert "TakeSnapshot" in kinds(a.handle(m.ReduceFailed(reduce.key, ("b",))))
+    assert not a.header.ready

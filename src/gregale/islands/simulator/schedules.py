@@ -112,7 +112,8 @@ def _doom(world: World, rng: random.Random, name: str, names: list[str]) -> None
 
 
 def _lose_data_path(world: World, rng: random.Random, name: str, names: list[str]) -> None:
-    """It reaches the coordinator and no other island; perhaps for ever."""
+    """It, or one that heals just now, reaches the coordinator and no other island; perhaps for ever."""
+    name = next((node.name for node in world.nodes.values() if node.hears and node.member.header.healing), name)
     world.log(f"{name} reaches no other island any more")
     world.bad.add(name)
     if rng.random() < 0.5:

@@ -56,6 +56,7 @@ class World(Clock):
     """One schedule. `member_class` and `side_class` let tests plant mistakes.
 
     - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
+    - `heal_seconds`: that a transfer of the state takes, at most; in some worlds rounds are faster
     - `is_silent`: nobody can tell which island it is that does not answer in a reduce
     """
 
@@ -79,6 +80,7 @@ class World(Clock):
         self.pace = self._some_pace()
         self.bad: set[str] = set()
         self.is_silent = rng.random() < 0.2
+        self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
         self.invariants = Invariants()
         self.coordinator = Coordinator(TIMING.join_seconds)
         self.up, self.polling = True, False
@@ -264,7 +266,7 @@ class World(Clock):
     def heal(self, node: Node, action: m.Heal) -> None:
         """A member fetches the state of a peer."""
         sources = shuffled(self.rng, list(action.sources))
-        self.later(self.rng.uniform(0.05, 0.6), lambda: self._healed(node, action, sources))
+        self.later(self.rng.uniform(0.05, self.heal_seconds), lambda: self._healed(node, action, sources))
 
     def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
         for peer in sources if self.rng.random() >= self.weather.failing else ():
