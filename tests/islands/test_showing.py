@@ -44,7 +44,9 @@ class Island:
         server = Server("127.0.0.1", TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = Unused()
-        return Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        worker = Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        worker.heir.want()
+        return worker
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""

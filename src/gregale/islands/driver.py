@@ -19,13 +19,14 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.guide import Down
 from gregale.islands.hands import Hands
 from gregale.islands.healing import newest
 from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, Outer
+from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_book import RoundBook
@@ -63,7 +64,7 @@ class Driver:
         self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic())
         self._refused: str | None = None
         self._failure: BaseException | None = None
-        self._left = self._leaving = False
+        self._left = self._leaving = self._has_inherited = False
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
@@ -139,19 +140,19 @@ class Driver:
         """Whose leases they are."""
         return self.leases.holder
 
-    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
-        """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
+    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
+        """Takes the message of a round; `fetch_down` waits until it is on the host."""
         with self._lock:
             count = self._trainer.departed(number, self.round, time.monotonic())
             self._book.begin()
 
         def down() -> None:
-            messages, weight = fetch_down()
-            self.worker.took(number, messages)
+            found = fetch_down()
+            self.worker.took(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # else it is of no use any more
                     seconds = self._trainer.step_seconds(time.monotonic())
-                    self.post(protocol.Snapshot(number, weight, used, seconds, self._leaving))
+                    self.post(protocol.Snapshot(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
 
@@ -260,6 +261,8 @@ class Driver:
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
+            case protocol.Reset(peers):
+                self._reset(peers)
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
@@ -270,6 +273,7 @@ class Driver:
     def _committed(self, outer: Outer, weight: float) -> None:
         self._take_over(outer)
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
+        self._has_inherited = self._has_inherited and not weight
         self._trainer.decided(Arrive(outer.round - 1, weight, place), time.monotonic())
         self._book.end(outer, weight)
 
@@ -279,6 +283,25 @@ class Driver:
         self._take_over(outer)
         self._trainer.decided(Restart(outer.round, self.worker.heir.is_ready), time.monotonic())
         self._book.end(outer, 0.0, healed=True)
+
+    def _reset(self, peers: tuple[Peer, ...]) -> None:
+        """This island has diverged: it takes the outer parameters at once, and then the inner optimizer of a peer.
+
+        Once only until it has contributed again: a copy costs the peer a moment.
+        """
+        self._trainer.decided(Restart(self.round), time.monotonic())
+        if peers and not self._has_inherited:
+            self._has_inherited = True
+            self.worker.heir.want()
+            self._healing.submit(self._guarded, lambda: self._inherit(peers))
+
+    def _inherit(self, peers: tuple[Peer, ...]) -> None:
+        self.worker.inherit(peers)
+        with self._changed:
+            if self.worker.heir.is_ready:
+                self.worker.heir.settle()
+                self._trainer.decided(Restart(self.round, inherits=True), time.monotonic())
+                self._changed.notify_all()
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
@@ -295,7 +318,9 @@ class Driver:
         try:
             with watch:
                 digest = self.worker.reduce(action.key, action.round, action.members, action.weights, own)
-        except (GroupFailed, NotFinite) as error:
+        except NotFinite:
+            self.post(protocol.ReduceFailed(action.key, overflowed=True))
+        except GroupFailed as error:
             self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
             self.post(protocol.ReduceFailed(action.key, tuple(watch.silent)))
         else:

@@ -195,8 +195,9 @@ def joined(
         digest = joint_digest(messages_of_all(outer.digest))
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
-    wanted = {} if saved is not None else expected(start.state.method.psdp)
-    worker = Worker(outer, schedule, server, token, timeouts, host, wanted)
+    worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
+    if saved is None:
+        worker.heir.want()
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -216,7 +217,7 @@ def joined(
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
-    rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep), saved["used"] if saved else 0
+    rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor), saved["used"] if saved else 0
     recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
@@ -271,7 +272,9 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
     outer.compile()
     setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
     for index in range(island.schedule.fragments):
-        jax.block_until_ready(island.depart(state.method, outer.theta(index), island.fragment(index)))
+        theta, fragment = outer.theta(index), island.fragment(index)
+        jax.block_until_ready(island.depart(state.method, theta, fragment))
+        jax.block_until_ready(island.norm(state.method, theta, fragment))
 
 
 def agreement(setup: Setup, corpus: Corpus, shapes: Sequence[str]) -> str:
@@ -281,7 +284,7 @@ def agreement(setup: Setup, corpus: Corpus, shapes: Sequence[str]) -> str:
     """
     config = asdict(setup.config)
     same = {key: config[key] for key in ("steps", "seed", "model", "sync", "reduce", "pipeline")}
-    islands = {key: config["islands"][key] for key in ("minimum", "start", "lockstep", "lease_steps")}
+    islands = {key: config["islands"][key] for key in ("minimum", "start", "lockstep", "lease_steps", "outlier_factor")}
     batch = setup.config.batch.sequence_length, setup.config.batch.size
     return digest_of(json.loads(json.dumps(same, default=str)), islands, batch, corpus.fingerprint, list(shapes))
 
