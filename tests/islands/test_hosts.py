@@ -14,9 +14,9 @@ from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
+from gregale.islands.guide import Down
 from gregale.islands.hands import AllHands, joint_digest
 from gregale.islands.healing import Found, NotAsRecorded
-from gregale.islands.guide import Down
 from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.orders import Arrive, Finish, Pace, Restart, Show, Take
 from gregale.islands.protocol.headers import Peer, seed

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, RLock, Thread
 from typing import Any
 
 from gregale.errors import UserError
 from gregale.islands.asking import Asking
 from gregale.islands.engine.coordinator import Coordinator
-from gregale.islands.engine.group import GroupFailed
-from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.exchange import exchanged
 from gregale.islands.guide import Down
 from gregale.islands.hands import Hands
 from gregale.islands.healing import newest
@@ -26,16 +26,18 @@ from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, Outer, Peer
+from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.recovery import Recovery
 from gregale.islands.round_book import RoundBook
-from gregale.islands.watching import Watch, dead
-from gregale.islands.worker import NotFinite, OuterSide
+from gregale.islands.stalls import Stalls
+from gregale.islands.telling import Telling
+from gregale.islands.watching import dead
+from gregale.islands.worker import OuterSide
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
-TELL_SECONDS = 2.0
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Driver:
 
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
+    - `note_stalled(line)`: rounds have stopped, and why (None: they go on), for whoever watches the run
     - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
     """
 
@@ -55,6 +58,7 @@ class Driver:
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
+    note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     seconds: Seconds = field(default_factory=Seconds)
 
@@ -62,9 +66,10 @@ class Driver:
         self._lock = RLock()
         self._changed = Condition(self._lock)
         self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic())
+        self.stalls = Stalls(self.member, self._trainer, self._tell_stalled)
         self._refused: str | None = None
         self._failure: BaseException | None = None
-        self._left = self._leaving = self._has_inherited = False
+        self._left = self._leaving = False
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
@@ -77,7 +82,8 @@ class Driver:
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = ThreadPoolExecutor(8, "telling")
+        self._telling = Telling(self.token)
+        self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: Outer | None = None
 
     def start(self) -> None:
@@ -197,7 +203,8 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for threads in (self._exchange, self._healing, self._telling):
+        self._telling.close()
+        for threads in (self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
@@ -239,8 +246,7 @@ class Driver:
             case protocol.Ask(header):
                 self._asking.ask(header)
             case protocol.TellPeers(addresses, number):
-                for address in addresses:
-                    self._telling.submit(self._tell, address, number)
+                self._telling.due(addresses, number)
             case protocol.TakeSnapshot():
                 pass  # `post` wakes the trainer, whose side finds it in the handover
             case protocol.Reduce():
@@ -253,7 +259,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.Find(peers):
-                self._telling.submit(lambda: self.post(protocol.Gone(dead(peers))))
+                self._telling.soon(lambda: self.post(protocol.Gone(dead(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -262,7 +268,7 @@ class Driver:
                 self._take_over(outer)
                 self.worker.publish(outer)
             case protocol.Reset(peers):
-                self._reset(peers)
+                self._recovery.begin(peers)
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
@@ -273,9 +279,11 @@ class Driver:
     def _committed(self, outer: Outer, weight: float) -> None:
         self._take_over(outer)
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
-        self._has_inherited = self._has_inherited and not weight
+        if weight:
+            self._recovery.contributed()
         self._trainer.decided(Arrive(outer.round - 1, weight, place), time.monotonic())
         self._book.end(outer, weight)
+        self.stalls.went_on(time.monotonic(), outer)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
@@ -283,25 +291,17 @@ class Driver:
         self._take_over(outer)
         self._trainer.decided(Restart(outer.round, self.worker.heir.is_ready), time.monotonic())
         self._book.end(outer, 0.0, healed=True)
+        self.stalls.went_on(time.monotonic(), outer, is_healed=True)
 
-    def _reset(self, peers: tuple[Peer, ...]) -> None:
-        """This island has diverged: it takes the outer parameters at once, and then the inner optimizer of a peer.
+    def _tell_stalled(self, text: str, stalled: bool) -> None:
+        """Tells the user, and whoever watches, that rounds have stopped and why, or that they go on."""
+        self.report(text, stalled)
+        self._telling.soon(lambda: self.note_stalled(text if stalled else None))
 
-        Once only until it has contributed again: a copy costs the peer a moment.
-        """
-        self._trainer.decided(Restart(self.round), time.monotonic())
-        if peers and not self._has_inherited:
-            self._has_inherited = True
-            self.worker.heir.want()
-            self._healing.submit(self._guarded, lambda: self._inherit(peers))
-
-    def _inherit(self, peers: tuple[Peer, ...]) -> None:
-        self.worker.inherit(peers)
+    def _restart(self, inherits: bool) -> None:
         with self._changed:
-            if self.worker.heir.is_ready:
-                self.worker.heir.settle()
-                self._trainer.decided(Restart(self.round, inherits=True), time.monotonic())
-                self._changed.notify_all()
+            self._trainer.decided(Restart(self.round, inherits), time.monotonic())
+            self._changed.notify_all()
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
@@ -310,21 +310,8 @@ class Driver:
     # What runs in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
-        names = tuple(member.name for member in action.members)
-        self._book.members = names
-        own, heartbeat = self.member.identity.name, self.member.timing.heartbeat_seconds
-        others = {member.name: member.hosts[0] for member in action.members if member.name != own}
-        watch = Watch(others, self.token, heartbeat, self.worker.drop_group)
-        try:
-            with watch:
-                digest = self.worker.reduce(action.key, action.round, action.members, action.weights, own)
-        except NotFinite:
-            self.post(protocol.ReduceFailed(action.key, overflowed=True))
-        except GroupFailed as error:
-            self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
-            self.post(protocol.ReduceFailed(action.key, tuple(watch.silent)))
-        else:
-            self.post(protocol.Reduced(action.key, digest))
+        self._book.members = tuple(member.name for member in action.members)
+        self.post(exchanged(action, self.member, self.worker, self.token, self.report))
 
     def _heal(self, action: protocol.Heal) -> None:
         began, sources = time.monotonic(), action.sources
@@ -341,15 +328,11 @@ class Driver:
         self.seconds.healing += time.monotonic() - began
         self.post(protocol.Healed(outer))
 
-    def _tell(self, address: str, number: int) -> None:
-        try:
-            call(address, self.token, {"kind": "due", "round": number}, TELL_SECONDS)
-        except (PeerUnreachable, Refused):
-            return  # it is told again
-
     def _tick(self) -> None:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
+            with self._lock:
+                self.stalls.look(time.monotonic())
             time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -81,11 +81,7 @@ class Member(Standing):
         self._do(m.TakeSnapshot(self.outer.round))
 
     def _renew_if_old(self) -> None:
-        """Asks for another message in place of one that is old, at a moment when nobody can reduce with that one.
-
-        Nobody can while this member is neither in a reduce nor waits for a view that may begin one, and no result
-        with the message is held.
-        """
+        """Asks for another message in place of an old one, when no reduce can be made with that one any more."""
         if self.handover.old and not (self._waiting_for or self._reducing or self._held):
             self._take_snapshot()
 
@@ -105,7 +101,7 @@ class Member(Standing):
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
-        self._waiting_for, self._seen = False, 0
+        self._waiting_for, self._seen, self._unheard = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -145,7 +141,7 @@ class Member(Standing):
         self._drop_round()
         self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.fresh
         self.holder = self.identity.session
-        self._in_vain += 1
+        self._in_vain, self._heal_failed = self._in_vain + 1, ""
         self._do(m.Install(outer))
         self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
@@ -155,6 +151,7 @@ class Member(Standing):
 
     def _on_healfailed(self, event: m.HealFailed) -> None:
         self._end_healing()
+        self._heal_failed = event.reason
         self._retry_at = self._now + self.timing.retry_seconds
         self._do(m.Note(f"could not heal ({event.reason}); trying again"))
 
@@ -176,6 +173,8 @@ class Member(Standing):
             return
         self._waiting_for = False
         decision = self._decide(event.view, self.rules)
+        self._heard_at, self._unheard = self._now, ""
+        self._note_plan(decision)
         # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
         self._asks, repeated = decision.after(self._asks)
         mine = decision.headers.get(self._me)
@@ -311,6 +310,7 @@ class Member(Standing):
             if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted, self._healing_since = True, top, self._now
+            self._sources = decision.sources
             ends = isinstance(decision.plan, Form | Settle)
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest, ends))
 
@@ -343,5 +343,6 @@ class Member(Standing):
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._attentive:
             self._asked += 1
+            self._heard_at = self._heard_at or self._now
             self._waiting_for = True
             self._do(m.Ask(self.header))

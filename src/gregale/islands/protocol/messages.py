@@ -38,7 +38,7 @@ class Snapshot:
     """The trainer's message for the round after `round` is on the host.
 
     `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
-    `final`: the trainer makes no step after it, because the island leaves. `norm`: of the message, its root mean square;
+    `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
     None: it is not finite.
     """
 

@@ -32,6 +32,11 @@ class Timing:
     turnover_seconds: float = 8.0
     leave_seconds: float = 20.0
 
+    @property
+    def first_round_seconds(self) -> float:
+        """What a round is taken to need before there has been one, from when it is due."""
+        return self.join_seconds + self.reduce_seconds
+
 
 LAN = Timing()
 WAN = Timing(

@@ -1,14 +1,14 @@
 """Where a member of the protocol stands: its state, and what it tells of it. `member.Member` has what happens to it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
-from gregale.islands.protocol.plans import NO_ASKS, Decision, Form
+from gregale.islands.protocol.plans import NO_ASKS, Decision, Form, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 
@@ -64,6 +64,10 @@ class Standing:
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
+        self._heard_at, self._unheard = 0.0, ""  # the newest view; why the newest ask had none
+        self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, and who is waited for
+        self._sources: tuple[Peer, ...] = ()  # of the state that is fetched
+        self._heal_failed = ""
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
         self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
         self._used, self._step_seconds = used, 0.0
@@ -153,6 +157,41 @@ class Standing:
         """Whether it was told to leave: the next snapshot may be the final one."""
         return self._leave_by is not None
 
+    def _note_plan(self, decision: Decision) -> None:
+        plan = decision.plan
+        waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
+        who = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
+        self._plan = plan, who or (plan.who if isinstance(plan, Wait) else ())
+
+    def why(self) -> str:
+        """Why no round is committed, and who is waited for; empty if nothing but this island's own steps is."""
+        number, since = self.outer.round, self._now - self._heard_at
+        if self._reducing:
+            names = [peer.name for peer in self._reducing[0].members]
+            return f"round {number} is being reduced by {_listed(names)}{self._tries()}"
+        if self._healing:
+            failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
+            seconds = self._now - self._healing_since
+            return (
+                f"this island fetches the state of {_listed(p.name for p in self._sources)} for {seconds:.0f} s{failed}"
+            )
+        if self._unheard:
+            return f"the coordinator has not answered for {since:.0f} s ({self._unheard})"
+        if self._waiting_for and since > self.timing.heartbeat_seconds + self.timing.join_seconds:
+            return f"the coordinator has given no view for {since:.0f} s, as it waits for islands that have not asked"
+        plan, who = self._plan
+        if isinstance(plan, Wait):
+            return f"{plan.reason}{f' ({_listed(who)})' if who else ''}{self._tries()}"
+        if self._held:
+            return f"the result of round {number} is not held by more than half of its islands yet{self._tries()}"
+        if self.handover.wanted:
+            return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
+        return ""
+
+    def _tries(self) -> str:
+        silent = f", {_listed(self._unreachable)} did not answer" if self._unreachable else ""
+        return f"; {self._failures} tries failed{silent}" if self._failures else ""
+
     def next_tick(self) -> float:
         """When the next `Tick` is needed, if nothing else happens before."""
         times = [math.inf if self._leave_by is None else self._leave_by]
@@ -164,3 +203,7 @@ class Standing:
             if not self._waiting_for and (self.handover.due or self._held or self._attentive):
                 times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))
         return max(self._now, min(times))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

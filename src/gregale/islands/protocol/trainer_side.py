@@ -80,7 +80,9 @@ class TrainerSide:
         """Whether every committed round is in the parameters."""
         return not self._arrivals
 
-    def message(self, number: int, now: float, say_due: Callable[[], None], is_last: bool, starved: bool) -> Take | None:
+    def message(
+        self, number: int, now: float, say_due: Callable[[], None], is_last: bool, starved: bool
+    ) -> Take | None:
         """The message of round `number`, if it is asked for; in lock step once all its steps are made.
 
         Not before the committed rounds have been mixed in: it would tell their tokens and their progress again.

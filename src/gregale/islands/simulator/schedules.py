@@ -161,7 +161,7 @@ def longest_wait(world: World) -> float:
     - `heartbeat + ask`: the coordinator finds who is missing; an ask whose answer is lost is given up;
     - `2 turnover`: for islands that are missing and may live, and for one that heals more slowly than rounds are made;
     - a failed reduce, and the asks around it, for each try until those that do not reach each other are apart: PARTING
-      tries, and where nobody can tell who does not answer, for each number of islands to leave out as many as there are;
+      tries. Where nobody can tell who does not answer, as many tries as islands for each number that is left out;
     - the time in which all islands hand over a message that has something in it.
     """
     timing, count = world.timing, len(staying(world))

@@ -234,7 +234,9 @@ class World(Clock):
         if own != [weight] and not (node.has_diverged and own == [0.0]):
             raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {weight}")
         if weight and node.trainer.message != message:
-            raise BrokenError(f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}")
+            raise BrokenError(
+                f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}"
+            )
         there[node.name] = message if any(own) else ""
         if len(there) == len(action.members):
             for name in sorted(there):
@@ -253,7 +255,9 @@ class World(Clock):
 
     def _takes_part(self, name: str, with_name: str, key: str) -> bool:
         node = self.nodes[name]
-        return self._answers(name, with_name) and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+        return self._answers(name, with_name) and (
+            node.reducing == key or key in node.prepared or node.member.outer.last == key
+        )
 
     def _answers(self, name: str, to: str) -> bool:
         return self.nodes[name].hears and self.reaches(name, to)

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -60,7 +60,7 @@ from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest, end_soon
 from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
-from gregale.storage import Place, place, write_bytes
+from gregale.storage import Place, StoreError, place, write_bytes
 from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
@@ -212,12 +212,16 @@ def joined(
         return Sides(outer, follower, folder, seen)
     hands = hands_of(worker, token, config.distributed.timeout_seconds)
     write_bytes(run.path / ADDRESS, server.address.encode())
+    note_stalled(run, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
-    rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor), saved["used"] if saved else 0
+    rules, used = (
+        Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
+        saved["used"] if saved else 0,
+    )
     recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
@@ -228,11 +232,18 @@ def joined(
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=recorder,
+        note_stalled=lambda line: note_stalled(run, line),
         stop_asked=lambda: stop.signal_name is not None,
     )
     status.follow(driver)
     driver.start()
     return Sides(outer, driver, folder, seen, recorder)
+
+
+def note_stalled(run: RunDirectory, line: str | None) -> None:
+    """Leaves a note that rounds have stopped for `gregale watch`; without it nothing else is lost."""
+    with suppress(OSError, StoreError):
+        write_bytes(run.stalled, (line or "").encode())
 
 
 def outer_folder(run: RunDirectory) -> Place:

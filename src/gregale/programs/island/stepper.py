@@ -93,9 +93,7 @@ class IslandStepper:
         if inner is None:
             psdp = state.method.psdp
             sharded, gathered = _without_holes((psdp.sharded, psdp.gathered))
-            return state._replace(
-                method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered))
-            )
+            return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
         step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
