@@ -297,3 +297,73 @@ def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
     assert "TakeSnapshot" not in kinds(a.handle(m.Due()))
     assert "TakeSnapshot" in kinds(a.handle(m.ReduceFailed(reduce.key, ("b",))))
     assert not a.header.ready
+
+
+def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
+    """Three members in the reduce of a round, and what it is called."""
+    members = begun(*(member(name) for name in "abc"))
+    for each, norm, weight in zip(members, norms, weights, strict=True):
+        each.handle(m.Due())
+        messages[each.identity.name] = each.handle(m.Snapshot(0, weight, 2, norm=norm))
+    seen = view(*members)
+    (found,) = {only(each.handle(seen), m.Reduce) for each in members}
+    return members, found
+
+
+def test_all_report_the_message_that_is_left_out_and_its_island_begins_again():
+    members, reduce = reduced({}, (1.0, 1.0, 50.0))
+    assert reduce.weights == (8.0, 8.0, 0.0)
+    for each in members:
+        each.handle(m.Reduced(reduce.key, "d1"))
+    seen = view(*members)
+    actions = [each.handle(seen) for each in members]
+    (text,) = {only(done, m.Note).text for done in actions}
+    assert text.startswith("round 1: the message of island c has the norm 50, more than 10 times the 1 expected")
+    assert ["Reset" in kinds(done) for done in actions] == [False, False, True]
+    assert [peer.name for peer in only(actions[2], m.Reset).peers] == ["a", "b"]
+    assert only(actions[0], m.Commit).outer == only(actions[2], m.Commit).outer
+    assert members[0].outer.sizes == ((1.0, 8.0),)
+
+
+def test_a_message_that_is_not_finite_has_no_weight_and_its_island_begins_again_before_the_round_is_made():
+    said = {}
+    members, reduce = reduced(said, (1.0, 1.0, None))
+    assert {"Note", "Reset"} <= set(kinds(said["c"]))
+    assert members[2].header.weight == 0
+    assert reduce.weights == (8.0, 8.0, 0.0)
+    for each in members:
+        each.handle(m.Reduced(reduce.key, "d1"))
+    seen = view(*members)
+    actions = [each.handle(seen) for each in members]
+    assert all("not finite" in only(done, m.Note).text for done in actions)
+    assert not any("Reset" in kinds(done) for done in actions)  # it has done so already
+
+
+def test_after_an_outer_step_that_is_not_finite_all_begin_the_round_again():
+    members, reduce = reduced({}, (1.0, 1.0, 1.0))
+    for each in members:
+        actions = each.handle(m.ReduceFailed(reduce.key, overflowed=True))
+        assert "Reset" in kinds(actions)
+        assert each.header.weight == 0
+        each.handle(m.Due())
+    seen = view(*members)
+    for each in members:
+        assert "TakeSnapshot" in kinds(each.handle(seen))
+
+
+def test_it_can_say_why_no_round_is_made():
+    a, b = begun(member("a"), member("b"))
+    assert a.why() == ""
+    a.handle(m.Due())
+    assert a.why() == "this island is in the middle of a step (the last took 0.0 s)"
+    a.handle(m.Snapshot(0, 8.0, 2))
+    a.handle(m.NoView("it does not answer"))
+    a.handle(m.Tick(20.0))
+    assert a.why() == "the coordinator has not answered for 20 s (it does not answer)"
+    a.handle(m.Seen(View(1, (a.header,))))
+    assert a.why().endswith("(b)")  # a voter that is missing
+    a.handle(m.Tick(21.0))
+    b.handle(m.Due())
+    b.handle(m.Snapshot(0, 8.0, 2))
+    assert "Reduce" in kinds(a.handle(view(a, b)))
+    assert a.why() == "round 0 is being reduced by a, b"

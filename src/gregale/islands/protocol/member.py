@@ -343,6 +343,6 @@ class Member(Standing):
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._attentive:
             self._asked += 1
-            self._heard_at = self._heard_at or self._now
+            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.Ask(self.header))

@@ -64,7 +64,7 @@ class Standing:
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
-        self._heard_at, self._unheard = 0.0, ""  # the newest view; why the newest ask had none
+        self._heard_at, self._unheard = math.nan, ""  # the newest view; why the newest ask had none
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, and who is waited for
         self._sources: tuple[Peer, ...] = ()  # of the state that is fetched
         self._heal_failed = ""

@@ -92,7 +92,7 @@ class IslandStepper:
         """The state with a peer's inner optimizer, after as many steps as it has made; without one its own."""
         if inner is None:
             psdp = state.method.psdp
-            sharded, gathered = _without_holes((psdp.sharded, psdp.gathered))
+            sharded, gathered = without_holes((psdp.sharded, psdp.gathered))
             return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
@@ -130,7 +130,7 @@ def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) ->
 
 
 @partial(jax.jit, donate_argnums=0)
-def _without_holes(optimizer: Tree) -> Tree:
+def without_holes(optimizer: Tree) -> Tree:
     """An optimizer's state in which what is not finite is 0: an island that has diverged begins again with it."""
 
     def finite(array: jax.Array) -> jax.Array:
