@@ -42,5 +42,5 @@ class Stalls:
         if number == NO_ROUND:
             return self._member.why() or "the fleet has not begun"
         made, needed = self._trainer.progress(number)
-        data = "; all data leased to it is used" if self._member.handover.starved else ""
-        return self._member.why() + data or f"this island has made {made} of the {needed} steps of a round"
+        why = self._member.why() or f"this island has made {made} of the {needed} steps of a round"
+        return f"{why}; all data leased to this island is used" if self._member.handover.starved else why

@@ -263,9 +263,7 @@ class Member(Standing):
             self._begin_round(own=True)
 
     def _report_left_out(self, form: Form) -> None:
-        for name, reason in form.left_out.items():
-            text = f"round {self.outer.round}: the message of island {name} {reason}; it contributes nothing"
-            self._do(m.Note(text, loud=True))
+        self._do(*(m.Note(text, loud=True) for text in self._left_out_lines(form)))
         if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))

@@ -68,6 +68,9 @@ class Standing:
         self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, and who is waited for
         self._sources: tuple[Peer, ...] = ()  # of the state that is fetched
         self._heal_failed = ""
+        self._left_out: dict[
+            str, int
+        ] = {}  # rounds in a row to which islands have contributed nothing, as they diverge
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
         self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
         self._used, self._step_seconds = used, 0.0
@@ -157,6 +160,19 @@ class Standing:
         """Whether it was told to leave: the next snapshot may be the final one."""
         return self._leave_by is not None
 
+    def _left_out_lines(self, form: Form) -> list[str]:
+        """What is said of the messages that are left out: of an island that goes on so the 1st, 2nd, 4th, ... time."""
+        contributed = {peer.name for peer, weight in zip(form.members, form.weights, strict=True) if weight}
+        self._left_out = {name: times for name, times in self._left_out.items() if name not in contributed}
+        lines = []
+        for name, reason in form.left_out.items():
+            times = self._left_out[name] = 1 + self._left_out.get(name, 0)
+            if times & (times - 1) == 0:
+                again = f" (the {times}th time)" if times > 2 else ""
+                round = self.outer.round
+                lines.append(f"round {round}: the message of island {name} {reason}; it contributes nothing{again}")
+        return lines
+
     def _note_plan(self, decision: Decision) -> None:
         plan = decision.plan
         waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
@@ -190,7 +206,8 @@ class Standing:
 
     def _tries(self) -> str:
         silent = f", {_listed(self._unreachable)} did not answer" if self._unreachable else ""
-        return f"; {self._failures} tries failed{silent}" if self._failures else ""
+        tries = "1 try" if self._failures == 1 else f"{self._failures} tries"
+        return f"; {tries} failed{silent}" if self._failures else ""
 
     def next_tick(self) -> float:
         """When the next `Tick` is needed, if nothing else happens before."""
