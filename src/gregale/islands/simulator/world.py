@@ -68,7 +68,8 @@ class World(Clock):
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
-        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=Lot(size=40, low=24))
+        lot, lockstep = Lot(size=40, low=24), rng.random() < 0.1
+        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=lot, lockstep=lockstep)
         rough = rng.random() < 0.5
         self.weather = Weather(
             lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,
@@ -96,7 +97,7 @@ class World(Clock):
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
         period = fragments * rng.choice((2, 3, 5))
         schedule = Schedule(period, fragments, min(rng.choice((0, 1, 2)), period - 1), fragments)
-        return Pace(schedule, sys.maxsize, False, REDUCES * self.timing.reduce_seconds)
+        return Pace(schedule, sys.maxsize, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
 
     def log(self, line: str) -> None:
         """For whoever replays the schedule."""
