@@ -62,13 +62,21 @@ def test_a_round_is_due_once_after_its_steps(side):
     assert not side.says_due(0)
 
 
-def test_it_is_due_again_as_many_steps_after_its_message(side):
-    side.sends(0)
-    side.steps(4)
+@pytest.mark.parametrize(("weight", "steps"), [(0.0, 5), (1.0, 5 + 2)])
+def test_it_is_due_again_as_many_steps_and_tau_after_its_message(side, weight, steps):
+    side.sends(0, weight)
+    side.steps(steps - 1)
     assert not side.says_due(0)
     side.stepped()
     assert side.says_due(0)
     assert side.handover.old
+    assert not side.says_due(0)
+
+
+def test_in_lockstep_no_message_is_replaced_by_one_of_more_steps():
+    side = Side(delay=5, lockstep=True)
+    side.sends(0)
+    side.steps(20)
     assert not side.says_due(0)
 
 

@@ -232,9 +232,9 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     counted = {name: size for name, size in messages.items() if size and name not in left_out}
     weights = tuple(header.weight if header.name in counted else 0.0 for header in group)
     if not any(weights):
-        if all(header.starved for header in current):
-            return _part(view, current, current, "no island has data left to train on")
-        return Wait("nobody brings anything", _names(current), idle=True)
+        if all(header.starved for header in group):
+            return _part(view, current, group, "no island has data left to train on")
+        return Wait("nobody brings anything", _names(group), idle=True)
     inside = {header.identity for header in group}
     return Form(
         key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),

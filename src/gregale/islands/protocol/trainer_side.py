@@ -108,12 +108,16 @@ class TrainerSide:
     def _is_due(self, number: int, starved: bool) -> bool:
         """Whether the island has made its steps for a round, and has not said so yet.
 
-        One that has handed over a message says so again after as many steps: its message is old then.
+        One that has handed over a message says so again after as many steps, and tau: its message is old then. While it
+        waits for the round it makes none, and a message that contributes nothing is not waited for.
         """
-        if number == NO_ROUND or self._handover.said or self._arrivals:
+        handover = self._handover
+        if number == NO_ROUND or handover.said or self._arrivals:
             return False
-        enough = self._since >= self._pace.interval(number)
-        return enough or (starved and (self._since > 0 or not self._handover.sent))
+        needed = self._pace.interval(number)
+        if handover.sent and not handover.weighs_nothing:
+            return not self._pace.waits and self._since >= needed + self._pace.schedule.delay
+        return self._since >= needed or (starved and (self._since > 0 or not handover.sent))
 
     def _begin(self, now: float) -> None:
         """The round was said to be due, or had its message."""
