@@ -10,7 +10,7 @@ def out(*norms: float | None, usual: float | None = None, weights: tuple[float, 
         str(index): None if norm is None else Size(norm, weight)
         for index, (norm, weight) in enumerate(zip(norms, weights, strict=True))
     }
-    return {int(name) for name in left_out(sizes, usual and Size(usual, 1.0), 10.0)}
+    return {int(name) for name in left_out(sizes, Size(usual, 1.0) if usual else None, 10.0)}
 
 
 def test_of_three_the_one_far_above_the_median_is_left_out():
