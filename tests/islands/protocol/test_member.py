@@ -357,6 +357,7 @@ def test_it_can_say_why_no_round_is_made():
     a.handle(m.Due())
     assert a.why() == "this island is in the middle of a step (the last took 0.0 s)"
     a.handle(m.Snapshot(0, 8.0, 2))
+    assert a.why() == "the coordinator waits for other islands to ask, for 0 s now (the last round was made by a, b)"
     a.handle(m.NoView("it does not answer"))
     a.handle(m.Tick(20.0))
     assert a.why() == "the coordinator has not answered for 20 s (it does not answer)"

@@ -10,6 +10,7 @@ from gregale.islands.protocol.settings import Timing
 
 ROUNDS = 15  # of which the usual time is the median
 LATE = 3  # times the usual
+LEAST_SECONDS = 1.0  # of silence before anything is said
 AGAIN = 2  # the next line comes after so many times the seconds of the last one
 
 
@@ -32,6 +33,9 @@ class Silence:
         """From one round to the next."""
         return median(self._took) if self._took else self._first_round_seconds
 
+    def _late_seconds(self) -> float:
+        return max(LATE * self.usual_seconds, LEAST_SECONDS)
+
     def went_on(self, now: float, number: int, is_healed: bool = False) -> str | None:
         """A round was committed, or fetched from a peer; what is to be said of it after silence."""
         seconds = now - self._since if self._since is not None else 0.0
@@ -39,7 +43,7 @@ class Silence:
             self._took.append(seconds)
         said, self.line = self.line, None
         self._has_rounds, self._since = True, now
-        self._next = LATE * self.usual_seconds
+        self._next = self._late_seconds()
         return f"Rounds go on: round {number} after {_shown(seconds)}." if said else None
 
     def look(self, now: float, is_due: bool, why: Callable[[], str]) -> str | None:
@@ -50,7 +54,7 @@ class Silence:
         """
         if self._since is None:
             if is_due:
-                self._since, self._next = now, LATE * self.usual_seconds
+                self._since, self._next = now, self._late_seconds()
             return None
         seconds = now - self._since
         if seconds < self._next:

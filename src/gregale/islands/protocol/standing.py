@@ -193,11 +193,12 @@ class Standing:
             )
         if self._unheard:
             return f"the coordinator has not answered for {since:.0f} s ({self._unheard})"
-        if self._waiting_for and since > self.timing.heartbeat_seconds + self.timing.join_seconds:
-            return f"the coordinator has given no view for {since:.0f} s, as it waits for islands that have not asked"
         plan, who = self._plan
         if isinstance(plan, Wait):
             return f"{plan.reason}{f' ({_listed(who)})' if who else ''}{self._tries()}"
+        if self._waiting_for:
+            made = f" (the last round was made by {_listed(p.name for p in self._group)})" if self._group else ""
+            return f"the coordinator waits for other islands to ask, for {since:.0f} s now{made}"
         if self._held:
             return f"the result of round {number} is not held by more than half of its islands yet{self._tries()}"
         if self.handover.wanted:
