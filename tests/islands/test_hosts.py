@@ -14,6 +14,7 @@ from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
+from gregale.islands.guide import Down
 from gregale.islands.hands import AllHands, joint_digest
 from gregale.islands.healing import Found, NotAsRecorded
 from gregale.islands.hosts import Door, connect, key_of
@@ -136,7 +137,7 @@ def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    follower.departed(4, lambda: ({}, 1.0), 0)
+    follower.departed(4, lambda: Down({}, 1.0, 1.0), 0)
     waiting.join(10)
     assert not waiting.is_alive()
     assert own.log[0][:2] == other.log[0][:2] == ("took", 4)

@@ -16,6 +16,7 @@ from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Pace, Restart, Show
 from gregale.islands.protocol.headers import Peer
+from gregale.islands.recovery import Recovery
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.schedule import Schedule
 
@@ -44,7 +45,9 @@ class Island:
         server = Server("127.0.0.1", TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = Unused()
-        return Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        worker = Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        worker.heir.want()
+        return worker
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""
@@ -127,3 +130,18 @@ def test_what_one_host_cannot_fetch_none_uses(make):
     joiner.workers[1].heir._expected["inner/nu|1"] = (2,), np.dtype(np.float32)
     joiner.hands.inherit([peer.peer()])
     assert joiner.inherited() == [None, None]
+
+
+def test_one_that_has_diverged_inherits_once_until_it_has_contributed_again(make):
+    peer, diverged, restarts = make(), make(), []
+    recovery = Recovery(diverged.hands, restarts.append, lambda work: work())
+    recovery.begin([peer.peer()])
+    assert restarts == [False, True]
+    same(diverged.hands.heir.take(), optimizer(0, 5))
+    assert not diverged.hands.heir.wants
+    recovery.begin([peer.peer()])
+    assert restarts == [False, True, False]
+    recovery.contributed()
+    recovery.begin([])  # nobody else made the round
+    recovery.begin([peer.peer()])
+    assert restarts == [False, True, False, False, False, True]

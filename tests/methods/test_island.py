@@ -130,3 +130,18 @@ def test_one_that_comes_too_late_weighs_nothing_and_keeps_its_own():
     late.errors[0] = None
     late.arrive(0, keep=0.0)
     assert far(late.parameters, late.theta) == 0, "as after healing"
+
+
+def test_the_norm_is_that_of_the_whole_fragment_and_tells_what_is_not_finite():
+    island = on_one_device(Schedule(4, 3, 0, LAYERS))
+    (member,) = Fleet.of([island]).members
+    member.train(rows(1, 1), 1)
+    for index in range(3):
+        fragment = island.fragment(index)
+        theta, own = member.host.theta(index), fragment.take(member.state.method.psdp.parameters)
+        pairs = zip(jax.tree.leaves(theta), jax.tree.leaves(own), strict=True)
+        moved = np.concatenate([np.ravel(np.asarray(one) - np.asarray(other)) for one, other in pairs])
+        found = float(island.norm(member.state.method, theta, fragment))
+        assert found == pytest.approx(float(np.sqrt(np.mean(np.square(moved)))), rel=1e-5)
+        broken = jax.tree.map(lambda array: array * np.nan, theta)
+        assert not np.isfinite(float(island.norm(member.state.method, broken, fragment)))

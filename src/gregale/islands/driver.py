@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, RLock, Thread
 from typing import Any
 
 from gregale.errors import UserError
 from gregale.islands.asking import Asking
 from gregale.islands.engine.coordinator import Coordinator
-from gregale.islands.engine.group import GroupFailed
-from gregale.islands.engine.server import PeerUnreachable, Refused, call
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.exchange import exchanged
+from gregale.islands.guide import Down
 from gregale.islands.hands import Hands
 from gregale.islands.healing import newest
 from gregale.islands.inner import Inner
@@ -27,14 +28,16 @@ from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.recovery import Recovery
 from gregale.islands.round_book import RoundBook
-from gregale.islands.turn import Turn
-from gregale.islands.watching import Watch, dead
-from gregale.islands.worker import NotFinite, OuterSide
+from gregale.islands.stalls import Stalls
+from gregale.islands.telling import Telling
+from gregale.islands.watching import dead
+from gregale.islands.worker import OuterSide
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
-TELL_SECONDS = 2.0
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Driver:
 
     - `report(text, loud)`: a line for the user
     - `record(values)`: a finished round, for rounds.jsonl
+    - `note_stalled(line)`: rounds have stopped, and why (None: they go on), for whoever watches the run
     - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
     """
 
@@ -54,13 +58,15 @@ class Driver:
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
+    note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     seconds: Seconds = field(default_factory=Seconds)
 
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._turn = Turn(self.pace)
+        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic())
+        self.stalls = Stalls(self.member, self._trainer, self._tell_stalled)
         self._refused: str | None = None
         self._failure: BaseException | None = None
         self._left = self._leaving = False
@@ -76,7 +82,8 @@ class Driver:
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = ThreadPoolExecutor(8, "telling")
+        self._telling = Telling(self.token)
+        self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: Outer | None = None
 
     def start(self) -> None:
@@ -89,7 +96,7 @@ class Driver:
     def stepped(self) -> None:
         """A step was handed to the device."""
         with self._lock:
-            self._turn.stepped()
+            self._trainer.stepped()
 
     def order(self, starved: bool = False) -> Order | None:
         """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
@@ -106,7 +113,7 @@ class Driver:
                     raise RuntimeError("a thread of the island failed") from self._failure
                 if self._refused is not None:
                     raise UserError(self._refused)
-                order = self._order()
+                order = self._order(starved)
                 if order is not None or not self._must_wait(starved):
                     break
                 if self.stop_asked() and not self._leaving:
@@ -139,16 +146,19 @@ class Driver:
         """Whose leases they are."""
         return self.leases.holder
 
-    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
-        """Takes the message of a round; `fetch_down` waits for it and returns (messages, weight in tokens)."""
+    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
+        """Takes the message of a round; `fetch_down` waits until it is on the host."""
         with self._lock:
-            self._turn.departed(number, self.round)
+            count = self._trainer.departed(number, self.round, time.monotonic())
             self._book.begin()
 
         def down() -> None:
-            messages, weight = fetch_down()
-            self.worker.took(number, messages)
-            self.post(protocol.Snapshot(number, weight, used, self._turn.step_seconds(), self._leaving))
+            found = fetch_down()
+            self.worker.took(number, found.messages)
+            with self._lock:
+                if count == self.member.handover.count:  # else it is of no use any more
+                    seconds = self._trainer.step_seconds(time.monotonic())
+                    self.post(protocol.Snapshot(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
 
@@ -193,28 +203,28 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        for threads in (self._exchange, self._healing, self._telling):
+        self._telling.close()
+        for threads in (self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
     # Orders.
 
-    def _order(self) -> Order | None:
-        if (arrival := self._turn.arrival(self._leaving)) is not None:
+    def _order(self, starved: bool) -> Order | None:
+        trainer, number = self._trainer, self.round
+        starved = starved and self.leases.is_empty()
+        is_last = self._leaving or starved
+        if (arrival := trainer.arrival(is_last)) is not None:
             return arrival
         if self.worker.showing.is_wanted():
             return Show()
-        complete = self.round >= self.pace.rounds and self._turn.all_arrived()
+        complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
             return Finish(complete)
-        if (message := self._turn.message(self._leaving)) is not None:
-            return message
-        if self._turn.is_due(self.round):
-            self.post(protocol.Due(None))
-        return self._turn.message(self._leaving)
+        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.Due(None)), is_last, starved)
 
     def _must_wait(self, starved: bool) -> bool:
-        waits = self._leaving or self._turn.must_wait(self.round)
+        waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
         return waits or (starved and self.leases.is_empty())
 
     # Events and actions.
@@ -236,10 +246,9 @@ class Driver:
             case protocol.Ask(header):
                 self._asking.ask(header)
             case protocol.TellPeers(addresses, number):
-                for address in addresses:
-                    self._telling.submit(self._tell, address, number)
-            case protocol.TakeSnapshot(number):
-                self._turn.wants(number)
+                self._telling.due(addresses, number)
+            case protocol.TakeSnapshot():
+                pass  # `post` wakes the trainer, whose side finds it in the handover
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -250,7 +259,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.Find(peers):
-                self._telling.submit(lambda: self.post(protocol.Gone(dead(peers))))
+                self._telling.soon(lambda: self.post(protocol.Gone(dead(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -258,6 +267,8 @@ class Driver:
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
+            case protocol.Reset(peers):
+                self._recovery.begin(peers)
             case protocol.Note(text, loud):
                 self.report(text, loud)
             case protocol.Refused(text):
@@ -268,15 +279,29 @@ class Driver:
     def _committed(self, outer: Outer, weight: float) -> None:
         self._take_over(outer)
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
-        self._turn.decided(Arrive(outer.round - 1, weight, place))
+        if weight:
+            self._recovery.contributed()
+        self._trainer.decided(Arrive(outer.round - 1, weight, place), time.monotonic())
         self._book.end(outer, weight)
+        self.stalls.went_on(time.monotonic(), outer)
 
     def _install(self, outer: Outer) -> None:
         """The state that was fetched is this island's now."""
         self.worker.install(outer)
         self._take_over(outer)
-        self._turn.decided(Restart(outer.round, self.worker.heir.is_ready))
+        self._trainer.decided(Restart(outer.round, self.worker.heir.is_ready), time.monotonic())
         self._book.end(outer, 0.0, healed=True)
+        self.stalls.went_on(time.monotonic(), outer, is_healed=True)
+
+    def _tell_stalled(self, text: str, stalled: bool) -> None:
+        """Tells the user, and whoever watches, that rounds have stopped and why, or that they go on."""
+        self.report(text, stalled)
+        self._telling.soon(lambda: self.note_stalled(text if stalled else None))
+
+    def _restart(self, inherits: bool) -> None:
+        with self._changed:
+            self._trainer.decided(Restart(self.round, inherits), time.monotonic())
+            self._changed.notify_all()
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
@@ -285,19 +310,8 @@ class Driver:
     # What runs in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
-        names = tuple(member.name for member in action.members)
-        self._book.members = names
-        own, heartbeat = self.member.identity.name, self.member.timing.heartbeat_seconds
-        others = {member.name: member.hosts[0] for member in action.members if member.name != own}
-        watch = Watch(others, self.token, heartbeat, self.worker.drop_group)
-        try:
-            with watch:
-                digest = self.worker.reduce(action.key, action.round, action.members, action.weights, own)
-        except (GroupFailed, NotFinite) as error:
-            self.report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
-            self.post(protocol.ReduceFailed(action.key, tuple(watch.silent)))
-        else:
-            self.post(protocol.Reduced(action.key, digest))
+        self._book.members = tuple(member.name for member in action.members)
+        self.post(exchanged(action, self.member, self.worker, self.token, self.report))
 
     def _heal(self, action: protocol.Heal) -> None:
         began, sources = time.monotonic(), action.sources
@@ -314,15 +328,11 @@ class Driver:
         self.seconds.healing += time.monotonic() - began
         self.post(protocol.Healed(outer))
 
-    def _tell(self, address: str, number: int) -> None:
-        try:
-            call(address, self.token, {"kind": "due", "round": number}, TELL_SECONDS)
-        except (PeerUnreachable, Refused):
-            return  # it is told again
-
     def _tick(self) -> None:
         while not self._closed:
             self.post(protocol.Tick(time.monotonic()))
+            with self._lock:
+                self.stalls.look(time.monotonic())
             time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:

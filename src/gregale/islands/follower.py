@@ -15,6 +15,7 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.guide import Down
 from gregale.islands.hosts import Link
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Order, Pace, order_of
@@ -56,12 +57,12 @@ class Follower:
         """The first example of the next batch."""
         return self._grants.get()
 
-    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
+    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
         """Takes this host's messages of a round."""
         del used
 
         def down() -> None:
-            self._worker.took(number, fetch_down()[0])
+            self._worker.took(number, fetch_down().messages)
             self._link.send({"took": number})
 
         self._exchange.submit(self._guarded, down)

@@ -6,11 +6,19 @@ The trainers of all hosts call the same in the same order, and are told the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Order, Pace
 from gregale.islands.worker import OuterSide
+
+
+class Down(NamedTuple):
+    """What has come down to this host of a round's message."""
+
+    messages: Any  # of this host's shards
+    weight: float  # tokens
+    norm: float | None  # root mean square of the whole; None: it is not finite
 
 
 class Guide(Protocol):
@@ -40,7 +48,7 @@ class Guide(Protocol):
         """A step was handed to the device."""
         ...
 
-    def departed(self, number: int, fetch_down: Callable[[], tuple[Any, float]], used: int) -> None:
+    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
         """Takes the messages of a round."""
         ...
 

@@ -73,18 +73,22 @@ class Showing:
 class Heir:
     """A joiner's side on one host: its shards of a peer's inner optimizer, until its trainer takes them.
 
-    - `expected`: shape and type of each; empty: the island has an optimizer of its own, and wants no other
+    - `expected`: shape and type of each
     """
 
     def __init__(self, token: bytes, expected: Expected, seconds: float):
         self._token, self._expected, self._seconds = token, expected, seconds
         self._inner: Inner | None = None
-        self._is_settled = False
+        self._is_wanted = False
+
+    def want(self) -> None:
+        """Looks for one: this island has none of its own, or one that is of no use."""
+        self._is_wanted = True
 
     @property
     def wants(self) -> bool:
         """Whether it is still to be looked for; host 0's counts."""
-        return bool(self._expected) and not self._is_settled
+        return self._is_wanted
 
     @property
     def is_ready(self) -> bool:
@@ -104,7 +108,7 @@ class Heir:
 
     def settle(self) -> None:
         """A state is installed: what has come by now is what the trainer gets with it."""
-        self._is_settled = self._is_settled or self.is_ready
+        self._is_wanted = self._is_wanted and not self.is_ready
 
     def take(self) -> Inner | None:
         """Hands it to the trainer, once."""

@@ -99,7 +99,7 @@ class Worker:
     - `schedule`: which fragment a round has
     - `server`: what peers read of it
     - `host`: the number of this host in its island
-    - `wanted_inner`: the inner optimizer that it wants of a peer when its island heals; empty: it has its own
+    - `inner`: shape and type of what this host has of the inner optimizer
     """
 
     outer: HostOuter
@@ -108,7 +108,7 @@ class Worker:
     token: bytes
     timeouts: Timeouts
     host: int = 0
-    wanted_inner: Expected = field(default_factory=dict)
+    inner: Expected = field(default_factory=dict)
     count: Count = field(default_factory=Count)
     _record: Outer | None = None
     _side: OuterSide | None = None
@@ -122,7 +122,7 @@ class Worker:
 
     def __post_init__(self):
         self.showing = Showing(self.token, self.server.host)
-        self.heir = Heir(self.token, self.wanted_inner, self.timeouts.heal)
+        self.heir = Heir(self.token, self.inner, self.timeouts.heal)
 
     @property
     def side(self) -> OuterSide:

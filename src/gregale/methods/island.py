@@ -8,6 +8,7 @@ The same arithmetic as `Diloco` in one mesh, but that the average is taken outsi
 
     fragment = island.fragment(index)
     messages, error = island.depart(state, host.theta(index), fragment)           # after step t
+    norm = island.norm(state, host.theta(index), fragment)                        # tells whether this island diverges
     down = on_host(messages)                                                      # waits for the device
     reduced = host.reducer(index).reduce(down, weights, link, host.error(index, group))  # in a thread of its own
     prepared = host.prepare(index, reduced, group)                                # nothing has changed yet
@@ -116,6 +117,13 @@ class Island(AroundPsdp):
         changed = self._arrive(state.psdp.parameters, state.error, theta, fragment, np.float32(keep), error)
         return IslandState(state.psdp._replace(parameters=changed[0]), changed[1])
 
+    def norm(self, state: IslandState, theta: Tree, fragment: Fragment) -> jax.Array:
+        """The root mean square of the fragment's pseudo-gradient theta_f - theta_k, the same on all devices.
+
+        - `theta`: as for `depart`
+        """
+        return self._norm(state.psdp.parameters, theta, fragment)
+
     def leaves(self, fragment: Fragment) -> list[Leaf]:
         """The arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
         return leaves_of(jax.eval_shape(fragment.take, self.parameters), self.finest, ISLAND, replicated=False)
@@ -137,6 +145,10 @@ class Island(AroundPsdp):
     @cached_property
     def _depart(self) -> Callable[..., Any]:
         return jax.jit(self.message, compiler_options=self.compiler_options)
+
+    @cached_property
+    def _norm(self) -> Callable[..., jax.Array]:
+        return jax.jit(self.root_mean_square, compiler_options=self.compiler_options)
 
     @cached_property
     def _arrive(self) -> Callable[..., Any]:
@@ -172,6 +184,14 @@ class Island(AroundPsdp):
         )
         messages, new = run(jax.tree.leaves(theta), jax.tree.leaves(own), kept)
         return messages, error._replace(first=updated(error.first, new))
+
+    def root_mean_square(self, parameters: Tree, theta: Tree, fragment: Fragment) -> jax.Array:
+        """`norm`, to be compiled."""
+        finest = self.finest
+        own = finest.constrain(fragment.take(parameters), finest.params)
+        differences = jax.tree.map(pseudo_gradient, jax.tree.leaves(theta), jax.tree.leaves(own))
+        squares = [jnp.sum(jnp.square(each.astype(jnp.float32))) for each in differences]
+        return jnp.sqrt(sum(squares, jnp.float32(0)) / sum(each.size for each in differences))
 
     def _encoded(self, leaf: Leaf, difference: jax.Array, kept: Stored | None) -> tuple[jax.Array, Stored | None]:
         """A device's message of its shard, [1 of each axis ..., rows, bytes], and the next error; None without one."""

@@ -54,6 +54,13 @@ class IslandsConfig(Settings):
         default=False,
         metadata={"help": "make exactly the same steps between rounds, and wait for all: the same to the last bit"},
     )
+    outlier_factor: float = field(
+        default=10.0,
+        metadata={
+            "help": "a message whose norm is more than so many times what is expected of it contributes nothing",
+            "range": Range(1, 1e9, above=True),
+        },
+    )
     network: str = field(default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS})
     heartbeat_seconds: float | None = field(
         default=None,

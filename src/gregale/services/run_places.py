@@ -57,6 +57,11 @@ class RunPlaces:
         return self.path / "starts.jsonl"
 
     @property
+    def stalled(self) -> Place:
+        """What an island says while no round is committed; empty or missing while they are."""
+        return self.path / "island.stalled"
+
+    @property
     def lock(self) -> Place:
         """Who trains the run, see `run_lock`."""
         return self.path / LOCK

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gregale.islands.protocol.decision import decide
+from gregale.islands.protocol.decision import PARTING, decide
 from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, View
+from gregale.islands.protocol.outliers import Size
 from gregale.islands.protocol.plans import Begin, Form, Settle, Turn, Wait
 from gregale.islands.protocol.settings import Rules
 from gregale.services.agreement import to_text
@@ -220,3 +221,56 @@ def test_a_fleet_that_comes_back_from_checkpoints_waits_for_as_many_as_a_new_one
     both = (alone, header("b", fresh=True, voter=False, round=7, waited=True))
     assert isinstance(decide(View(1, both), rules).plan, Turn)
     assert isinstance(decide(View(1, (header("a", voter=False, waited=True),)), rules).plan, Turn), "a survivor goes on"
+
+
+def test_a_message_that_is_unlike_the_others_contributes_nothing_and_one_that_is_not_finite_neither(header):
+    usual = Size(1.0, 10.0)
+    plan = meaning(
+        *(header(name, norm=norm, usual=usual) for name, norm in (("a", 1.0), ("b", 90.0), ("c", None)))
+    ).plan
+    assert isinstance(plan, Form)
+    assert plan.weights == (10.0, 0.0, 0.0)
+    assert plan.left_out.keys() == {"b", "c"}
+    assert plan.size == Size(1.0, 10.0)
+    assert plan.sizes_after((usual,)) == (usual, usual)
+
+
+def test_where_half_of_the_voters_do_not_reach_the_others_one_half_goes_on_after_more_failures(header):
+    def plan(failures: int, minimum: int = 1):
+        changes = {"failures": failures, "voters": 2}
+        pair = header("a", unreachable=("b",), **changes), header("b", unreachable=("a",), **changes)
+        return meaning(*pair, minimum=minimum).plan
+
+    assert isinstance(plan(PARTING - 1), Form)
+    parted = plan(PARTING)
+    assert isinstance(parted, Turn)
+    assert len(parted.members) == 1
+    assert not parted.settle
+    assert isinstance(plan(PARTING, minimum=2), Form)
+
+
+def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(header):
+    bad = {"failures": 2, "unreachable": ("c",)}
+    group = header("a", **bad), header("b", **bad), header("c", failures=2, unreachable=("a", "b"))
+    plan = meaning(*group, minimum=3).plan
+    assert isinstance(plan, Form)
+    assert len(plan.members) == 3
+
+
+def test_where_nobody_can_tell_who_does_not_answer_members_are_left_out_in_turn(header):
+    groups = set()
+    for ballot in range(3):
+        plan = meaning(*(header(name, failures=PARTING, ballot=ballot) for name in "abc")).plan
+        assert isinstance(plan, Form)
+        groups.add("".join(peer.name for peer in plan.members))
+    assert groups == {"ab", "ac", "bc"}
+
+
+def test_islands_that_have_no_data_left_get_new_leases(header):
+    changes = {"weight": 0.0, "starved": True}
+    assert isinstance(meaning(header("a"), *(header(name, **changes) for name in "bc")).plan, Form)
+    wait = meaning(header("a", weight=0.0), *(header(name, **changes) for name in "bc")).plan
+    assert isinstance(wait, Wait)  # a will bring something
+    plan = meaning(*(header(name, **changes) for name in "abc")).plan
+    assert isinstance(plan, Turn)
+    assert [report.name for report in plan.reports] == ["a", "b", "c"]

@@ -37,7 +37,7 @@ def test_asks_are_remembered_as_by_one_dictionary_a_member():
 
 
 def test_the_next_ledger_is_made_once_for_all():
-    turn = Turn(Generation(2, "g"), (), None, False, reports=REPORTS)
+    turn = Turn(Generation(2, "g"), (), None, False, "gone", reports=REPORTS)
     form = Form("k", 1, (), (), (), 2, frozenset(), reports=REPORTS)
     for plan in (turn, form):
         ledger = plan.ledger_after(Ledger(), RULES)

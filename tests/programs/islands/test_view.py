@@ -66,3 +66,9 @@ def test_who_comes_and_who_goes():
     now = {"a": {**TRAINING, "round": 4, "members": ["a", "c"]}}
     assert changes(before, now) == ["c is in the fleet", "b is out of the fleet"]
     assert changes({"a": {}}, now) == []
+
+
+def test_that_rounds_have_stopped_is_told_once():
+    before, now = {"a": TRAINING, "b": {}}, {"a": {**TRAINING, "stalled": "No round for 9 s: b is missing."}, "b": {}}
+    assert changes(before, now)[0] == "a: No round for 9 s: b is missing."
+    assert changes(now, now) == []

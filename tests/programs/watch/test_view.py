@@ -133,3 +133,21 @@ def test_a_plain_line(running):
     assert plain_line(running) == (
         "a running  step 100 of 200 (50%)  ETA 50s  loss 3.0000  eval loss 2.5000  512 tokens/s  MFU 41.0%"
     )
+
+
+def test_that_an_island_waits_for_others_is_seen_while_it_runs(tmp_path):
+    run = write_run(tmp_path / "a", 0, steps=200)
+    follower, line = Follower(RunPlaces(run)), "No round for 40 s: 1 of at least 2 islands are here (a)."
+    with training(run):
+        write_lines(run, step_line(1))
+        follower.look()
+        RunPlaces(run).stalled.write_text(line)
+        now, events = follower.look()
+        assert events == [f"a: {line}"]
+        assert line in plain_line(now)
+        assert line in seen(now)
+        assert f"a: {line}" in seen([now, now], made=fleet_view)
+        RunPlaces(run).stalled.write_text("")
+        assert follower.look()[1] == ["a: Rounds go on."]
+        RunPlaces(run).stalled.write_text(line)
+    assert not follower.look()[0].stalled  # it has ended

@@ -43,6 +43,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from gregale.islands.protocol import outliers
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Peer, View
 from gregale.islands.protocol.ledger import Report, digest_of
 from gregale.islands.protocol.plans import Begin, Decision, Form, Plan, Settle, Turn, Wait
@@ -50,6 +51,7 @@ from gregale.islands.protocol.settings import Rules
 from gregale.services.agreement import difference, from_text
 
 STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
+PARTING = 4  # failed reduces of a round after which half of the voters or fewer go on without the others
 
 
 def decide(view: View, rules: Rules) -> Decision:
@@ -120,7 +122,8 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     if len(headers) < (needed := max(rules.minimum, rules.start)):
         return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
     if any(header.healing for header in headers):
-        return Decision(Wait("a state is being fetched"), None, frozenset(), (), refused)
+        healing = _names(header for header in headers if header.healing)
+        return Decision(Wait("islands fetch a state", healing), None, frozenset(), (), refused)
     digest = _most(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
@@ -138,7 +141,11 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
 
 
 def _too_few(headers: Sequence[Header], needed: int) -> Wait:
-    return Wait(f"{len(headers)} of at least {needed} islands are here")
+    return Wait(f"{len(headers)} of at least {needed} islands are here", _names(headers))
+
+
+def _names(headers: Iterable[Header]) -> tuple[str, ...]:
+    return tuple(sorted(header.name for header in headers))
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
@@ -156,10 +163,11 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
         return Settle(best.key, best.digest)
     if verdict == "turn":
         return _turn(view, current, best)
-    early = rules.lockstep and not all(header.ready for header in current)
-    if early or any(header.awaited for header in headers):
-        return Wait("another island is waited for")
-    return _form(view, headers, current)
+    if awaited := _names(header for header in headers if header.awaited):
+        return Wait("islands heal more slowly than rounds are made", awaited)
+    if rules.lockstep and (early := _names(header for header in current if not header.ready)):
+        return Wait("islands have not made their steps", early)
+    return _form(view, headers, current, rules)
 
 
 def _newest_held(current: list[Header]) -> Held | None:
@@ -211,17 +219,25 @@ def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
         members=tuple(_peer(header) for header in there),
         settle=Settle(best.key, best.digest) if best else None,
         waited=not witness,
+        reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
         reports=tuple(Report(each.name, each.holder, each.used) for each in there),
     )
 
 
-def _form(view: View, headers: list[Header], current: list[Header]) -> Form | Wait:
-    group = sorted(_reaching(current), key=lambda header: header.name)
-    weights = tuple(header.weight if header.ready else 0.0 for header in group)
-    if not any(weights):
-        return Wait("nobody brings anything", idle=True)
-    inside = {header.identity for header in group}
+def _form(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
     ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
+    group = sorted(_reaching(current, ballot, rules.minimum), key=lambda header: header.name)
+    if 2 * sum(header.voter for header in group) <= current[0].voters:
+        return _part(view, current, group, "islands do not reach one another")
+    messages = {h.name: _size(h) for h in group if h.ready and (h.weight > 0 or h.norm is None)}
+    left_out = outliers.left_out(messages, current[0].usual, rules.outlier)
+    counted = {name: size for name, size in messages.items() if size and name not in left_out}
+    weights = tuple(header.weight if header.name in counted else 0.0 for header in group)
+    if not any(weights):
+        if all(header.starved for header in group):
+            return _part(view, current, group, "no island has data left to train on")
+        return Wait("nobody brings anything", _names(group), idle=True)
+    inside = {header.identity for header in group}
     return Form(
         key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),
         ballot=ballot,
@@ -231,17 +247,59 @@ def _form(view: View, headers: list[Header], current: list[Header]) -> Form | Wa
         voters=sum(not header.leaving for header in group),
         reports=tuple(Report(h.name, h.holder, h.used, h.leaving and h.identity in inside) for h in headers),
         leaving=frozenset(header.identity for header in group if header.leaving),
+        size=outliers.median(counted.values()),
+        left_out=left_out,
     )
 
 
-def _reaching(current: list[Header]) -> list[Header]:
-    """The members without those that do not reach others, once reduces keep failing; more than half of the voters."""
-    group = list(current)
+def _size(header: Header) -> outliers.Size | None:
+    return None if header.norm is None else outliers.Size(float(header.norm), float(header.weight))
+
+
+def _part(view: View, current: list[Header], members: Iterable[Header], reason: str) -> Turn:
+    """A new generation of the voters among some members, from the same state and with new leases.
+
+    Nobody has begun a reduce by an older view, and none of these voters begins one by this view: so nothing is lost.
+    """
+    return Turn(
+        generation=Generation(current[0].generation.number + 1, fingerprint(view)),
+        members=tuple(_peer(header) for header in members if header.voter),
+        settle=None,
+        waited=False,
+        reason=reason,
+        reports=tuple(Report(each.name, each.holder, each.used) for each in current),
+    )
+
+
+def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
+    """The members without those that do not reach others, once reduces keep failing; at least `minimum` of them.
+
+    More than half of the voters are left, or all members; after some more failures also fewer voters, at least one.
+    Where nobody can tell who does not answer, members are left out in turn: one, then two, and so on.
+    """
+    group, failures = list(current), max(header.failures for header in current)
     stubborn = {header.name for header in current if header.failures >= STUBBORN}
     pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in stubborn}
-    while pairs := {pair for pair in pairs if all(any(h.name == name for h in group) for name in pair)}:
-        blame = Counter(name for pair in pairs for name in pair if name in stubborn)
+    while len(group) > minimum and (pairs := _inside(pairs, group)):
+        last = [header.name for header in group if header.voter]
+        blame = Counter(name for pair in pairs for name in pair if name in stubborn and [name] != last)
+        if not blame:
+            break
         worst = min(blame, key=lambda name: (-blame[name], name))
         group = [header for header in group if header.name != worst]
+    if len(group) == len(current) and failures >= PARTING:
+        group = _without_some(current, (failures - PARTING) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
-    return group if 2 * voters > current[0].voters else list(current)
+    return group if 2 * voters > current[0].voters or (voters and failures >= PARTING) else list(current)
+
+
+def _inside(pairs: set[tuple[str, str]], group: list[Header]) -> set[tuple[str, str]]:
+    names = {header.name for header in group}
+    return {pair for pair in pairs if names.issuperset(pair)}
+
+
+def _without_some(current: list[Header], more: int, ballot: int, minimum: int) -> list[Header]:
+    count = len(current)
+    out = {(ballot + index) % count for index in range(min(1 + more, count - max(minimum, 1)))}
+    ordered = sorted(current, key=lambda header: header.name)
+    return [header for index, header in enumerate(ordered) if index not in out]

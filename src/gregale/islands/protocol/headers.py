@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
+from gregale.islands.protocol.outliers import Size, median
 
 NO_ROUND = -1
 
@@ -34,7 +35,8 @@ class Outer:
     """What is agreed about a committed outer state; it travels with the state to joiners and into checkpoints.
 
     `digest` is the engine's, of parameters and optimizer state; `last` the key of the reduce that made the round;
-    `voters` how many members began the reduce of the round (or the generation) and stayed.
+    `voters` how many members began the reduce of the round (or the generation) and stayed; `sizes` those of the
+    messages of the last rounds (`outliers`).
     """
 
     generation: Generation
@@ -43,10 +45,15 @@ class Outer:
     last: str
     voters: int
     ledger: Ledger
+    sizes: tuple[Size, ...] = ()
 
     def fingerprint(self) -> str:
-        """Digest of the state and of the ledger: what members compare."""
-        return _fingerprint(self.digest, self.ledger.digest())
+        """Digest of the state and of what else is agreed: what members compare."""
+        return _fingerprint(self.digest, self.ledger.digest(), self.sizes)
+
+    def usual(self) -> Size | None:
+        """What messages of the last rounds were like: `outliers`."""
+        return median(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, for a manifest or a checkpoint."""
@@ -57,13 +64,17 @@ class Outer:
             "last": self.last,
             "voters": self.voters,
             "ledger": self.ledger.to_json(),
+            "sizes": [list(size) for size in self.sizes],
         }
 
     @classmethod
     def from_json(cls, value: object) -> "Outer":
         """The record of `to_json`; anything else is a `GarbageError`."""
+        if isinstance(value, dict):
+            value = {"sizes": [], **value}  # a record that an earlier version has saved has none
         fields = _fields(value, _OUTER, "record of an outer state")
         fields["generation"] = _generation(fields["generation"])
+        fields["sizes"] = tuple(_size(size) for size in fields["sizes"])
         try:
             fields["ledger"] = Ledger.from_json(fields["ledger"])
         except ValueError as error:
@@ -72,8 +83,8 @@ class Outer:
 
 
 @lru_cache(256)
-def _fingerprint(*digests: str) -> str:
-    return digest_of(*digests)
+def _fingerprint(digest: str, ledger: str, sizes: tuple[Size, ...]) -> str:
+    return digest_of(digest, ledger, sizes) if sizes else digest_of(digest, ledger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,9 @@ class Header:
     ballot, held        newest reduce it began for the next round, and the result it holds, if any
     failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
     ready, weight       its snapshot is taken; tokens that it brings
+    norm                of its message, as `outliers` compares it; None: it is not finite
+    usual               norm and weight of messages of the last rounds, of its outer state; None: there were none
+    starved             it makes no more steps, because no data is leased to it
     seen                id of the newest view in which it was current; 0: none
     healing             it is fetching a state, so there is a fleet that has one
     awaited             rounds were faster than its healing so far, and now shall wait for it
@@ -134,6 +148,9 @@ class Header:
     unreachable: tuple[str, ...] = ()
     ready: bool = False
     weight: float = 0.0
+    norm: float | None = 0.0
+    usual: Size | None = None
+    starved: bool = False
     seen: int = 0
     healing: bool = False
     awaited: bool = False
@@ -167,6 +184,10 @@ class Header:
             )
         if not (0 <= fields["weight"] < float("inf") and 0 <= fields["step_seconds"] < float("inf")):
             raise GarbageError("a header's weight or step_seconds is not a number")
+        if fields["usual"] is not None:
+            fields["usual"] = _size(fields["usual"])
+        if fields["norm"] is not None and not 0 <= fields["norm"] < float("inf"):
+            raise GarbageError("a header's norm is not a number")
         return cls(**fields)
 
     @property
@@ -183,15 +204,18 @@ _OUTER: dict[str, Any] = {
     "last": str,
     "voters": int,
     "ledger": dict,
+    "sizes": list,
 }
 _STRINGS = ("name", "session", "agreement", "version", "digest", "last", "holder")
 _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used")
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "healing", "awaited", "waited", "fresh", "again", "leaving"), bool),
+    **dict.fromkeys(("voter", "ready", "starved", "healing", "awaited", "waited", "fresh", "again", "leaving"), bool),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
+    "norm": (int, float, type(None)),
+    "usual": (list, type(None)),
     "step_seconds": (int, float),
     "held": (dict, type(None)),
 }
@@ -217,6 +241,14 @@ def _generation(value: list[object]) -> Generation:
     if len(value) == 2 and type(value[0]) is int and value[0] >= 0 and isinstance(value[1], str):
         return Generation(value[0], value[1])
     raise GarbageError("a generation is not a number and a name")
+
+
+def _size(value: object) -> Size:
+    if isinstance(value, list) and len(value) == 2 and all(type(each) in (int, float) for each in value):
+        size = Size(float(value[0]), float(value[1]))
+        if 0 < size.norm < float("inf") and 0 < size.weight < float("inf"):
+            return size
+    raise GarbageError("the size of a message is not two numbers above 0")
 
 
 @dataclass(frozen=True, slots=True)

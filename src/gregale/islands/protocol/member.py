@@ -12,6 +12,7 @@ from typing import get_args
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
 from gregale.islands.protocol.ledger import Ledger
+from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
 
@@ -33,6 +34,7 @@ class Member(Standing):
         self._actions = []
         if not self._done:
             getattr(self, HANDLERS[type(event)])(event)
+            self._renew_if_old()
             self._ask_if_needed()
         return self._actions
 
@@ -44,7 +46,7 @@ class Member(Standing):
         if self._reducing and self._now >= self._reducing[1]:
             self._do(m.DropGroup())
             self._reduce_failed(())
-        if self._own and self._due and not self._reducing and self._now >= self._ping_at:
+        if self.handover.own and not self._reducing and self._now >= self._ping_at:
             self._ping()
         if self._leave_by is not None and self._now >= self._leave_by:
             self._leave(clean=False)
@@ -62,25 +64,44 @@ class Member(Standing):
             self._begin_round(own=event.round is None)
 
     def _begin_round(self, own: bool) -> None:
-        if own and not self._own:
-            self._own = True
+        if own and self.handover.sent:
+            self.handover.old = True
+        if own and not self.handover.own:
+            self.handover.own = True
             self._ping()
-        if not self._due:
-            self._due = True
-            grace = self.timing.grace_seconds
-            if grace is None:
-                grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
-            self._grace_end = self._now + grace
-            self._do(m.TakeSnapshot(self.outer.round))
+        if not self.handover.due:
+            self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        self.handover.want()
+        grace = self.timing.grace_seconds
+        if grace is None:
+            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
+        self._grace_end = self._now + grace
+        self._do(m.TakeSnapshot(self.outer.round))
+
+    def _renew_if_old(self) -> None:
+        """Asks for another message in place of an old one, when no reduce can be made with that one any more."""
+        if self.handover.old and not (self._waiting_for or self._reducing or self._held):
+            self._take_snapshot()
 
     def _on_snapshot(self, event: m.Snapshot) -> None:
         self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
-        if event.round == self.outer.round and self._due:
-            self._snapshot = event
+        if event.round == self.outer.round and self.handover.due:
+            self.handover.arrive(event)
+            if event.norm is None:
+                self._do(m.Note(f"this island's message of round {event.round} is not finite", loud=True))
+                self._give_up_message()
+
+    def _give_up_message(self) -> None:
+        """The message contributes nothing, and the island begins again from the outer parameters."""
+        if self.handover.snapshot is not None:
+            self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
+        self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
 
     def _on_noview(self, event: m.NoView) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
-        self._waiting_for, self._seen = False, 0
+        self._waiting_for, self._seen, self._unheard = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -91,14 +112,18 @@ class Member(Standing):
         if self._held:
             self._do(m.Discard(self._held.held.key))
         ledger = form.ledger_after(self.outer.ledger, self.rules)
-        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger)
+        sizes = form.sizes_after(self.outer.sizes)
+        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes)
         held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
         weight = form.weights[form.ranks[self._me]]
-        self._held = Prepared(held, outer, weight, self._me in form.leaving, form.members)
+        self._held = Prepared(held, outer, weight, self._me in form.leaving, form)
 
     def _on_reducefailed(self, event: m.ReduceFailed) -> None:
         if self._reducing and self._reducing[0].key == event.key:
             self._reduce_failed(event.unreachable)
+            if event.overflowed:
+                self._do(m.Note(f"the outer step of round {self.outer.round} is not finite: all begin it again", True))
+                self._give_up_message()
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
         self._reducing = None
@@ -106,7 +131,7 @@ class Member(Standing):
         self._unreachable = unreachable
 
     def _on_healed(self, event: m.Healed) -> None:
-        self._healing = False
+        self._end_healing()
         wanted, outer = self._wanted, event.outer
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
             self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
@@ -116,12 +141,17 @@ class Member(Standing):
         self._drop_round()
         self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.fresh
         self.holder = self.identity.session
-        self._in_vain += 1
+        self._in_vain, self._heal_failed = self._in_vain + 1, ""
         self._do(m.Install(outer))
         self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
 
-    def _on_healfailed(self, event: m.HealFailed) -> None:
+    def _end_healing(self) -> None:
+        self._awaited_before = self._time_awaited()
         self._healing = False
+
+    def _on_healfailed(self, event: m.HealFailed) -> None:
+        self._end_healing()
+        self._heal_failed = event.reason
         self._retry_at = self._now + self.timing.retry_seconds
         self._do(m.Note(f"could not heal ({event.reason}); trying again"))
 
@@ -143,6 +173,8 @@ class Member(Standing):
             return
         self._waiting_for = False
         decision = self._decide(event.view, self.rules)
+        self._heard_at, self._unheard = self._now, ""
+        self._note_plan(decision)
         # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
         self._asks, repeated = decision.after(self._asks)
         mine = decision.headers.get(self._me)
@@ -155,7 +187,7 @@ class Member(Standing):
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
-            self._in_vain = 0
+            self._in_vain, self._awaited_before = 0, 0.0
             self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
@@ -221,25 +253,33 @@ class Member(Standing):
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter, self._attentive, self._group = not prepared.last, False, prepared.members
+        self._voter, self._attentive, self._group = not prepared.last, False, prepared.form.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
+        self._report_left_out(prepared.form)
         if prepared.last:
             self._leave(clean=True)
         elif self._leave_by is not None:
             self._begin_round(own=True)
 
+    def _report_left_out(self, form: Form) -> None:
+        self._do(*(m.Note(text, loud=True) for text in self._left_out_lines(form)))
+        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
+            contributed = zip(form.members, form.weights, strict=True)
+            self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
+
     def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
         if self._me not in plan.there:
             self._heal_later(decision)
             return
-        why = "the others were waited for and did not come" if plan.waited else "half of the islands or more are gone"
-        self._do(m.Note(f"generation {plan.generation.number} from round {self.outer.round}: {why}", loud=True))
+        text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
+        self._do(m.Note(text, loud=True))
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
             self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
             self._rename(plan.generation, self.outer.round, len(plan.there))
+            self.handover.starved = False  # as far as is known: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
 
@@ -268,6 +308,7 @@ class Member(Standing):
             if self._differs:
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted, self._healing_since = True, top, self._now
+            self._sources = decision.sources
             ends = isinstance(decision.plan, Form | Settle)
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest, ends))
 
@@ -297,8 +338,9 @@ class Member(Standing):
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
-        ready = self._due and (self._snapshot is not None or self._now >= self._grace_end)
+        ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
         if ready or self._held or self._attentive:
             self._asked += 1
+            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
             self._do(m.Ask(self.header))

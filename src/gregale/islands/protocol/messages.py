@@ -25,7 +25,9 @@ class Tick:
 class Due:
     """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
 
-    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins.
+    Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins. An
+    island that has handed over its message says so again after as many steps: it is asked for another message as soon
+    as no reduce can depend on the old one.
     """
 
     round: int | None = None
@@ -36,7 +38,8 @@ class Snapshot:
     """The trainer's message for the round after `round` is on the host.
 
     `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
-    `final`: the trainer makes no step after it, because the island leaves.
+    `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
+    None: it is not finite.
     """
 
     round: int
@@ -44,6 +47,7 @@ class Snapshot:
     used: int
     step_seconds: float = 0.0
     final: bool = False
+    norm: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +74,14 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class ReduceFailed:
-    """The reduce `key` failed; `unreachable` are the names of the members that did not answer here."""
+    """The reduce `key` failed; `unreachable` are the names of the members that did not answer here.
+
+    `overflowed`: all messages came, and the outer step that they make is not finite.
+    """
 
     key: str
     unreachable: tuple[str, ...] = ()
+    overflowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,16 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """This island has diverged: the outer parameters replace its own, and the inner optimizer of a peer its own.
+
+    `peers` contributed to the round; with none, what is not finite in the own optimizer is forgotten.
+    """
+
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the user; a loud one is a warning."""
 
@@ -237,5 +255,5 @@ class Left:
 
 Action = (
     Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Find | Heal | Install | Publish
-    | Note | Refused | Left
+    | Reset | Note | Refused | Left
 )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gregale.islands.protocol.headers import Generation, Header, Peer
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
+from gregale.islands.protocol.outliers import KEPT, Size
 from gregale.islands.protocol.settings import Rules
 
 
@@ -42,7 +43,8 @@ class Settle:
 
 @dataclass(frozen=True)
 class Turn(Leasing):
-    """A new generation of `members`; with the held result `settle`, if there is one, else the same state.
+    """A new generation of `members`, for this `reason`; with the held result `settle`, if there is one, else the same
+    state.
 
     Then they get new leases of the data, which a fleet that all had left has handed back.
     """
@@ -51,6 +53,7 @@ class Turn(Leasing):
     members: tuple[Peer, ...]
     settle: Settle | None
     waited: bool
+    reason: str
 
     @cached_property
     def there(self) -> frozenset[str]:
@@ -60,7 +63,10 @@ class Turn(Leasing):
 
 @dataclass(frozen=True)
 class Form(Leasing):
-    """A group reduces the next round; a commit of it brings the next ledger."""
+    """A group reduces the next round; a commit of it brings the next ledger.
+
+    `left_out`: why messages contribute nothing, by name; `size`: the median of those that do.
+    """
 
     key: str
     ballot: int
@@ -69,6 +75,12 @@ class Form(Leasing):
     electors: tuple[str, ...]
     voters: int
     leaving: frozenset[str]
+    size: Size | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+        """The sizes of the last rounds, this one among them."""
+        return (*sizes, self.size)[-KEPT:] if self.size else sizes
 
     @cached_property
     def identities(self) -> tuple[str, ...]:
@@ -88,9 +100,11 @@ class Wait:
     - `lacking`: voters are not here, perhaps only late
     - `missing`: so many are not here that the others cannot go on
     - `idle`: nobody wants a round
+    - `who`: names of those that are waited for, as far as the view tells
     """
 
     reason: str
+    who: tuple[str, ...] = ()
     lacking: bool = False
     missing: bool = False
     idle: bool = False

@@ -35,6 +35,11 @@ class Timing:
         """After which an ask is given up: twice the longest time that a coordinator takes to answer."""
         return 2 * (self.heartbeat_seconds + self.join_seconds)
 
+    @property
+    def first_round_seconds(self) -> float:
+        """What a round is taken to need before there has been one, from when it is due."""
+        return self.join_seconds + self.reduce_seconds
+
 
 LAN = Timing()
 WAN = Timing(
@@ -57,9 +62,11 @@ class Rules:
     lot       how the data is leased
     start     a fleet does not begin with fewer, neither anew nor from checkpoints
     lockstep  a round waits until all that live have their snapshots
+    outlier   a message whose norm is more than this times what is expected contributes nothing (`outliers`)
     """
 
     minimum: int = 1
     lot: Lot = field(default_factory=Lot)
     start: int = 1
     lockstep: bool = False
+    outlier: float = 10.0

@@ -1,13 +1,14 @@
 """Where a member of the protocol stands: its state, and what it tells of it. `member.Member` has what happens to it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
-from gregale.islands.protocol.plans import NO_ASKS, Decision, Form
+from gregale.islands.protocol.plans import NO_ASKS, Decision, Form, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 
@@ -30,7 +31,7 @@ class Prepared:
     outer: Outer
     weight: float
     last: bool  # this member leaves with it
-    members: tuple[Peer, ...]  # who made it
+    form: Form  # of the group that made it
 
 
 class Standing:
@@ -63,16 +64,25 @@ class Standing:
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
         self._healing = False
+        self._heard_at, self._unheard = math.nan, ""  # the newest view; why the newest ask had none
+        self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, and who is waited for
+        self._sources: tuple[Peer, ...] = ()  # of the state that is fetched
+        self._heal_failed = ""
+        self._left_out: dict[
+            str, int
+        ] = {}  # rounds in a row to which islands have contributed nothing, as they diverge
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
+        self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
         self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
         self._done = False
+        self.handover = Handover()
         self._fresh = outer.round > NO_ROUND
         self._forget_round()
 
     def _forget_round(self) -> None:
-        self._due, self._own, self._ping_at, self._grace_end = False, False, 0.0, 0.0
-        self._snapshot: m.Snapshot | None = None
+        self._ping_at, self._grace_end = 0.0, 0.0
+        self.handover.forget()
         self._reducing: tuple[Form, float] | None = None
         self._held: Prepared | None = None
         self._ballot, self._failures = 0, 0
@@ -86,7 +96,7 @@ class Standing:
     @property
     def header(self) -> Header:
         """What this member would tell now."""
-        who, outer, shot = self.identity, self.outer, self._snapshot
+        who, outer, shot = self.identity, self.outer, self.handover.snapshot
         return Header(
             name=who.name,
             session=who.session,
@@ -106,6 +116,9 @@ class Standing:
             unreachable=self._unreachable,
             ready=shot is not None,
             weight=shot.weight if shot else 0.0,
+            norm=shot.norm if shot else 0.0,
+            usual=outer.usual(),
+            starved=self.handover.weighs_nothing and self.handover.starved,
             seen=self._seen,
             healing=self._healing,
             awaited=self._awaited(),
@@ -126,9 +139,16 @@ class Standing:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _awaited(self) -> bool:
-        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time."""
-        due = self._healing and self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
-        return due and self._now - self._healing_since < self.timing.turnover_seconds
+        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time in all."""
+        return self._healing and self._in_vain_enough() and self._time_awaited() < self.timing.turnover_seconds
+
+    def _in_vain_enough(self) -> bool:
+        return self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
+
+    def _time_awaited(self) -> float:
+        """Seconds for which rounds have waited since this member was last where the others are, failed tries too."""
+        now = self._now - self._healing_since if self._healing and self._in_vain_enough() else 0.0
+        return self._awaited_before + now
 
     @property
     def done(self) -> bool:
@@ -140,14 +160,68 @@ class Standing:
         """Whether it was told to leave: the next snapshot may be the final one."""
         return self._leave_by is not None
 
+    def _left_out_lines(self, form: Form) -> list[str]:
+        """What is said of the messages that are left out: of an island that goes on so the 1st, 2nd, 4th, ... time."""
+        contributed = {peer.name for peer, weight in zip(form.members, form.weights, strict=True) if weight}
+        self._left_out = {name: times for name, times in self._left_out.items() if name not in contributed}
+        lines = []
+        for name, reason in form.left_out.items():
+            times = self._left_out[name] = 1 + self._left_out.get(name, 0)
+            if times & (times - 1) == 0:
+                again = f" (the {times}th time)" if times > 2 else ""
+                round = self.outer.round
+                lines.append(f"round {round}: the message of island {name} {reason}; it contributes nothing{again}")
+        return lines
+
+    def _note_plan(self, decision: Decision) -> None:
+        plan = decision.plan
+        waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
+        who = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
+        self._plan = plan, who or (plan.who if isinstance(plan, Wait) else ())
+
+    def why(self) -> str:
+        """Why no round is committed, and who is waited for; empty if nothing but this island's own steps is."""
+        number, since = self.outer.round, self._now - self._heard_at
+        if self._reducing:
+            names = [peer.name for peer in self._reducing[0].members]
+            return f"round {number} is being reduced by {_listed(names)}{self._tries()}"
+        if self._healing:
+            failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
+            seconds = self._now - self._healing_since
+            return (
+                f"this island fetches the state of {_listed(p.name for p in self._sources)} for {seconds:.0f} s{failed}"
+            )
+        if self._unheard:
+            return f"the coordinator has not answered for {since:.0f} s ({self._unheard})"
+        plan, who = self._plan
+        if isinstance(plan, Wait):
+            return f"{plan.reason}{f' ({_listed(who)})' if who else ''}{self._tries()}"
+        if self._waiting_for:
+            made = f" (the last round was made by {_listed(p.name for p in self._group)})" if self._group else ""
+            return f"the coordinator waits for other islands to ask, for {since:.0f} s now{made}"
+        if self._held:
+            return f"the result of round {number} is not held by more than half of its islands yet{self._tries()}"
+        if self.handover.wanted:
+            return f"this island is in the middle of a step (the last took {self._step_seconds:.1f} s)"
+        return ""
+
+    def _tries(self) -> str:
+        silent = f", {_listed(self._unreachable)} did not answer" if self._unreachable else ""
+        tries = "1 try" if self._failures == 1 else f"{self._failures} tries"
+        return f"; {tries} failed{silent}" if self._failures else ""
+
     def next_tick(self) -> float:
         """When the next `Tick` is needed, if nothing else happens before."""
         times = [math.inf if self._leave_by is None else self._leave_by]
         if self._reducing:
             times.append(self._reducing[1])
         else:
-            if self._own and self._due:
+            if self.handover.own:
                 times.append(self._ping_at)
-            if not self._waiting_for and (self._due or self._held or self._attentive):
-                times.append(max(self._retry_at, 0.0 if self._snapshot else self._grace_end))
+            if not self._waiting_for and (self.handover.due or self._held or self._attentive):
+                times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))
         return max(self._now, min(times))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -4,11 +4,13 @@ import hashlib
 import random
 from typing import TYPE_CHECKING
 
+from gregale.islands.orders import Arrive, Restart
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import seed
+from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.standing import Identity
 from gregale.islands.simulator.process import Process
+from gregale.islands.simulator.trainer import Trainer
 
 if TYPE_CHECKING:
     from gregale.islands.simulator.world import World
@@ -25,19 +27,20 @@ def hashed(*parts: object) -> str:
 class Node(Process):
     """A process of an island whose engine and trainer are modelled. It may be paused, and hears nothing then."""
 
-    def __init__(self, world: "World", name: str, session: str, interval: float, step: float):
-        self.world, self.interval, self.step_seconds = world, interval, step
+    def __init__(self, world: "World", name: str, session: str, step_seconds: float):
+        self.world = world
         identity = Identity(name, session, "config", "1", (name,))
         member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules, decide=world.decide)
         super().__init__(world, member, LEAST_TICK_SECONDS)
-        self.paused, self.final = False, False  # final: its trainer makes no more steps
+        self.trainer = Trainer(self, world.pace, step_seconds)
+        self.paused = False
+        self.doom: str | None = None  # the kind of action at which it dies
         self.kept: list[m.Event] = []  # what happened while it was paused
         self.previous = self.member.outer  # the record before the newest one
-        self.asked_weight = 0.0
+        self.promised: tuple[float, str] = (0.0, "")  # weight and content of the message in its newest ask
+        self.has_diverged = False
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
-        self.used, self.position = 0, 0
-        self.contribution, self.due_number = "", 0
         self.cut_off_at: float | None = None
 
     def tell(self, event: m.Event) -> None:
@@ -53,15 +56,21 @@ class Node(Process):
         if world.trace is not None:
             world.log(f"{self.name}: {event} -> {actions}")
         for action in actions:
-            getattr(self, f"_do_{type(action).__name__.lower()}")(action)
+            kind = type(action).__name__
+            if kind == self.doom:
+                world.kill(self.name)
+            if not self.alive:
+                return
+            getattr(self, f"_do_{kind.lower()}")(action)
         self.wake_in_time()
+        self.trainer.wake()
 
     def tick(self) -> None:
         """Nothing happens but that time has passed."""
         self.tell(m.Tick(self.world.now))
 
     def _do_ask(self, action: m.Ask) -> None:
-        self.asked_weight = action.header.weight
+        self.promised = action.header.weight, self.trainer.message
         self.world.ask(self, action.header)
         self.begin_to_ask(action.header.asked)
 
@@ -73,30 +82,11 @@ class Node(Process):
     def _do_tellpeers(self, action: m.TellPeers) -> None:
         for name in action.addresses:
             node = self.world.nodes.get(name)
-            if node:
+            if node and self.world.reaches(self.name, name):
                 self.world.send(self.name, name, lambda node=node: node.tell(m.Due(action.round)))
 
-    def _do_takesnapshot(self, action: m.TakeSnapshot) -> None:
-        self.world.later(self.world.rng.random() * self.step_seconds, lambda: self._snapshot(action.round))
-
-    def _snapshot(self, round: int) -> None:
-        if self.paused:
-            self.world.later(0.1, lambda: self._snapshot(round))
-        if self.paused or not self.alive:
-            return
-        if not self.final:
-            self._train()
-        self.final = self.member.leaving
-        self.contribution = hashed(self.identity, round, self.used)
-        self.tell(m.Snapshot(round, 1.0 + self.world.examples, self.used, self.step_seconds, self.final))
-
-    def _train(self) -> None:
-        lease = self.member.outer.ledger.lease(self.name, self.member.holder)
-        left = lease.after(self.used).spans if lease else ()
-        examples = [example for start, stop in left for example in range(start, stop)][: self.world.examples]
-        for example in examples:
-            self.world.invariants.consume(example, self.identity)
-        self.used += len(examples)
+    def _do_takesnapshot(self, _: m.TakeSnapshot) -> None:
+        """The trainer's side finds it in the handover."""
 
     def _do_reduce(self, action: m.Reduce) -> None:
         self.reducing = action.key
@@ -121,26 +111,28 @@ class Node(Process):
 
     def _do_commit(self, action: m.Commit) -> None:
         self.world.committed(self, action, self.prepared.pop(action.key))
-        self.begin_interval()
+        self._take_over(action.outer)
+        self.trainer.decided(Arrive(action.outer.round - 1, action.weight))
 
     def _do_publish(self, action: m.Publish) -> None:
         self.world.published(self, action.outer)
-        if action.outer.round == 0 or self.due_number == 0:
-            self.begin_interval()
+        self._take_over(action.outer)
 
     def _do_install(self, action: m.Install) -> None:
         self.world.installed(self, action.outer)
-        self.begin_interval()
+        self._take_over(action.outer)
+        self.trainer.decided(Restart(action.outer.round))
 
-    def begin_interval(self) -> None:
-        """The trainer goes on: the next round is due after the interval."""
-        self.due_number += 1
-        number = self.due_number
-        self.world.later(self.interval, lambda: self._due(number))
+    def _do_reset(self, _: m.Reset) -> None:
+        self.trainer.decided(Restart(self.member.outer.round))
 
-    def _due(self, number: int) -> None:
-        if number == self.due_number and self.alive and not self.member.done:
-            self.tell(m.Due())
+    def _take_over(self, outer: Outer) -> None:
+        self.trainer.leased(outer, self.member.holder)
+
+    @property
+    def hears(self) -> bool:
+        """Whether it lives and is not stopped."""
+        return self.alive and not self.paused
 
     def _do_find(self, action: m.Find) -> None:
         self.world.later(

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import PARTING
 from gregale.islands.protocol.member import Member
 from gregale.islands.simulator.invariants import BrokenError
-from gregale.islands.simulator.world import COORDINATOR, Weather, World
+from gregale.islands.simulator.node import Node
+from gregale.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
 
 FAULT_SECONDS = 10.0
-CALM_SECONDS = 40.0  # after the last fault: two more rounds by then, and all that live have the same state
-CALM_ROUNDS = 2
+CALM_SECONDS = 120.0  # after the last fault: some more rounds by then, and all that live have the same state
+CALM_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Outcome:
     forked: bool
     seconds: float
     recovery_seconds: float
+    longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`
 
 
 def run(number: int, member_class: type[Member] = Member, trace: list[str] | None = None) -> Outcome:
@@ -99,8 +102,32 @@ def _leave(world: World, rng: random.Random, name: str, names: list[str]) -> Non
     world.nodes[name].tell(m.Leave())
 
 
+def _doom(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """It dies at a point of its round, or of its healing; often its new process does, too."""
+    doom = rng.choice(("TakeSnapshot", "Ask", "Reduce", "Commit", "Discard", "Heal", "Install", "Publish"))
+    world.log(f"{name} shall die at {doom}")
+    world.nodes[name].doom = doom
+    if rng.random() < 0.5:
+        world.later(rng.uniform(0.5, 5), lambda: _restart(world, name))
+
+
+def _lose_data_path(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """It, or one that heals just now, reaches the coordinator and no other island; perhaps for ever."""
+    name = next((node.name for node in world.nodes.values() if node.hears and node.member.header.healing), name)
+    world.log(f"{name} reaches no other island any more")
+    world.bad.add(name)
+    if rng.random() < 0.5:
+        world.later(rng.uniform(1, 10), lambda: world.bad.discard(name))
+
+
+def _diverge(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.log(f"{name} diverges")
+    world.nodes[name].has_diverged = True
+    world.nodes[name].trainer.factor = rng.choice((None, 1e6))
+
+
 FAULTS: list[Callable[[World, random.Random, str, list[str]], None]] = [
-    _kill, _kill, _pause, _pause, _coordinator, _cut, _cut, _join, _leave
+    _kill, _kill, _doom, _doom, _pause, _pause, _coordinator, _cut, _cut, _lose_data_path, _diverge, _join, _leave
 ]  # fmt: skip
 
 
@@ -112,29 +139,56 @@ def _calm(world: World, names: list[str]) -> None:
     _mend(world, set(world.cuts))
     for name in list(world.nodes):
         world.resume(name)
-    while sum(node.alive and not node.member.leaving for node in world.nodes.values()) < max(world.rules.minimum, 1):
+    for node in world.nodes.values():
+        node.doom = None
+    # Who made the last round has to be asked: nobody may go on without one of them while they are there.
+    voters = [node.name for node in staying(world) if node.member.header.voter]
+    if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:
+        world.bad -= set(voters)
+    while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, 1):
         names.append(f"i{len(names)}")
         world.start(names[-1])
 
 
+def staying(world: World) -> list[Node]:
+    """The islands that live and do not leave."""
+    return [node for node in world.nodes.values() if node.alive and not node.member.leaving]
+
+
+def longest_wait(world: World) -> float:
+    """Seconds within which a round is committed once there are no more faults, while `minimum` islands can be reached.
+
+    - `heartbeat + ask`: the coordinator finds who is missing; an ask whose answer is lost is given up;
+    - `2 turnover`: for islands that are missing and may live, and for one that heals more slowly than rounds are made;
+    - a failed reduce, and the asks around it, for each try until those that do not reach each other are apart: PARTING
+      tries. Where nobody can tell who does not answer, as many tries as islands for each number that is left out;
+    - the time in which all islands hand over a message that has something in it.
+    """
+    timing, count = world.timing, len(staying(world))
+    tries = PARTING + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
+    ask = timing.join_seconds + timing.retry_seconds
+    steps = SLOWEST_STEP * (1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments)))
+    waits = timing.heartbeat_seconds + timing.ask_seconds + 2 * timing.turnover_seconds
+    return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
+
+
 def _demand_progress(world: World) -> Outcome:
     start = max((state.round for state in world.states.values()), default=0)
-    began, last = world.now, world.now + CALM_SECONDS
+    began, last, most, longest = world.now, world.now + CALM_SECONDS, longest_wait(world), 0.0
     while world.now < last:
         world.run_until(world.now + 1.0)
-        states = [
-            world.states[node.identity] for node in world.nodes.values() if node.alive and not node.member.leaving
-        ]
-        newest = max((state.round for state in states), default=0)
+        longest = max(longest, world.now - max(began, world.committed_at))
+        if longest > most:
+            break
+        states = [world.states[node.identity] for node in staying(world) if not world.bad]
+        newest = max((state.round for state in world.states.values()), default=0)
         if all(state.round >= max(newest - 1, 0) for state in states) and newest >= start + CALM_ROUNDS:
             generations = {state.generation for state in states if state.round == newest}
-            if len(generations) == 1:
-                recovery = world.now - began
-                done = world.invariants
-                return Outcome(done.rounds, len(done.lines), done.forked, world.now, recovery)
-        if not states:
-            return Outcome(world.invariants.rounds, len(world.invariants.lines), False, world.now, 0.0)
+            if len(generations) <= 1:
+                recovery, done = world.now - began, world.invariants
+                return Outcome(done.rounds, len(done.lines), done.forked, world.now, recovery, longest / most)
     raise BrokenError(
-        f"no {CALM_ROUNDS} rounds by all in {CALM_SECONDS:g} s without faults: "
-        + ", ".join(f"{node.name} {world.states[node.identity].round}" for node in world.nodes.values() if node.alive)
+        f"{longest:.0f} s without a round after the last fault (at most {most:.0f}), {newest - start} rounds in all: "
+        + ", ".join(f"{node.name} {world.states[node.identity].round}" for node in staying(world))
+        + f"; without a data path: {sorted(world.bad)}"
     )

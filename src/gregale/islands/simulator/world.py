@@ -8,20 +8,25 @@ for everything that happens.
 
 import heapq
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from gregale.islands.orders import Pace
+from gregale.islands.patience import REDUCES
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
-from gregale.islands.protocol.plans import Begin, Decision, Turn, Wait
+from gregale.islands.protocol.plans import Begin, Decision, Form, Turn, Wait
 from gregale.islands.protocol.settings import Rules, Timing
+from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.simulator.invariants import BrokenError, Invariants
 from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
 from gregale.islands.simulator.process import Clock
+from gregale.methods.schedule import Schedule
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -34,6 +39,7 @@ TIMING = Timing(
 )
 COORDINATOR = "coordinator"
 IDS = 10**6  # between the first ids of two coordinators, one after the other: more than there are views
+SLOWEST_STEP = 0.8  # seconds
 
 
 @dataclass(frozen=True)
@@ -43,22 +49,29 @@ class Weather:
     lost: float
     late: float
     repeated: float
-    failing: float  # share of reduces that fail at a member for no reason
+    failing: float  # share of reduces that fail at a member for no reason, and of heals
     stale: float  # share of sources that give the state before their newest one
     delay: float = 0.01
 
 
 class World(Clock):
-    """One schedule. `member_class` lets tests plant mistakes."""
+    """One schedule. `member_class` and `side_class` let tests plant mistakes.
 
-    examples = 6
+    - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
+    - `heal_seconds`: that a transfer of the state takes, at most; in some worlds rounds are faster
+    - `is_silent`: nobody can tell which island it is that does not answer in a reduce
+    """
+
+    down_seconds = 0.1  # for a message from the devices to the host, at most
+    side_class: type[TrainerSide] = TrainerSide
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
         super().__init__()
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
-        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=Lot(size=40, low=24))
+        lot, lockstep = Lot(size=40, low=24), rng.random() < 0.1
+        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=lot, lockstep=lockstep)
         rough = rng.random() < 0.5
         self.weather = Weather(
             lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,
@@ -67,6 +80,10 @@ class World(Clock):
             failing=rng.choice((0.0, 0.05, 0.3)),
             stale=rng.choice((0.0, 0.2)),
         )
+        self.pace = self._some_pace()
+        self.bad: set[str] = set()
+        self.is_silent = rng.random() < 0.2
+        self.heal_seconds = rng.choice((0.6, 0.6, 4.0))
         self.invariants = Invariants()
         self.up, self.polling, self.up_since = True, False, 0.0
         self.nodes: dict[str, Node] = {}
@@ -75,7 +92,14 @@ class World(Clock):
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
         self.coordinator = self._membership()
+        self.committed_at = 0.0
         self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
+
+    def _some_pace(self) -> Pace:
+        rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
+        period = fragments * rng.choice((2, 3, 5))
+        schedule = Schedule(period, fragments, min(rng.choice((0, 1, 2)), period - 1), fragments)
+        return Pace(schedule, sys.maxsize, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
 
     def log(self, line: str) -> None:
         """For whoever replays the schedule."""
@@ -96,7 +120,7 @@ class World(Clock):
         self.starts += 1
         rng = self.rng
         self._beat()
-        node = Node(self, name, f"s{self.starts}", rng.uniform(1.0, 2.0), rng.choice((0.05, 0.2, 0.6)))
+        node = Node(self, name, f"s{self.starts}", rng.choice((0.1, 0.3, SLOWEST_STEP)))
         self.nodes[name] = node
         self.states[node.identity] = seed(SEED)
         self.log(f"{name} starts as {node.identity}")
@@ -127,13 +151,16 @@ class World(Clock):
             for event in kept:
                 node.tell(event)
             node.tick()
-            node.begin_interval()
 
     # Network.
 
     def connected(self, one: str, other: str) -> bool:
         """Whether there is a way between two (nodes' names or the coordinator)."""
         return not self.cuts or frozenset((one, other)) not in self.cuts
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether data can go between two islands."""
+        return one == other or (self.connected(one, other) and not self.bad & {one, other})
 
     def send(self, source: str, target: str, what: Callable[[], None]) -> None:
         """A message: may be lost, late, repeated."""
@@ -217,9 +244,14 @@ class World(Clock):
         if spec != action or parent != state:
             raise BrokenError(f"{node.name} reduces {action.key} with other members, weights or state than the others")
         own = [weight for peer, weight in zip(action.members, action.weights, strict=True) if peer.name == node.name]
-        if own != [node.asked_weight]:
-            raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {node.asked_weight}")
-        there[node.name] = node.contribution if node.asked_weight else ""
+        weight, message = node.promised
+        if own != [weight] and not (node.has_diverged and own == [0.0]):
+            raise BrokenError(f"{node.name} divides by weights that are not of this view: {own} {weight}")
+        if weight and node.trainer.message != message:
+            raise BrokenError(
+                f"{node.name} sends {node.trainer.message!r} in a round for which it has told {message!r}"
+            )
+        there[node.name] = message if any(own) else ""
         if len(there) == len(action.members):
             for name in sorted(there):
                 self.later(self.rng.uniform(0.01, 0.3), lambda name=name: self._reduced(name, action.key))
@@ -229,29 +261,35 @@ class World(Clock):
         node = self.nodes[name]
         missing = tuple(each for each in sorted(there) if each != name and not self._takes_part(each, name, key))
         if missing or self.rng.random() < self.weather.failing:
-            node.reduced(key, None, missing)
+            # As the engine: who does not answer is named, not who has let go of the reduce.
+            silent = () if self.is_silent else (each for each in missing if not self._answers(each, name))
+            node.reduced(key, None, tuple(silent))
         else:
             node.reduced(key, hashed(parent, action.members, action.weights, sorted(there.items())), ())
 
     def _takes_part(self, name: str, with_name: str, key: str) -> bool:
         node = self.nodes[name]
-        here = node.alive and not node.paused and self.connected(name, with_name)
-        return here and (node.reducing == key or key in node.prepared or node.member.outer.last == key)
+        return self._answers(name, with_name) and (
+            node.reducing == key or key in node.prepared or node.member.outer.last == key
+        )
+
+    def _answers(self, name: str, to: str) -> bool:
+        return self.nodes[name].hears and self.reaches(name, to)
 
     def dead(self, name: str, peers: Iterable[Peer]) -> frozenset[str]:
         """Which of these processes a node is certain to find dead: their hosts answer, and refuse it."""
-        found = ((peer, self.nodes[peer.name]) for peer in peers if self.connected(name, peer.name))
+        found = ((peer, self.nodes[peer.name]) for peer in peers if self.reaches(name, peer.name))
         return frozenset(peer.identity for peer, node in found if node.identity != peer.identity or not node.alive)
 
     def heal(self, node: Node, action: m.Heal) -> None:
         """A member fetches the state of a peer."""
         sources = shuffled(self.rng, list(action.sources))
-        self.later(self.rng.uniform(0.05, 0.6), lambda: self._healed(node, action, sources))
+        self.later(self.rng.uniform(0.05, self.heal_seconds), lambda: self._healed(node, action, sources))
 
     def _healed(self, node: Node, action: m.Heal, sources: list) -> None:
-        for peer in sources:
+        for peer in sources if self.rng.random() >= self.weather.failing else ():
             source = self.nodes.get(peer.name)
-            if source and source.alive and not source.paused and self.connected(peer.name, node.name):
+            if source and source.hears and self.reaches(peer.name, node.name):
                 stale = self.rng.random() < self.weather.stale
                 # What comes may be older than what was asked for: members must not take it.
                 node.tell(m.Healed(source.previous if stale else source.member.outer))
@@ -270,6 +308,7 @@ class World(Clock):
         if self.states[node.identity].digest != parent or outer.round != self.states[node.identity].round + 1:
             raise BrokenError(f"{node.name} commits {action.key} on a state that it does not belong to")
         self.invariants.commit(outer, parent)
+        self.committed_at = self.now
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
 
@@ -290,9 +329,16 @@ class World(Clock):
             decision = decide(view, rules)
             self.decided = (view, decision)
             plan = decision.plan
+            if isinstance(plan, Form) and (sound := [n for n in plan.left_out if not self.nodes[n].has_diverged]):
+                raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
             if isinstance(plan, Turn) and decision.top:
                 self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
             elif isinstance(plan, Begin):
-                living = any(n.alive and self.states[n.identity].round > NO_ROUND for n in self.nodes.values())
+                living = any(node.alive and self._has_state(node) for node in self.nodes.values())
                 self.invariants.begin(plan.generation, living)
         return self.decided[1]
+
+    def _has_state(self, node: Node) -> bool:
+        """Whether a process has a fleet's state, or will have it when it goes on."""
+        fetched = any(isinstance(event, m.Healed) for event in node.kept)
+        return fetched or self.states[node.identity].round > NO_ROUND

@@ -11,12 +11,14 @@ from gregale.programs.run.setup import Setup
 from gregale.services.agreement import to_text
 from gregale.services.handshake import data_terms, is_trained_on, matches, terms_of
 
-# Keys of the configuration. The order of examples is the fleet's; so is the size of a step, in which data is leased.
+# Keys of the configuration. The order of examples is the fleet's. Batches may be of different sizes: a message is weighed by
+# its tokens, and data is leased in batches of each island's own size.
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
-    *("batch.size", "batch.sequence_length"),
+    "batch.sequence_length",
     *("data.sources", "data.sources.*.weight", "data.held_out", "data.order", "data.shuffle", "data.cross_documents"),
     *("islands.minimum", "islands.start", "islands.lockstep", "islands.lease_steps"),
+    "islands.outlier_factor",
 )
 
 

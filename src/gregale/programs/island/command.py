@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -61,7 +61,7 @@ from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest, end_soon
 from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
-from gregale.storage import Place, place, write_bytes
+from gregale.storage import Place, StoreError, place, write_bytes
 from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
@@ -197,8 +197,9 @@ def joined(
         digest = joint_digest(messages_of_all(outer.digest))
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
-    wanted = {} if saved is not None else expected(start.state.method.psdp)
-    worker = Worker(outer, schedule, server, token, timeouts, host, wanted)
+    worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
+    if saved is None:
+        worker.heir.want()
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -213,12 +214,16 @@ def joined(
         return Sides(outer, follower, folder, seen)
     hands = hands_of(worker, token, config.distributed.timeout_seconds)
     write_bytes(run.path / ADDRESS, server.address.encode())
+    note_stalled(run, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
     held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
-    rules, used = Rules(islands.minimum, lot, islands.start, islands.lockstep), saved["used"] if saved else 0
+    rules, used = (
+        Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
+        saved["used"] if saved else 0,
+    )
     recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
@@ -229,11 +234,18 @@ def joined(
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
         record=recorder,
+        note_stalled=lambda line: note_stalled(run, line),
         stop_asked=lambda: stop.signal_name is not None,
     )
     status.follow(driver)
     driver.start()
     return Sides(outer, driver, folder, seen, recorder)
+
+
+def note_stalled(run: RunDirectory, line: str | None) -> None:
+    """Leaves a note that rounds have stopped for `gregale watch`; without it nothing else is lost."""
+    with suppress(OSError, StoreError):
+        write_bytes(run.stalled, (line or "").encode())
 
 
 def outer_folder(run: RunDirectory) -> Place:
@@ -274,7 +286,9 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
     outer.compile()
     setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
     for index in range(island.schedule.fragments):
-        jax.block_until_ready(island.depart(state.method, outer.theta(index), island.fragment(index)))
+        theta, fragment = outer.theta(index), island.fragment(index)
+        jax.block_until_ready(island.depart(state.method, theta, fragment))
+        jax.block_until_ready(island.norm(state.method, theta, fragment))
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))

@@ -65,8 +65,9 @@ class StatusTracker:
     def status(self) -> dict[str, Any]:
         """The newest figures, with the names of the members."""
         told = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
-        members = list(self._driver.members) if self._driver is not None else []
-        return {**told, **self.figures(), "members": members, **self._values}
+        driver = self._driver
+        members, stalled = (list(driver.members), driver.stalls.line) if driver is not None else ([], None)
+        return {**told, **self.figures(), "members": members, "stalled": stalled, **self._values}
 
     def on_message(self, message: dict) -> dict:
         """Takes a peer's message; raises Refused for one that this version does not know."""

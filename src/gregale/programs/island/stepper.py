@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.communication import shards
-from gregale.islands.guide import Guide
+from gregale.islands.guide import Down, Guide
 from gregale.islands.inner import Inner, on_host, taken_over
 from gregale.islands.orders import Arrive, Finish, Restart, Show, Take
 from gregale.methods.fragments import Fragment
@@ -88,9 +89,11 @@ class IslandStepper:
         return [float(each) for each in jax.device_get(self._seen)]
 
     def _taken_over(self, state: TrainState, inner: Inner | None) -> TrainState:
-        """The state with a peer's inner optimizer, after as many steps as it has made."""
+        """The state with a peer's inner optimizer, after as many steps as it has made; without one its own."""
         if inner is None:
-            return state
+            psdp = state.method.psdp
+            sharded, gathered = without_holes((psdp.sharded, psdp.gathered))
+            return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
         step = jax.make_array_from_callback((), state.step.sharding, lambda _: np.int32(inner.step))
@@ -101,10 +104,10 @@ class IslandStepper:
         theta = self._outer.theta(index, self._guide.side.moment)
         messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
         self._errors = {number: error}
-        weight = self._seen[index]
+        norm = self._island.norm(state.method, theta, self._island.fragment(index))
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
-        down = partial(_down, messages, weight)
+        down = partial(_down, messages, self._seen[index], norm)
         self._guide.departed(number, down, self._guide.used(self.batches))
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
@@ -121,8 +124,19 @@ class IslandStepper:
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 
-def _down(messages: dict[str, jax.Array], weight: jax.Array) -> tuple[Any, float]:
-    return shards.on_host(messages), float(weight)
+def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) -> Down:
+    size = float(norm)
+    return Down(shards.on_host(messages), float(weight), size if math.isfinite(size) else None)
+
+
+@partial(jax.jit, donate_argnums=0)
+def without_holes(optimizer: Tree) -> Tree:
+    """An optimizer's state in which what is not finite is 0: an island that has diverged begins again with it."""
+
+    def finite(array: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(array), array, 0) if jnp.issubdtype(array.dtype, jnp.inexact) else array
+
+    return jax.tree.map(finite, optimizer)
 
 
 @jax.jit

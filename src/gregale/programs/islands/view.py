@@ -121,12 +121,20 @@ def _in_words(name: str, known: Mapping[str, str]) -> str:
 
 
 def changes(before: Mapping[str, Status], now: Mapping[str, Status]) -> list[str]:
-    """Who joined, left or died, by what the islands themselves say of the fleet."""
+    """Who joined, left or died, by what the islands say of the fleet, and that rounds have stopped."""
     known, present = _fleet(before), _fleet(now)
+    said = [
+        f"{name}: {line}" for name, each in now.items() if (line := _stalled(each)) != _stalled(before[name]) and line
+    ]
     if not known or not present:
-        return []
+        return said
     came = [f"{name} is in the fleet" for name in sorted(present - known)]
-    return came + [f"{name} is out of the fleet" for name in sorted(known - present)]
+    return said + came + [f"{name} is out of the fleet" for name in sorted(known - present)]
+
+
+def _stalled(status: Status) -> str:
+    """What an island says while no round is committed."""
+    return str(status.get("stalled") or "")
 
 
 def _fleet(statuses: Mapping[str, Status]) -> set[str]:

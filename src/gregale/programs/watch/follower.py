@@ -17,6 +17,7 @@ from gregale.services.tracking.metrics import EVALUATION, in_unit, metric_of
 
 Entry = Mapping[str, Any]
 
+LONGEST_LINE = 1000
 WINDOW = 200  # lines back from which the speed is taken
 
 
@@ -26,12 +27,14 @@ class Snapshot:
 
     - `starts`: the entries of starts.jsonl
     - `silent_seconds`: since a line was seen to come; None before one was
+    - `stalled`: what an island says while its fleet commits no round; empty while it does
     """
 
     summary: Summary
     figures: Figures
     starts: tuple[Entry, ...] = ()
     silent_seconds: float | None = None
+    stalled: str = ""
 
     @property
     def start(self) -> Entry:
@@ -85,7 +88,8 @@ class Follower:
             self._came = None if self._lines < 0 else self._clock()
             self._lines = figures.lines
         silent = None if self._came is None else self._clock() - self._came
-        now = Snapshot(summary, figures, read_entries(self.run.starts).entries, silent)
+        stalled = stalled_line(self.run) if summary.state is State.RUNNING else ""
+        now = Snapshot(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
         events = [] if self._before is None else happened(self._before, now)
         self._before = now
         return now, events
@@ -102,7 +106,17 @@ def happened(before: Snapshot, now: Snapshot) -> list[str]:
         events.append(f"{name} step {step:,}: {', '.join(words)}")
     if now.summary.state is not before.summary.state:
         events.append(told(now.summary))
+    if now.stalled != before.stalled:
+        events.append(f"{name}: {now.stalled or 'Rounds go on.'}")
     return events
+
+
+def stalled_line(run: RunPlaces) -> str:
+    """What an island says while its fleet commits no round."""
+    try:
+        return run.stalled.read_bytes().decode(errors="replace")[:LONGEST_LINE]
+    except OSError:
+        return ""
 
 
 def evaluations(figures: Figures) -> list[str]:

@@ -45,6 +45,7 @@ def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
         parts.append(bar)
     parts.append(curves(snapshot, console))
     parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in facts(snapshot)]
+    parts += [Text(snapshot.stalled, style="yellow")] if snapshot.stalled else []
     problems = [*snapshot.figures.problems, *([summary.problem] if summary.problem else [])]
     return Group(*parts, *(Text(printable(problem), style="red") for problem in dict.fromkeys(problems)))
 
@@ -117,7 +118,9 @@ def fleet_view(snapshots: Sequence[Snapshot], console: Console) -> RenderableTyp
         columns.remove(column)
     else:
         room = _room_beside(snapshots, columns, console)
-    return _fleet_table(snapshots, columns, max(room, LEAST_CURVE), bars_of(console))
+    table = _fleet_table(snapshots, columns, max(room, LEAST_CURVE), bars_of(console))
+    stalled = [f"{each.summary.name}: {each.stalled}" for each in snapshots if each.stalled]
+    return Group(table, *(Text(line, style="yellow") for line in stalled))
 
 
 def _room_beside(snapshots: Sequence[Snapshot], columns: Sequence[str], console: Console) -> int:
@@ -152,6 +155,7 @@ def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: i
 def plain_line(snapshot: Snapshot) -> str:
     """A run in a line, where there is no terminal."""
     parts = [f"{snapshot.summary.name} {snapshot.summary.state}", progress(snapshot)]
+    parts += [snapshot.stalled] if snapshot.stalled else []
     for name, label in {"loss": "loss ", "eval_loss": "eval loss ", "tokens_per_second": "", "mfu": "MFU "}.items():
         if (value := snapshot.last(name)) is not None:
             parts.append(f"{label}{in_unit(name, value)}")

@@ -1,0 +1,194 @@
+"""When an island is told to hand over a message, to mix a round in, and to wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.islands.orders import Arrive, Pace, Restart, Take
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.handover import Handover
+from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.methods.schedule import Schedule
+
+
+class Side(TrainerSide):
+    """With a handover of its own, and the time of the test."""
+
+    def __init__(self, delay: int = 2, lockstep: bool = False, patience_seconds: float = 1e9):
+        self.handover, self.now = Handover(), 0.0
+        pace = Pace(Schedule(10, 2, delay, 4), 100, lockstep, patience_seconds)  # rounds every 5 steps
+        super().__init__(pace, self.handover)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.stepped()
+
+    def says_due(self, number: int, starved: bool = False) -> bool:
+        said = []
+
+        def say() -> None:
+            said.append(number)
+            if self.handover.sent:
+                self.handover.old = True
+            self.handover.own = True
+
+        self.message(number, self.now, say, starved, starved)
+        return bool(said)
+
+    def take(self, number: int, is_last: bool = False) -> Take | None:
+        return self.message(number, self.now, lambda: None, is_last, False)
+
+    def sends(self, number: int, weight: float | None = 1.0) -> None:
+        self.handover.want()
+        self.departed(number, number, self.now)
+        if weight is not None:
+            self.handover.arrive(m.Snapshot(number, weight, 0))
+
+    def commits(self, number: int, weight: float = 1.0) -> None:
+        self.handover.forget()
+        self.decided(Arrive(number, weight), self.now)
+
+
+@pytest.fixture
+def side():
+    return Side()
+
+
+def test_a_round_is_due_once_after_its_steps(side):
+    side.steps(4)
+    assert not side.says_due(0)
+    side.stepped()
+    assert side.says_due(0)
+    assert not side.says_due(0)
+
+
+@pytest.mark.parametrize(("weight", "steps"), [(0.0, 5), (1.0, 5 + 2)])
+def test_it_is_due_again_as_many_steps_and_tau_after_its_message(side, weight, steps):
+    side.sends(0, weight)
+    side.steps(steps - 1)
+    assert not side.says_due(0)
+    side.stepped()
+    assert side.says_due(0)
+    assert side.handover.old
+    assert not side.says_due(0)
+
+
+def test_in_lockstep_no_message_is_replaced_by_one_of_more_steps():
+    side = Side(delay=5, lockstep=True)
+    side.sends(0)
+    side.steps(20)
+    assert not side.says_due(0)
+
+
+def test_one_without_data_is_due_once(side):
+    assert side.says_due(0, starved=True)
+    side.sends(0, weight=0.0)
+    assert not side.says_due(0, starved=True)
+
+
+def test_nothing_is_mixed_in_before_tau_steps(side):
+    side.sends(0)
+    side.commits(0)
+    side.stepped()
+    assert side.arrival(is_last=False) is None
+    assert not side.must_wait(1, 0.0)  # it may make the step that is missing
+    side.stepped()
+    assert side.arrival(is_last=False) == Arrive(0, 1.0)
+    assert side.all_arrived()
+
+
+def test_no_message_departs_before_the_round_before_it_is_mixed_in(side):
+    """The message of round 2 is of the fragment of round 0, whose tokens count until it is mixed in."""
+    side.sends(0)
+    side.commits(0)
+    side.handover.want()
+    assert side.arrival(is_last=False) is None
+    assert side.take(1) is None
+    side.steps(2)
+    assert side.take(1) is None
+    assert side.arrival(is_last=False) == Arrive(0, 1.0)
+    assert side.take(1) == Take(1)
+
+
+def test_who_leaves_makes_no_more_steps_so_nothing_is_early(side):
+    side.commits(0)
+    assert side.arrival(is_last=True) == Arrive(0, 1.0)
+
+
+def test_in_lockstep_it_waits_tau_steps_after_its_message_also_for_a_decision_that_came_early():
+    side = Side(lockstep=True)
+    side.sends(0)
+    side.steps(1)
+    assert not side.must_wait(0, 0.0)
+    side.stepped()
+    assert side.must_wait(0, 0.0)
+    side.commits(0)
+    assert side.arrival(is_last=False) == Arrive(0, 1.0)
+    assert not side.must_wait(1, 0.0)
+
+
+def test_in_lockstep_one_without_data_hands_over_what_it_has():
+    side = Side(lockstep=True)
+    side.handover.want()
+    assert side.take(0) is None
+    assert side.take(0, is_last=True) == Take(0)
+
+
+def test_without_delay_it_waits_at_once_but_not_for_a_round_to_which_it_contributes_nothing():
+    side = Side(delay=0)
+    assert not side.must_wait(0, 0.0)
+    side.sends(0, weight=None)
+    assert side.must_wait(0, 0.0)
+    side.sends(0, weight=1.0)
+    assert side.must_wait(0, 0.0)
+    side.sends(0, weight=0.0)
+    assert not side.must_wait(0, 0.0)
+
+
+@pytest.mark.parametrize("patience", [1e9, 0.0])
+def test_a_network_that_is_slower_than_the_steps_is_waited_for_but_not_for_ever(patience):
+    side = Side(patience_seconds=patience)
+    side.sends(0)
+    side.steps(4)
+    assert not side.must_wait(0, 0.0)
+    side.stepped()
+    assert side.must_wait(0, 0.0) == (patience > 0)
+
+
+def test_a_round_that_takes_twice_the_usual_time_is_waited_for_no_longer():
+    """Somebody is missing: while that is found out, the island trains on."""
+    side = Side(delay=1)
+    for number, seconds in enumerate([1.0, 1.0, 9.0]):
+        side.sends(number)
+        side.now += seconds
+        side.commits(number)
+        side.stepped()
+        assert side.arrival(is_last=False) is not None
+    side.sends(3)
+    side.steps(5)
+    assert side.must_wait(3, side.now + 1.9)
+    assert not side.must_wait(3, side.now + 2.1)
+
+
+def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wanted(side):
+    side.handover.want()
+    assert side.take(0) == Take(0)
+    side.commits(0, 0.0)
+    side.handover.want()
+    side.departed(0, 1, 0.0)
+    side.steps(2)
+    assert side.arrival(is_last=False) == Arrive(0, 0.0)
+    assert side.take(1) == Take(1)
+
+
+def test_a_peers_state_replaces_what_had_not_arrived_and_steps_count_from_it(side):
+    side.steps(5)
+    side.commits(0)
+    side.decided(Restart(7), 0.0)
+    assert side.arrival(is_last=False) == Restart(7)
+    assert side.all_arrived()
+    assert not side.says_due(7)
+
+
+def test_before_the_start_it_waits(side):
+    assert side.must_wait(-1, 0.0)
