@@ -48,6 +48,7 @@ class Driver:
     - `record(values)`: a finished round, for rounds.jsonl
     - `note_stalled(line)`: rounds have stopped, and why (None: they go on), for whoever watches the run
     - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
+    - `steps`: `undecided_steps` of the checkpoint that it goes on from
     """
 
     member: Member
@@ -60,12 +61,13 @@ class Driver:
     record: Callable[[dict[str, Any]], None]
     note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
+    steps: int = 0
     seconds: Seconds = field(default_factory=Seconds)
 
     def __post_init__(self):
         self._lock = RLock()
         self._changed = Condition(self._lock)
-        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic())
+        self._trainer = TrainerSide(self.pace, self.member.handover, time.monotonic(), self.steps)
         self.stalls = Stalls(self.member, self._trainer, self._tell_stalled)
         self._refused: str | None = None
         self._failure: BaseException | None = None
@@ -145,6 +147,12 @@ class Driver:
     def holder(self) -> str:
         """Whose leases they are."""
         return self.leases.holder
+
+    @property
+    def undecided_steps(self) -> int:
+        """Steps that no round in the parameters has in it."""
+        with self._lock:
+            return self._trainer.undecided_steps
 
     def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits until it is on the host."""
@@ -296,6 +304,7 @@ class Driver:
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Tells the user, and whoever watches, that rounds have stopped and why, or that they go on."""
         self.report(text, stalled)
+        self.coordinator.report(self.round, text if stalled else None)
         self._telling.soon(lambda: self.note_stalled(text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
@@ -305,6 +314,7 @@ class Driver:
 
     def _take_over(self, outer: Outer) -> None:
         self.outer = outer
+        self.coordinator.report(outer.round, self.stalls.line)
         self.leases.update(outer.ledger, self.member.holder)
 
     # What runs in threads.

@@ -70,6 +70,9 @@ class Follower:
     def stepped(self) -> None:
         """Host 0 counts."""
 
+    undecided_steps = 0
+    """Host 0 counts, and saves."""
+
     def used(self, batches: int) -> int:
         """Host 0 knows, and tells the fleet."""
         del batches

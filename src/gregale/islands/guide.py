@@ -36,6 +36,11 @@ class Guide(Protocol):
         """Whose leases the batches are of."""
         ...
 
+    @property
+    def undecided_steps(self) -> int:
+        """Steps that no round in the parameters has in it; of host 0, which saves them."""
+        ...
+
     def order(self, starved: bool = False) -> Order | None:
         """What to do before the next step; None: take it."""
         ...

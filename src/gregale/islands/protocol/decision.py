@@ -130,7 +130,7 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
         plan=Begin(
             generation=Generation(1, fingerprint(view)),
             voters=len(right),
-            reports=tuple(Report(h.name, h.holder, h.used) for h in right),
+            reports=tuple(_report(h) for h in right),
         ),
         top=right[0],
         current=frozenset(header.identity for header in right),
@@ -138,6 +138,10 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
         refused=refused,
         differ=frozenset(header.identity for header in headers if header.digest != digest),
     )
+
+
+def _report(header: Header, leaving: bool = False) -> Report:
+    return Report(header.name, header.holder, header.used, leaving, header.batch)
 
 
 def _too_few(headers: Sequence[Header], needed: int) -> Wait:
@@ -220,7 +224,7 @@ def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
         settle=Settle(best.key, best.digest) if best else None,
         waited=not witness,
         reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
-        reports=tuple(Report(each.name, each.holder, each.used) for each in there),
+        reports=tuple(_report(each) for each in there),
     )
 
 
@@ -245,7 +249,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
         weights=weights,
         electors=tuple(header.identity for header in group if header.voter),
         voters=sum(not header.leaving for header in group),
-        reports=tuple(Report(h.name, h.holder, h.used, h.leaving and h.identity in inside) for h in headers),
+        reports=tuple(_report(h, h.leaving and h.identity in inside) for h in headers),
         leaving=frozenset(header.identity for header in group if header.leaving),
         size=outliers.median(counted.values()),
         left_out=left_out,
@@ -267,7 +271,7 @@ def _part(view: View, current: list[Header], members: Iterable[Header], reason: 
         settle=None,
         waited=False,
         reason=reason,
-        reports=tuple(Report(each.name, each.holder, each.used) for each in current),
+        reports=tuple(_report(each) for each in current),
     )
 
 

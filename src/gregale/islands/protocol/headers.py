@@ -110,6 +110,7 @@ class Header:
     asked               counts the asks of this session
     agreement, version  what must be the same everywhere: settings and text (`services.agreement`), version
     hosts               addresses of the servers of the island's hosts, leader first
+    batch               examples of a batch, by which its data is leased
     round, generation   of its outer state; NO_ROUND: has none but the one of the common seed
     digest, last        of its outer state: `Outer.fingerprint` and the key that made it
     voter, voters       whether it took part in the reduce of its round, and how many did
@@ -158,6 +159,7 @@ class Header:
     fresh: bool = False
     again: bool = False
     leaving: bool = False
+    batch: int = 1
     holder: str = ""
     used: int = 0
     step_seconds: float = 0.0
@@ -207,7 +209,7 @@ _OUTER: dict[str, Any] = {
     "sizes": list,
 }
 _STRINGS = ("name", "session", "agreement", "version", "digest", "last", "holder")
-_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used")
+_NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used", "batch")
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),

@@ -5,7 +5,7 @@ ledger hands out intervals of them. It is part of the agreed outer state: `advan
 and of the headers in the view that began the round, so all members compute the same one, and joiners and checkpoints
 get it with the state. No number is ever leased twice:
 
-- a lease is topped up when fewer than `low` of its examples are left: what was handed back goes first, then `next`;
+- a lease is topped up when fewer than `low` of its batches are left: what was handed back goes first, then `next`;
 - a clean leaver hands back what it has not used;
 - the rest of a dead island's lease is never handed out again (it may be alive and cut off, and go on using it);
   once the island is back with another session, the rest is counted as `skipped`.
@@ -29,19 +29,24 @@ def digest_of(*parts: object) -> str:
 
 
 class Lot(NamedTuple):
-    """How much is handed out: leases of `size` examples when fewer than `low` are left."""
+    """How much is handed out: leases of `size` batches when fewer than `low` are left."""
 
     size: int = 4096
     low: int = 2048
 
 
 class Report(NamedTuple):
-    """What a member in a view says of its data; a `leaving` one hands back what it has not used."""
+    """What a member in a view says of its data.
+
+    - `leaving`: it hands back what it has not used
+    - `batch`: examples of one of its batches; islands may have batches of different sizes
+    """
 
     name: str
     holder: str
     used: int
     leaving: bool = False
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +153,8 @@ def advance(ledger: Ledger, reports: Iterable[Report], lot: Lot) -> Ledger:
         if report.leaving:
             store.free.extend(lease.spans)
             continue
-        if lease.left() < lot.low:
-            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lot.size))))
+        if lease.left() < lot.low * report.batch:
+            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lot.size * report.batch))))
         leases[report.name] = lease
     free = _joined(sorted(store.free))
     return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped)

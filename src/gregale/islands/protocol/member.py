@@ -309,8 +309,7 @@ class Member(Standing):
                 self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted, self._healing_since = True, top, self._now
             self._sources = decision.sources
-            ends = isinstance(decision.plan, Form | Settle)
-            self._do(m.Heal(decision.sources, top.generation, top.round, top.digest, ends))
+            self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:
         """The same state in another generation; the round that is due stays so."""

@@ -193,15 +193,12 @@ class Heal:
     """Fetch the outer state from any of `sources`: this one or a newer one of theirs. Answer `Healed` or `HealFailed`.
 
     `digest` is its fingerprint (`Outer.fingerprint`). One heals at a time: a new `Heal` comes after the answer only.
-    `ends`: the sources are about to commit the next round. Wait for that, as long as a reduce may take: who heals
-    faster than the others reduce would always be a round behind.
     """
 
     sources: tuple[Peer, ...]
     generation: Generation
     round: int
     digest: str
-    ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,17 @@ from gregale.islands.protocol.settings import Rules, Timing
 
 @dataclass(frozen=True)
 class Identity:
-    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses."""
+    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses.
+
+    - `batch`: examples of a batch
+    """
 
     name: str
     session: str
     agreement: str
     version: str
     hosts: tuple[str, ...]
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Standing:
             agreement=who.agreement,
             version=who.version,
             hosts=who.hosts,
+            batch=who.batch,
             round=outer.round,
             generation=outer.generation,
             digest=outer.fingerprint(),

@@ -19,12 +19,14 @@ class TrainerSide:
 
     - `pace`: when rounds are due and what is waited for
     - `handover`: the member's record of the message of the round under way
+    - `steps`: `undecided_steps` of a checkpoint
     """
 
-    def __init__(self, pace: Pace, handover: Handover, now: float = 0.0):
+    def __init__(self, pace: Pace, handover: Handover, now: float = 0.0, steps: int = 0):
         self._pace, self._handover = pace, handover
         self._arrivals: deque[Arrive | Restart] = deque()
-        self._since = 0  # steps since the last message, or since the state was replaced
+        self._since = steps  # since the last message, or since the state was replaced
+        self._before = 0  # steps of the message that is under way
         self._begun: float | None = None  # when the round under way was said to be due, or had its message
         self._patience = Patience(pace.patience_seconds)
         self._steps, self._stepped_at = 0, now  # since the time of a step was last told
@@ -40,6 +42,11 @@ class TrainerSide:
         self._steps, self._stepped_at = 0, now
         return took
 
+    @property
+    def undecided_steps(self) -> int:
+        """Steps that no round in the parameters has in it: a checkpoint has them, so that a restart changes nothing."""
+        return self._before + self._since
+
     def progress(self, number: int) -> tuple[int, int]:
         """Steps made towards round `number`, and steps after which it is due."""
         return self._since, self._pace.interval(number)
@@ -49,7 +56,7 @@ class TrainerSide:
 
         Returns the message's number; `Handover.count` is another one once it is of no use any more.
         """
-        self._since = 0
+        self._before, self._since = self.undecided_steps, 0
         if number != current:
             return 0
         self._begin(now)
@@ -71,7 +78,7 @@ class TrainerSide:
         early = isinstance(self._arrivals[0], Arrive) and self._since < self._pace.schedule.delay
         if early and not is_last:
             return None
-        found = self._arrivals.popleft()
+        found, self._before = self._arrivals.popleft(), 0
         if isinstance(found, Restart):
             self._since = 0
         return found

@@ -329,7 +329,7 @@ class World(Clock):
             decision = decide(view, rules)
             self.decided = (view, decision)
             plan = decision.plan
-            if isinstance(plan, Form) and (sound := [n for n in plan.left_out if not self.nodes[n].has_diverged]):
+            if isinstance(plan, Form) and (sound := self._sound(plan)):
                 raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
             if isinstance(plan, Turn) and decision.top:
                 self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
@@ -337,6 +337,11 @@ class World(Clock):
                 living = any(node.alive and self._has_state(node) for node in self.nodes.values())
                 self.invariants.begin(plan.generation, living)
         return self.decided[1]
+
+    def _sound(self, plan: Form) -> list[str]:
+        """Members whose message is left out, and that have not diverged, as far as their process lives."""
+        left_out = {member.identity for member in plan.members if member.name in plan.left_out}
+        return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]
 
     def _has_state(self, node: Node) -> bool:
         """Whether a process has a fleet's state, or will have it when it goes on."""

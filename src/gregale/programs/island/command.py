@@ -217,8 +217,8 @@ def joined(
     note_stalled(run, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
-    identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses)
-    held = (islands.lease_steps or LEASE_PERIODS * schedule.period) * config.batch.size  # at least half of it always
+    identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
+    held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
     lot = Lot(size=held, low=-(-held // 2))
     rules, used = (
         Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
@@ -236,6 +236,7 @@ def joined(
         record=recorder,
         note_stalled=lambda line: note_stalled(run, line),
         stop_asked=lambda: stop.signal_name is not None,
+        steps=saved.get("steps", 0) if saved else 0,
     )
     status.follow(driver)
     driver.start()

@@ -142,6 +142,7 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
+                "steps": guide.undecided_steps,
                 "holder": guide.holder,
                 "used": guide.used(stepper.batches),
                 "complete": self.complete,
