@@ -98,7 +98,7 @@ def make(folder: Path, layers: int) -> None:
         names |= {LAYER.format(layer=number) + name: axes for name, axes in layer.items()}
     names["model.norm.weight"] = "embed"
     shapes = {name: tuple(sizes[axis] for axis in axes.split(", ")) for name, axes in names.items()}
-    plan = plan_file(folder / "model.safetensors", shapes, np.dtype(ml_dtypes.bfloat16))
+    plan = plan_file(folder / "model.safetensors", shapes, dict.fromkeys(shapes, np.dtype(ml_dtypes.bfloat16)))
     plan.make()
     generator = np.random.default_rng(0)
     for tensor in plan.tensors.values():

@@ -8,6 +8,8 @@
 # Of the words, @address becomes this host's own address.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=infra/carry.sh
+. infra/carry.sh
 
 prepare() {
   local attempt
@@ -33,23 +35,14 @@ start() {
   fi
   local words=("$@")
   [[ $* != *@address* ]] || words=("${@//@address/$(hostname -I | cut -d' ' -f1)}")
-  setsid nohup bash infra/host.sh carry "${words[@]}" >>train.log 2>&1 </dev/null &
-}
-
-carry() {
-  local code=0
-  .venv/bin/gregale "$@" &
-  echo $! >train.pid
-  wait $! || code=$?
-  echo "$code" >train.code.new
-  mv train.code.new train.code
+  setsid nohup bash infra/host.sh carry train : .venv/bin/gregale "${words[@]}" >>train.log 2>&1 </dev/null &
 }
 
 is_running() { ! flock --nonblock train.lock true; }
 
 state() {
-  local found=idle code="" checkpoint
-  [[ ! -f train.code ]] || code=$(<train.code)
+  local found=idle code checkpoint
+  code=$(noted_code train)
   if is_running; then
     found=running
   elif [[ ! -f train.installed ]]; then

@@ -7,9 +7,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry_run=no
 # shellcheck source=infra/common.sh
 . "$root/infra/common.sh"
+# shellcheck source=infra/carry.sh
+. "$root/infra/carry.sh"
 
 readonly QUESTION=60 # limit in seconds of a question to Slurm
 readonly MOST_TRIES=5
+readonly AGAIN=75          # exit code of a training that the same command may complete
+readonly EARLY_SECONDS=300 # after which a job does not start its training again
 
 usage() {
   cat <<'TEXT'
@@ -72,7 +76,7 @@ queue() { ask "$QUESTION" squeue --noheader "--user=$(id -un)" "--name=$name" "-
 sbatch_script() { ask "$QUESTION" sbatch --parsable "--chdir=$root" "$@" "$folder/job.sh"; }
 
 job_script() {
-  local words=(bash "$root/infra/slurm.sh" job --name "$name" --attempts "$attempts")
+  local words=(bash "$root/infra/slurm.sh" job --name "$name" --nodes "$nodes" --gpus "$gpus" --attempts "$attempts")
   [[ -z $environment ]] || words+=(--environment "$environment")
   words+=(-- .venv/bin/gregale train "$config" --distributed.coordinator auto "${overrides[@]}")
   echo "#!/usr/bin/env bash"
@@ -135,9 +139,37 @@ job() {
   count_attempts
   submit_heir || say "the successor is not submitted yet; that is tried again"
   trap 'interrupted=yes' TERM # Slurm sends it to the training too
+  take_turn
   train "$@" || code=$?
-  conclude "$code"
-  return "$code"
+  outcome=$code
+  judge
+  rm -rf "$turn"
+  conclude "$outcome"
+  return "$outcome"
+}
+
+# From here on this job alone trains. Processes that earlier jobs have left end when they find their folder gone.
+take_turn() {
+  turn=$folder/turns/$id.$(date +%s)
+  rm -rf "$folder"/turns/*
+  mkdir -p "$turn"
+}
+
+# Sets `outcome`, which is srun's exit code, to what the processes themselves have noted: srun ends with 0 also when
+# slurmd of its node dies.
+judge() {
+  local task noted complete=0 processes=$((nodes * gpus))
+  for ((task = 0; task < processes; task++)); do
+    noted=$(noted_code "$turn/$task")
+    [[ $noted != 2 ]] || { outcome=2 && return; }
+    [[ $noted != 0 ]] || complete=$((complete + 1))
+  done
+  if ((complete == processes)); then
+    outcome=0
+  elif ((outcome == 0)); then
+    outcome=$AGAIN
+    say "srun ended with 0, but $complete of $processes processes have noted that the run is complete; the run goes on"
+  fi
 }
 
 # Jobs in a row that began with the same newest checkpoint as the one before; ends when there were enough.
@@ -175,27 +207,33 @@ drop_heir() {
 }
 
 train() {
-  local code
+  local code try
   if [[ -n $environment ]]; then
     set -a
     # shellcheck source=/dev/null
     . "$environment"
     set +a
   fi
-  [[ $asked_to_save == no ]] || return 143
-  # A process that has saved and ended must not end those that still save; the processes watch one another.
-  srun --kill-on-bad-exit=0 "$@" &
-  step=$!
-  [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
-  while true; do
-    interrupted=no code=0
-    wait "$step" || code=$?
-    [[ $interrupted == yes ]] || return "$code"
+  for ((try = 1; ; try++)); do
+    [[ $asked_to_save == no ]] || return 143
+    code=0
+    run_step "$@" || code=$?
+    ((code == AGAIN && try < MOST_TRIES && SECONDS < EARLY_SECONDS)) || return "$code"
+    say "the training could not begin; processes of an earlier job may still be saving. It is started again soon"
+    pause "$POLL_SECONDS"
   done
 }
 
-# SIGTERM to all processes of the training. Not to srun, which would kill them. (bash 5.2 ends the script where a trap
-# that interrupts `wait` executes `return`, so there is none here.)
+run_step() {
+  rm -f "$turn"/*
+  # A process that has saved and ended must not end those that still save; the processes watch one another.
+  srun --kill-on-bad-exit=0 bash "$root/infra/slurm_task.sh" "$turn" "$@" &
+  step=$!
+  [[ $asked_to_save == no || $told == yes ]] || tell_to_save # by a signal that came before there was a number
+  wait_out "$step"
+}
+
+# SIGTERM to all processes of the training. Not to srun, which would kill them.
 save() {
   interrupted=yes asked_to_save=yes
   [[ -z $step || $told == yes ]] || tell_to_save

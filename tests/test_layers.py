@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "files", "streams", "storage", "axes"},
+    {"errors", "settings", "files", "streams", "terminal", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication", "huggingface"},
     {"methods"},
@@ -58,6 +58,25 @@ def test_an_upward_import_is_found():
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_modules_stay_small(path):
     assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
+
+
+def prints(tree: ast.AST) -> list[int]:
+    """Lines that print what is no JSON, or make a console of Rich's own."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            first = ast.unparse(node.args[0]) if node.args else ""
+            found += [] if first.startswith("json.dumps(") else [node.lineno]
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.console":
+            found += [node.lineno] * any(alias.name == "Console" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_text_reaches_terminals_through_streams_and_terminal_alone(path):
+    """Names in it may have characters that a terminal acts upon: `say` and `gregale.terminal.Console` show them."""
+    if str(path.relative_to(SOURCE)) not in ("streams.py", "cli/__init__.py", "islands/simulator/__main__.py"):
+        assert prints(ast.parse(path.read_text())) == []
 
 
 def asked_kinds(tree: ast.AST) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable, say
 
 # Standard output leads to a pipe without a reader, to a full disk, or to a file that may not grow.
 PROGRAM = """
@@ -38,6 +38,26 @@ def test_a_process_goes_on_and_ends_well(where):
     )
     os.close(stdout)
     assert (done.returncode, done.stderr) == (0, "still here\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain [/bold] ü 日本 \u3000 \xa0", "plain [/bold] ü 日本 \u3000 \xa0"),
+        ("a\x1b]0;b\x07\r\n\t", "a\\x1b]0;b\\x07\\r\\n\\t"),
+        ("\x7f\x9b31m\u2028\u2029", "\\x7f\\x9b31m\\u2028\\u2029"),
+        ("\u202eexe.txt\u2066\u200f\ufeff", "\\u202eexe.txt\\u2066\\u200f\\ufeff"),
+        ("\udcff \U000e0041", "\\udcff \\U000e0041"),
+        ("👩\u200d💻", "👩\u200d💻"),
+    ],
+)
+def test_what_a_terminal_would_act_upon_is_shown_by_its_escape(text, shown):
+    assert printable(text) == shown
+
+
+def test_a_line_that_is_said_is_one_line(capsys):
+    say("a name\nof two\x1b[1A lines")
+    assert capsys.readouterr().out == "a name\\nof two\\x1b[1A lines\n"
 
 
 def test_everything_else_is_the_streams_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,8 +14,16 @@ class UserError(ValueError):
     """A mistake in a user's configuration, data or command.
 
     The message is one clear paragraph: the key or the file, what was found, the arithmetic where there is any, and
-    what would work. The command line prints it without a traceback and exits with code 2.
+    what would work. The command line prints it without a traceback and exits with `exit_code`.
     """
+
+    exit_code = 2
+
+
+class Busy(UserError):
+    """Another process holds what a command needs. It may give it back, so that the same command works later."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 class KeyedError(UserError):

@@ -217,9 +217,11 @@ def holder_of(file: IO[str]) -> Holder | None:
         return None
 
 
-def sign(file: IO[str]) -> None:
+def sign(file: IO[str]) -> Holder:
     """Writes this process's name into a lock that it holds; a full disk is no reason not to hold it."""
+    mine = Holder.this_process()
     with suppress(OSError):
         file.truncate(0)
-        file.write(json.dumps(asdict(Holder.this_process())))
+        file.write(json.dumps(asdict(mine)))
         file.flush()
+    return mine

@@ -22,6 +22,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from gregale.errors import KeyedError
+from gregale.streams import printable
 
 # Numbers end as int32 and float32 on the device, where less than the smallest normal float is 0.
 LARGEST_WHOLE = 2**31 - 1
@@ -123,8 +124,19 @@ def check(settings: Any) -> None:
                 raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
 
 
+def check_name(key: str, name: str) -> None:
+    """Raises `KeyedError` for a name that cannot be shown in a terminal or given on a command line as it is."""
+    if name.startswith("-"):
+        raise KeyedError(key, f"is {shown(name)}", "; what begins with '-' is an option to every command.")
+    if printable(name) != name:
+        wrong = next(each for each in name if printable(each) != each)
+        raise KeyedError(key, f"is {shown(name)}", f"; the character U+{ord(wrong):04X} in it controls terminals.")
+
+
 def check_path(key: str, path: str) -> None:
     """Raises `KeyedError` for what the system takes for no path at all."""
+    if not path:
+        raise KeyedError(key, "is empty", "; give a folder or a file, `.` is the folder that you are in.")
     if "\0" in path:
         raise KeyedError(key, f"is {shown(path)}", ": no path has a character of code 0.")
 

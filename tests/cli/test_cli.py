@@ -161,6 +161,11 @@ def test_a_mistake_is_one_paragraph_and_exit_code_2(calls, config, capsys, argum
     assert not calls
 
 
+def test_an_error_is_one_line_whatever_names_are_in_it(capsys):
+    assert main(["\x1b[2J\ngregale: all is well"]) == 2
+    assert capsys.readouterr().err.startswith("gregale: error: there is no command `\\x1b[2J\\ngregale: all is well`.")
+
+
 def test_an_interrupt_ends_with_130_and_other_errors_pass(calls, capsys):
     calls.error = KeyboardInterrupt()
     assert calls.main("fail") == 130

@@ -134,7 +134,10 @@ STAGES = ["--mesh.replica", "1", "--mesh.stage", "2", "--model.layers", "4", "--
         ),
         ([*STAGES, "--compute.gather", "per_step"], ["compute.gather is per_step", "pipeline.gather once"]),
         ([*STAGES, "--pipeline.remat", "all"], ["pipeline.remat is 'all'", "full, context, attention"]),
-        (["--mesh.replica", "-1", "--mesh.data", "-1"], ["more than one -1"]),
+        (
+            ["--mesh.replica", "-1", "--mesh.data", "-1"],
+            ["mesh.data is -1 (on the command line), and so is mesh.replica"],
+        ),
         (["--mesh.replica", "0"], ["mesh.replica is 0"]),
         (["--optimizer.schedule.warmup", "12"], ["optimizer.schedule.warmup is 12", "takes only 12", "Less than 12"]),
         (["--optimizer.learning_rate", "-1"], ["optimizer.learning_rate is -1", "at least 0"]),

@@ -254,8 +254,7 @@ def test_skipped_documents_are_told_of_whenever_the_store_is_opened(config, tmp_
     source = dataclasses.replace(config.sources["books"], on_bad_document="skip")
     config = dataclasses.replace(config, sources={"books": source}, tokenizer=tokenizer)
     first = prepare(config, 16, 0)
-    (note,) = first.notes
-    assert [line.partition(": 0x")[0] for line in note.splitlines()] == [
+    assert [line.partition(": 0x")[0] for line in first.notes] == [
         "data.sources.books:",
         "  2 bad document(s) skipped:",
         f"  {tmp_path}/texts/30.txt, byte 3",

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from gregale.data.special import taken_as_text
 from gregale.data.tokenizers import (
     BpeConfig,
     BytesConfig,
@@ -88,6 +89,20 @@ def test_the_name_of_a_special_token_in_a_document_is_text():
     ids = BPE.encode("a<|end_of_document|>b")
     assert BPE.end_of_document not in ids
     assert BPE.decode(ids) == "a<|end_of_document|>b"
+
+
+def test_names_of_special_tokens_are_the_tokens_in_prompts_that_ask_for_it():
+    text = "a<|end_of_document|>b"
+    parsing = BPE.parsing_special()
+    library = tokenizers.Tokenizer.from_str(json.dumps(BPE.to_json()["library"]))
+    assert parsing.encode(text).tolist() == library.encode(text).ids
+    assert parsing.encode(text).tolist().count(BPE.end_of_document) == 1
+    assert BPE.end_of_document not in BPE.encode(text)
+    said = taken_as_text([text, "b"], BPE, "prompts")
+    assert said.startswith("Names of special tokens are plain text in 1 of 2 prompts, as in documents: <|end_of_doc")
+    assert not taken_as_text([text], parsing, "prompts")
+    assert not taken_as_text(["<|end_of_documen|>"], BPE, "prompts")
+    assert not taken_as_text([text], BytesTokenizer(), "prompts")
 
 
 @EVERY

@@ -74,6 +74,10 @@ LLAMA = {**SIZES, "model_type": "llama"}
             "is damaged: .*rotary scaling.*'original_max_position_embeddings'",
         ),
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 2.0},
+            "attn_logit_softcapping is 2.0. transformers ignores it in a gemma3_text",
+        ),
     ],
 )
 def test_what_cannot_be_said_is_refused_with_its_key(changes, words):
@@ -108,5 +112,8 @@ def test_a_model_goes_out_as_a_family_that_can_be_it():
     assert family_that_has(replace(plain, hidden=100, heads=3, head_size=32), "llama").model_type == "mistral"
     for name, family in FAMILIES.items():
         assert family_that_has(family.config(**family.block), name) == family
+    gemma3 = FAMILIES["gemma3_text"]
+    with pytest.raises(UserError, match=r"gemma3_text not model.score_softcap 2.0;"):
+        family_that_has(gemma3.config(**gemma3.block, score_softcap=2.0), "gemma3_text")
     with pytest.raises(UserError, match=r"llama not model.qk_norm True, model.attention_bias True; mistral not"):
         family_that_has(replace(plain, qk_norm=True, attention_bias=True))

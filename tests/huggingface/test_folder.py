@@ -44,9 +44,9 @@ def test_what_is_no_model_in_safetensors_is_told(tmp_path, files, words):
     ("weight_map", "words"),
     [
         ({"a": "1.safetensors", "b": "2.safetensors"}, "has a twice, in 1.safetensors and in 2.safetensors"),
-        ({"a": "../1.safetensors"}, "has no weight_map from tensors to files beside it"),
-        ({"a": "/etc/passwd"}, "has no weight_map from tensors to files beside it"),
-        ({"a": ".."}, "lacks .., which"),
+        ({"a": "../1.safetensors"}, "names the file '../1.safetensors', which does not lie beside it"),
+        ({"a": "/etc/passwd"}, "names the file '/etc/passwd', which does not lie beside it"),
+        ({"a": ".."}, "names the file '..', which does not lie beside it"),
         ({"a": ["1.safetensors"]}, "has no weight_map from tensors to files beside it"),
     ],
 )

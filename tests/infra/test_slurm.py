@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +16,8 @@ import pytest
 from tests.infra.stand_ins import HANG, ROOT, StandIns
 
 CONFIG = "config/llama_124m_gpu.yaml"
-SUBMIT = ("submit", "--name", "llama", "--config", CONFIG, "--nodes", "2", "--time", "04:00:00", "--partition", "gpu")
+SUBMIT = ("submit", "--name", "llama", "--config", CONFIG, "--nodes", "2", "--gpus", "1", "--time", "04:00:00")
+TASKS = 2
 SLEEP = shutil.which("sleep")
 
 # `queue` has the pending jobs, `next` the number of the next one. `sbatch_part` may say LOSE (the job is taken and the
@@ -28,15 +30,32 @@ next=$(($(cat next 2>/dev/null || echo 100) + 1)); echo $next | tee next >>queue
 [[ $part != LOSE ]] || {{ {HANG}; }}
 echo "$next;cluster"
 """
-SCANCEL = 'case " $* " in *" --signal=TERM "*) kill -TERM $(<training) ;; *) sed -i "/^$1$/d" queue ;; esac'
-# The training: says what it does, and ends with a code of its own, or waits for SIGTERM.
+SCANCEL = 'case " $* " in *" --signal=TERM "*) kill -TERM $(<tasks) ;; *) sed -i "/^$1$/d" queue ;; esac'
+# Starts the tasks and ends with the highest of their codes; or with that in `srun_code`, as when slurmd dies.
 SRUN = f"""
-echo $$ >training
+play=$PWD && cd - >/dev/null
+head -n 1 $play/begin >$play/try
+[[ $(wc -l <$play/begin) == 1 ]] || sed -i 1d $play/begin
+export PLAY=$play SLURM_PROCID
+for ((SLURM_PROCID = 0; SLURM_PROCID < {TASKS}; SLURM_PROCID++)); do
+  "${{@:2}}" & tasks+=($!)
+done
+echo "${{tasks[*]}}" >$play/tasks
+for task in "${{tasks[@]}}"; do wait $task || {{ last=$?; ((last < code)) || code=$last; }}; done
+exit $(cat $play/srun_code 2>/dev/null || echo ${{code:-0}})
+"""
+# The training: says what it does, and ends with a code of its own; or waits for SIGTERM, or is lost with its host.
+TRAINING = f"""#!/bin/bash
+((SLURM_PROCID)) && exec >/dev/null
 trap 'kill $!; echo "The checkpoint of step 30 is saved."; exit 143' TERM
-read -r code step <begin
+read -r code step <"$PLAY/try"
 [[ -z $step ]] || echo "The checkpoint of step $step is saved."
-if [[ $code == wait ]]; then {SLEEP} 60 >/dev/null & wait; fi
-exit $code
+echo $$ >>"$PLAY/training"
+case $code in
+  wait) {SLEEP} 60 >/dev/null & wait ;;
+  lost) kill -KILL $PPID $$ ;;
+  *) exit $code ;;
+esac
 """
 
 
@@ -48,6 +67,10 @@ def slurm(stand_ins) -> StandIns:
     (tree / "config").mkdir(parents=True)
     shutil.copy(ROOT / CONFIG, tree / "config")
     shutil.copytree(ROOT / "infra", tree / "infra")
+    gregale = tree / ".venv" / "bin" / "gregale"
+    gregale.parent.mkdir(parents=True)
+    gregale.write_text(TRAINING)
+    gregale.chmod(0o755)
     return stand_ins
 
 
@@ -81,7 +104,7 @@ def end_of(process: subprocess.Popen) -> int:
 
 
 def wait_for_training(slurm: StandIns) -> None:
-    while not slurm.read("training"):
+    while slurm.read("training").count("\n") < TASKS:
         time.sleep(0.02)
 
 
@@ -94,16 +117,17 @@ def pending(slurm: StandIns) -> list[str]:
 
 
 def test_the_script_asks_for_a_process_a_gpu_and_a_signal(slurm):
-    result = slurm.run(script(slurm), *SUBMIT, "--", "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]')
+    keys = "--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'
+    result = slurm.run(script(slurm), *SUBMIT, "--partition", "gpu", "--", *keys)
     assert result.returncode == 0, result.stderr
     text = (notes(slurm) / "job.sh").read_text()
     asked = re.findall(r"^#SBATCH (\S+)$", text, re.MULTILINE)
-    assert {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=04:00:00", "--no-requeue"} <= set(asked)
+    assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--time=04:00:00", "--no-requeue"} <= set(asked)
     assert {"--signal=B:USR1@300", "--partition=gpu", "--job-name=llama", "--output=slurm/llama/%j.log"} <= set(asked)
     words = shlex.split(text.splitlines()[-1])
     assert words[words.index("--") + 1 :] == [
         *(".venv/bin/gregale", "train", CONFIG, "--distributed.coordinator", "auto"),
-        *("--runs", "~/a b", "--data.sources.text.files", '["it\'s"]'),
+        *keys,
     ]
     assert pending(slurm) == ["101"]
     assert "newest checkpoint: 0\n" in slurm.run(script(slurm), "status", "--name", "llama").stdout
@@ -155,15 +179,54 @@ def test_a_job_that_is_killed_has_a_successor(slurm):
     wait_for_training(slurm)
     first.kill()
     first.wait()
-    subprocess.run(["kill", slurm.read("training").strip()], check=True)
+    subprocess.run(["kill", *slurm.read("tasks").split()], check=True)
     assert pending(slurm) == ["102"]
+
+
+@pytest.mark.parametrize("begin", ["wait", "lost"])
+def test_a_job_is_complete_when_all_of_its_processes_say_so(slurm, begin):
+    """srun ends with 0 also when slurmd of its node dies."""
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    slurm.write("srun_code", "0")
+    first = run_job(slurm, 101, begin)
+    if begin == "wait":
+        wait_for_training(slurm)
+        subprocess.run(["kill", *slurm.read("tasks").split()], check=True)
+    assert end_of(first) == 75
+    assert "srun ended with 0, but 0 of 2 processes have noted that the run is complete" in log_of(slurm, 101)
+    assert not (notes(slurm) / "complete").exists()
+    assert pending(slurm) == ["102"]
+    slurm.write("srun_code", "1")
+    assert end_of(run_job(slurm, 102, "0")) == 0, "the processes know it, whatever srun says"
+    assert (notes(slurm) / "complete").exists()
+    assert pending(slurm) == []
+    assert not list((notes(slurm) / "turns").iterdir())
+
+
+def test_a_training_that_may_not_begin_yet_begins_in_the_same_job(slurm):
+    """A process of an earlier job may still hold the run."""
+    assert slurm.run(script(slurm), *SUBMIT).returncode == 0
+    assert end_of(run_job(slurm, 101, "75\n75\n0")) == 0
+    assert slurm.read("slept").split() == ["30", "30"]
+    assert "the run is complete" in log_of(slurm, 101)
+
+
+def test_a_process_whose_job_is_over_ends(slurm, tmp_path):
+    (tmp_path / "turns").mkdir()
+    slurm.write("try", "wait")
+    task, training = script(slurm).with_name("slurm_task.sh"), tree_of(slurm) / ".venv" / "bin" / "gregale"
+    words = ["bash", task, tmp_path / "turns" / "101", training]
+    environment = {**os.environ, "SLURM_JOB_ID": "101", "SLURM_PROCID": "0", "PLAY": str(slurm.folder)}
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 143
+    assert "the job 101 is over; its process 0 saves and ends" in result.stderr
 
 
 @pytest.mark.parametrize("part", ["LOSE", "FAIL"])
 def test_an_answer_that_is_lost_makes_no_second_job(slurm, part):
     assert slurm.run(script(slurm), *SUBMIT).returncode == 0
     slurm.write("sbatch_part", f"{part}\n")
-    assert end_of(run_job(slurm, 101, "75")) == 75
+    assert end_of(run_job(slurm, 101, "1")) == 1
     assert pending(slurm) == ["102"]
     assert len(slurm.calls("sbatch")) == (2 if part == "LOSE" else 3)
 
@@ -173,7 +236,7 @@ def test_while_squeue_fails_nothing_is_submitted(slurm):
     assert slurm.run(script(slurm), *SUBMIT).returncode == 2
     assert slurm.run(script(slurm), *SUBMIT).returncode == 0
     slurm.write("squeue_fails", "\n" * 3)
-    assert end_of(run_job(slurm, 101, "75")) == 75
+    assert end_of(run_job(slurm, 101, "1")) == 1
     assert pending(slurm) == ["102"]
     assert slurm.read("slept").split() == ["30", "30"]
 

@@ -209,7 +209,8 @@ def host(tmp_path) -> Callable[..., subprocess.CompletedProcess]:
     gregale = tmp_path / "home" / "gregale" / ".venv" / "bin" / "gregale"
     gregale.parent.mkdir(parents=True)
     (tmp_path / "home" / "gregale" / "infra").mkdir()
-    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "home" / "gregale" / "infra")
+    for name in ("host.sh", "carry.sh"):
+        shutil.copy(ROOT / "infra" / name, tmp_path / "home" / "gregale" / "infra")
     gregale.write_text(
         "#!/bin/bash\nsave() { echo The checkpoint of step 20 is saved.; echo stopped >$HOME/said; exit 143; }\n"
         "trap 'kill $!; save' TERM\nsleep 100 &\n"
@@ -269,7 +270,8 @@ def until_it_ends(home: Path) -> str:
 
 def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
     (tmp_path / "infra").mkdir()
-    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "infra")
+    for name in ("host.sh", "carry.sh"):
+        shutil.copy(ROOT / "infra" / name, tmp_path / "infra")
     (tmp_path / "train.code").write_text("127\n")
     assert state(tmp_path).endswith(" bare, checkpoint none\n")
 
@@ -289,7 +291,8 @@ def test_a_host_is_bare_until_its_installation_is_complete(tmp_path):
 )
 def test_a_host_tells_how_its_training_is(tmp_path, files, found):
     (tmp_path / "infra").mkdir()
-    shutil.copy(ROOT / "infra" / "host.sh", tmp_path / "infra")
+    for name in ("host.sh", "carry.sh"):
+        shutil.copy(ROOT / "infra" / name, tmp_path / "infra")
     for name, text in {"train.installed": "", **files}.items():
         (tmp_path / name).write_text(text)
     assert state(tmp_path).rstrip().endswith(f" {found}")

@@ -51,7 +51,8 @@ def test_it_comes_back(directory):
     for name, held in LEAVES.items():
         assert saved.arrays[name].dtype == held.array.dtype
         np.testing.assert_array_equal(saved.arrays[name], held.array)
-    assert saved.own == OWN
+    assert saved.own.groups == OWN.groups
+    np.testing.assert_equal(saved.own.arrays, OWN.arrays)
     assert len(part_names(directory)) == 6, "108 bytes"
 
 

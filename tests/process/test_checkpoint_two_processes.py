@@ -1,4 +1,4 @@
-"""Two real processes save one checkpoint and restore it, together, apart, and past a damaged one."""
+"""Two real processes save one checkpoint and restore it, together, apart, past a damaged one; they end alike."""
 
 import json
 
@@ -19,7 +19,9 @@ from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from gregale.errors import Busy, UserError
 from gregale.services.checkpoint import CheckpointConfig
+from gregale.services.checkpoint.processes import by_first_process
 from gregale.services.checkpoint.store import Checkpoints
 
 directory = Path(sys.argv[3])
@@ -68,6 +70,19 @@ with Checkpoints(directory, CheckpointConfig(keep_last=2), reports.append) as ch
     checkpoints.save(3, state(30, rows, "a", "b"), {"step": 30})
     restored = checkpoints.restore(3, state(0, rows))
     check(restored.tree, 30)
+
+
+def refuse():
+    raise Busy("another process trains the run")
+
+
+# An error that ends both processes: process 0 explains it, and both have the same exit code.
+try:
+    by_first_process(refuse, None)
+except UserError as error:
+    refused = error
+expected = "another process trains the run" if rank == 0 else "process 0 ended the run and gave the reason."
+assert (str(refused), refused.exit_code) == (expected, 75)
 print("done", rank)
 """
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,9 +17,10 @@ from threading import Thread
 import jax
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from gregale.cli.invocation import invoke
-from gregale.data.tokenizers import BpeConfig, FileConfig, load_tokenizer, tokenizer_from_file
+from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
@@ -35,6 +37,7 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
+from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import losses, write_config
 
@@ -84,12 +87,46 @@ def test_a_round_trip_gives_the_same_tensors_and_files(gregale, tmp_path, dtype)
     assert {path.name for path in tmp_path.iterdir()} == {"hub", "mine", "out"}, "nothing temporary is left"
 
 
+@pytest.mark.parametrize("names", ["", "norm", "layers.1."], ids=["config alone", "norms", "a layer"])
+def test_each_tensor_keeps_its_dtype(gregale, tmp_path, capsys, names):
+    """Files with tensors in float32, some of them or all, whose config.json says bfloat16."""
+    made("qwen3", tmp_path / "hub", SHARDED)
+    for path in (tmp_path / "hub").glob("*.safetensors"):
+        found = load_file(path)
+        save_file({name: each if names in name else each.bfloat16() for name, each in found.items()}, path)
+    saved = json.loads((tmp_path / "hub" / "config.json").read_text())
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({**saved, "dtype": "bfloat16"}))
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    assert "rounded" not in capsys.readouterr().out
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "hub")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert gregale("export", tmp_path / "mine", tmp_path / "small", "--dtype", "bfloat16") == 0
+    floats = sum(names in name for name in tensors(tmp_path / "hub"))
+    assert f"rounded: {floats} of 25 tensors from float32 to bfloat16. `--dtype float32`" in capsys.readouterr().out
+
+
+def test_names_of_special_tokens_in_a_prompt_are_told_or_are_the_tokens(gregale, imported, capsys):
+    arguments = "sample", imported, "the <|end_of_document|>wind ", "--tokens", "1"
+    capsys.readouterr()
+    assert gregale(*arguments) == 0
+    (line, _) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "Names of special tokens are plain text in 1 of 1 prompts, as in documents: <|end_of_document|>. With "
+        "parse_special they are the tokens."
+    )
+    assert gregale(*arguments, "--parse_special", "true") == 0
+    assert "special" not in capsys.readouterr().err
+
+
 def test_transformers_continues_the_exported_model_as_gregale_sample_does(gregale, inputs, imported, capsys):
     assert gregale("export", imported, inputs / "out") == 0
     capsys.readouterr()
     assert gregale("sample", imported, "the wind ", "--tokens", "12", "--temperature", "0") == 0
     drawn = capsys.readouterr().out.removesuffix("\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(inputs / "out")
+    name = "the <|end_of_document|>wind "
+    assert load_tokenizer(imported).parsing_special().encode(name).tolist() == tokenizer(name)["input_ids"]
     model = transformers.AutoModelForCausalLM.from_pretrained(inputs / "out", dtype=torch.float32)
     prompt = tokenizer("the wind ", return_tensors="pt")
     assert prompt["input_ids"].tolist() == [list(b"the wind ")]
@@ -167,8 +204,9 @@ def test_other_methods_start_from_it_too(gregale, inputs, on_from_it, options):
             np.testing.assert_array_equal(found.read(path).array, leaf.array, err_msg=path)
 
 
-def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it):
+def test_what_was_trained_goes_back_with_what_it_came_with(gregale, inputs, hub, on_from_it, capsys):
     assert gregale("export", "on", inputs / "trained", "--dtype", "bfloat16", "--devices", "2") == 0
+    assert "tensors from float32 to bfloat16" in capsys.readouterr().out
     found = json.loads((inputs / "trained" / "config.json").read_text())
     assert (found["model_type"], found["dtype"]) == ("qwen3", "bfloat16")
     assert set(tensors(inputs / "trained")) == set(tensors(hub))
@@ -250,6 +288,38 @@ def one_missing(folder: Path) -> None:
     first_file(folder).unlink()
 
 
+def elsewhere(folder: Path) -> None:
+    saved = json.loads((folder / INDEX).read_text())
+    names = dict.fromkeys(saved["weight_map"], "../other/model.safetensors")
+    (folder / INDEX).write_text(json.dumps({**saved, "weight_map": names}))
+
+
+def piped(name: str) -> Callable[[Path], None]:
+    """Makes a named pipe of a file, which nobody writes to."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def piped_first(folder: Path) -> None:
+    piped(first_file(folder).name)(folder)
+
+
+def piped_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def large_id(folder: Path) -> None:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["zz"] = 2_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -264,6 +334,14 @@ def one_missing(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged, not JSON"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (two_tables, "lm_head.weight is another tensor than model.embed_tokens.weight, though tie_word_embeddings"),
+        (elsewhere, r"index.json names the file '../other/model.safetensors', which does not lie beside it"),
+        (piped("config.json"), "hub/config.json is a named pipe, and no file"),
+        (piped(INDEX), r"safetensors.index.json is a named pipe, and no file"),
+        (piped_first, r"hub/model-00001-of-\d+.safetensors is a named pipe, and no file"),
+        (piped_weights, "hub/model.safetensors is a named pipe, and no file"),
+        (piped("tokenizer.json"), "hub/tokenizer.json is a named pipe, and no file"),
+        (piped("generation_config.json"), "hub/generation_config.json is a named pipe, and no file"),
+        (large_id, r"tokenizer.json: the token 'zz' has the id 2,000,000,000; ids up to 16,777,215 work"),
         (odd_token, r"tokenizer.json is damaged: \{'id': 256\} is no added token"),
     ],
 )
@@ -317,6 +395,30 @@ def test_special_tokens_without_a_row_are_left_out(gregale, hub, tmp_path, capsy
     assert model == find_run(str(tmp_path / "mine")).read_config().model
 
 
+def test_a_llama_tokenizer_has_the_ids_of_transformers(gregale, tmp_path, capsys):
+    made("llama2", tmp_path / "hub")
+    library = sentence_piece(False, normalizer=LLAMA)
+    saved = json.loads(library.to_str())
+    saved["model"]["vocab"] = {"<unk>": 0, **{name: place for place, name in enumerate(["▁", *"the", "▁t", "▁th"], 1)}}
+    saved["model"]["merges"] = [["▁", "t"], ["▁t", "h"]]
+    saved["added_tokens"][1]["id"] = 7
+    (tmp_path / "hub" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "hub" / "tokenizer.json").write_text(json.dumps(saved))
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    (tmp_path / "hub" / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"give NAME/huggingface as the path"):
+        shape_and_tokenizer(HuggingFaceConfig(str(tmp_path / "hub")))
+    assert gregale("import", tmp_path / "hub", tmp_path / "mine") == 0
+    assert "its tokenizer treats spaces as transformers does" in capsys.readouterr().out
+    assert gregale("export", tmp_path / "mine", tmp_path / "out") == 0
+    ours = load_tokenizer(tmp_path / "mine").encode(" the").tolist()
+    for folder in ("hub", "out"):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert ours == theirs(" the", add_special_tokens=False)["input_ids"]
+    as_in_file = LibraryTokenizer((tmp_path / "hub" / "tokenizer.json").read_text(), "</s>", "hub")
+    assert ours != as_in_file.encode(" the").tolist()
+
+
 def test_a_word_without_a_row_is_refused(gregale, hub, tmp_path, capsys):
     shutil.copytree(hub, tmp_path / "hub")
     add_token(tmp_path / "hub", "<word>", special=False)
@@ -333,7 +435,7 @@ def test_a_run_of_ones_own_has_no_tokens_of_the_family(imported, tmp_path):
     shutil.copytree(imported, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "huggingface")
     folder.mkdir()
-    write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257)
+    write_beside(folder, Exported(RunDirectory(tmp_path / "run"), setup, 0, family, "float32"), 257, "float32")
     found = transformers.AutoConfig.from_pretrained(folder)
     assert (found.pad_token_id, found.bos_token_id, found.eos_token_id) == (None, None, 256)
 
@@ -342,7 +444,7 @@ def test_a_longer_context_is_told_to_who_loads_the_model(imported, tmp_path):
     run = find_run(str(imported))
     config = on_devices(run.read_config(), 1)
     setup = set_up_run(run, replace(config, batch=replace(config.batch, sequence_length=4 * CONTEXT)))
-    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257)
+    write_beside(tmp_path, Exported(run, setup, 0, FAMILIES["qwen3"], "float32"), 257, "float32")
     assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 4 * CONTEXT
 
 

@@ -87,8 +87,21 @@ def test_nothing_there_is_said(listed, tmp_path, capsys):
     assert "no run yet" in capsys.readouterr().out
     assert main(["runs", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["runs", "/etc/passwd"]) == 2
+    assert "/etc/passwd is a file; runs lie in a folder" in capsys.readouterr().err
     assert main(["runs", str(tmp_path), "--state", "ended"]) == 2
     assert "Valid choices: running, complete, stopped, damaged, imported" in capsys.readouterr().err
+
+
+def test_a_name_that_a_terminal_would_act_upon_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    run = write_run(tmp_path / "x\x1b[2J\n\u202egregale: done", 1, saved=1)
+    (run / "checkpoints" / "step-00000001" / "arrays").unlink()
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\nx\\x1b[2J\\n\\u202egregale: done: ") == 1, "before its problem"
+    assert shown.count("x\\x1b[2J\\n\\u202egregale: done") >= 2
+    assert not {"\x1b", "\u202e"} & set(shown)
 
 
 def test_it_imports_no_jax(runs):

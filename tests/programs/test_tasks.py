@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,42 @@ def test_sliding_windows_are_those_of_transformers(gregale, inputs, model, capsy
     assert figures == pytest.approx(
         {"step": 0, **expected, **{f"{name}_stderr": value for name, value in errors.items()}}, rel=1e-4
     )
+
+
+def test_bits_are_those_of_the_bytes_of_the_text(gregale, inputs, model, capsys):
+    """With a tokenizer that puts a space before a text, and makes two letters of a ligature of three bytes."""
+    saved = json.loads((inputs / "hub" / "tokenizer.json").read_text())
+    saved["normalizer"], saved["pre_tokenizer"]["add_prefix_space"] = {"type": "NFKC"}, True
+    shutil.copytree(inputs / "hub", inputs / "spaced-hub")
+    (inputs / "spaced-hub" / "tokenizer.json").write_text(json.dumps(saved))
+    assert gregale("import", "spaced-hub", "spaced") == 0
+    texts = {"wind": 5, "a sea": 6, "\ufb01" * 40: 81}  # tokens of each
+    (inputs / "ligatures.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (inputs / "ligatures.txt").write_text("\ufb01" * 40)
+    capsys.readouterr()
+    assert gregale("eval", "spaced", "--data", "ligatures.jsonl", "--stride", CONTEXT, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    bits, size = figures["eval_loss"] / math.log(2) * sum(texts.values()), sum(len(text.encode()) for text in texts)
+    assert figures["bits_per_byte"] == pytest.approx(bits / size)
+    assert gregale("eval", "spaced", "--data", "ligatures.txt", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)  # of 32 ligatures; the space, not scored, has a byte of the first
+    assert figures["bits_per_byte"] == pytest.approx(figures["eval_loss"] / math.log(2) * CONTEXT / (32 * 3 - 1))
+
+
+def test_names_of_special_tokens_in_tasks_are_told_or_are_the_tokens(gregale, inputs, model, capsys):
+    record = {"context": "the <|end_of_document|>", "choices": ["sea", "wind"], "answer": 0}
+    (inputs / "special.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(TIE))
+    capsys.readouterr()
+    assert gregale("eval", "mine", "--tasks", "special.jsonl") == 0
+    assert "are plain text in 2 of 5 texts of the tasks, as in documents: <|end_of_document|>. With" in (
+        capsys.readouterr().out
+    )
+    assert gregale("eval", "mine", "--tasks", "special.jsonl", "--parse_special") == 0
+    assert "special tokens" not in capsys.readouterr().out
+    (task,), tokenizer = read_tasks([str(inputs / "special.jsonl")]), load_tokenizer(inputs / "mine")
+    pair = task.questions[0].pairs[0]
+    (found,) = encoded([pair], tokenizer.parsing_special(), ())
+    assert found.tokens.tolist() == [*b"the ", END, *b" sea"]
 
 
 def test_texts_are_scored_together(model, gregale):

@@ -204,6 +204,19 @@ def test_a_complete_run_is_left_alone(go_on, whole, capsys):
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
+def test_damaged_figures_are_told_and_end_no_run(go_on, whole, half, tmp_path, capsys):
+    complete = tmp_path / "whole"
+    shutil.copytree(whole, complete)
+    for run in (half, complete):
+        others = (run / "metrics.jsonl").read_bytes().partition(b"\n")[2]
+        (run / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": \xff\xfe\n' + others)
+        assert go_on(run) == 0
+        out = capsys.readouterr().out
+        assert out.count("lines are damaged, the first is line 1; they are left out.") == 1
+    assert "whole is complete" in out
+    assert losses(half) == losses(whole)[1:]
+
+
 def test_a_run_killed_in_its_last_evaluation_makes_up_for_it(go_on, whole, tmp_path):
     run = tmp_path / "whole"
     shutil.copytree(whole, run)

@@ -6,6 +6,13 @@ import pytest
 
 from gregale.storage import files_below
 from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
+from tests.stores import BUCKET, CREDENTIALS, Fault, proxied
+
+PARTS = ("checkpoints", "metrics.jsonl", "samples.txt")  # what a run writes while it trains
+LOST = (
+    "The checkpoint of step 12 does not count: {}/checkpoints/step-00000012 has no manifest.json, which a save writes "
+    "last. The newest one that counts is that of step 8.\n"
+)
 
 
 @pytest.fixture
@@ -20,8 +27,14 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     assert_same_state(run, whole, 12)
     assert losses(run) == losses(whole)
     (run / "checkpoints" / "step-00000012" / "manifest.json").unlink()
+    capsys.readouterr()
+    assert gregale("sample", run, "the", "--tokens", 3) == 0
+    assert LOST.format(run) in capsys.readouterr().err
     assert gregale("train", "tiny.yaml", *options) == 0
-    assert "Going on after step 8 of 12." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Going on after step 8 of 12." in out
+    assert LOST.format(run) in out
+    assert "is gone" not in out
     assert_same_state(run, whole, 12)
     assert losses(run) == losses(whole)
     assert lines(run)[-1]["eval_loss"] == lines(whole)[-1]["eval_loss"]
@@ -40,6 +53,20 @@ def test_a_run_in_a_store_is_the_run_on_a_disk(run, s3, gregale, whole, capsys):
     assert f"The old run is now {s3}/whole.old-1." in capsys.readouterr().out
     assert set(files_below(s3 / "whole.old-1")) == before
     assert checkpoint_steps(run) == [4]
+
+
+def test_a_store_that_refuses_is_explained_once(gregale, s3_endpoint, capsys, monkeypatch):
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        for name, value in {"AWS_ENDPOINT_URL": endpoint, **CREDENTIALS}.items():
+            monkeypatch.setenv(name, value)
+        run = f"s3://{BUCKET}/refused/tiny"
+        proxy.faults[:] = [Fault("denied", 10_000, "PUT", f"{run.removeprefix('s3:/')}/{part}") for part in PARTS]
+        assert gregale("train", "tiny.yaml", "--runs", f"s3://{BUCKET}/refused") == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("could not be saved: s3://bucket/refused/tiny/checkpoints/step-000000") == 3
+    assert captured.out.count("the store refused access (AccessDenied: Access Denied). There is no earlier one.") == 3
+    assert captured.err.count("The credentials come from") == 1
+    assert "The credentials come from" not in captured.out
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatc
 def test_a_run_that_is_being_trained_is_left_alone(again, capsys, arguments):
     before = content(again.run)
     with training(again.run):
-        assert again("--steps", "16", *arguments) == 2
+        assert again("--steps", "16", *arguments) == os.EX_TEMPFAIL
         assert f"is being trained by process {os.getpid()} on " in refusal(capsys)
         assert content(again.run).keys() - before.keys() == {(again.run / "lock").relative_to(again.run)}
     assert content(again.run) == before

@@ -11,6 +11,7 @@ import pytest
 
 from gregale.cli import PROGRAMS
 from gregale.codecs.config import ReduceConfig
+from gregale.data.config import DataConfig
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig
 from gregale.errors import UserError
@@ -30,6 +31,7 @@ from gregale.services.config import (
 )
 from gregale.services.fields import choices, entries, is_registry, type_name, types_of
 from gregale.services.parsing import dump, load
+from gregale.services.tracking.choices import TensorBoardConfig, WandbConfig
 from gregale.settings import Settings
 
 BASE = TrainConfig("a", 10)
@@ -41,6 +43,17 @@ BASE = TrainConfig("a", 10)
         (lambda: TrainConfig("", 1), "name is ''; it names a directory"),
         (lambda: TrainConfig("a/b", 1), "name is 'a/b'"),
         (lambda: TrainConfig(".a", 1), "name is '.a'"),
+        (lambda: TrainConfig("--fresh", 1), "name is '--fresh'; what begins with '-' is an option"),
+        (lambda: TrainConfig("a\x1b[2Jb", 1), "name is 'a\\x1b[2Jb'; the character U+001B in it controls terminals."),
+        (lambda: TrainConfig("a\nb", 1), "name is 'a\\nb'; the character U+000A"),
+        (lambda: TrainConfig("a\u202eb", 1), "name is 'a\\u202eb'; the character U+202E"),
+        (lambda: TrainConfig("a", 1, runs=""), "runs is empty; give a folder"),
+        (lambda: DataConfig(sources={"": TextSource()}), "sources has a source whose name is empty"),
+        (lambda: DataConfig(validation={"": TextSource()}), "validation has a source whose name is empty"),
+        (
+            lambda: TrainConfig("a", 1, trackers=[TensorBoardConfig(), WandbConfig(), TensorBoardConfig()]),
+            "trackers.2.type is tensorboard, and so is trackers.0.type; leave one of them out.",
+        ),
         (lambda: TrainConfig("a", 0), "steps is 0; it has to be at least 1."),
         (lambda: TrainConfig("a", 1, cpu_devices=0), "cpu_devices is 0"),
         (lambda: TrainConfig("a", 1, log_every=0), "log_every is 0"),

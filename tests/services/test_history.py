@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.history import FiguresReader, flat, read_entries, read_history, samples_in, spikes_kept
+from gregale.services.entries import read_entries
+from gregale.services.history import FiguresReader, flat, read_history, samples_in, spikes_kept
 from gregale.services.run_directory import RunDirectory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -187,6 +187,37 @@ def test_arguments_go_on_top_of_the_file(parse):
     assert parse("name: a\nshape: {type: bar, size: 5}", "--shape.type", "disc").shape == Disc(size=5.0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        (["--mesh", "{data: 3}"], {"mesh": Mesh(3, 7)}),
+        (["--mesh", "{data: 3}", "--mesh.model", "2"], {"mesh": Mesh(3, 2)}),
+        (["--mesh", "{}"], {}),
+        (["--shape", "{ends: [0, 9]}"], {"shape": Bar(5.0, (0.0, 9.0))}),
+        (["--shape", "{type: bar, ends: [0, 9]}"], {"shape": Bar(5.0, (0.0, 9.0))}),
+        (["--shape", "{type: disc, holes: 2}"], {"shape": Disc(1.0, 2)}),
+        (["--more.0", "{path: q}"], {"more": (Source("q", 4.0),)}),
+        (["--sources.web", "{weight: 2}"], {"sources": {"web": Source("p", 2.0)}}),
+        (["--sources", "{other: {path: q}}"], {"sources": {"other": Source("q")}}),
+        (["--second_mesh", "{data: 3}"], {"second_mesh": Mesh(data=3)}),
+        (["--anything", "{b: 2}"], {"anything": {"b": 2}}),
+        (["--name", "{data: 3}"], {"name": "{data: 3}"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_section_is_merged_with_that_of_the_file_unless_its_type_changes(parse, arguments, changes):
+    text = """
+name: a
+mesh: {model: 7, data: 2}
+shape: {size: 5}
+more: [{path: p, weight: 4}]
+sources: {web: {path: p}}
+second_mesh: null
+anything: {a: 1}
+"""
+    assert parse(text, *arguments) == replace(parse(text), **changes)
+
+
 def test_anchors_and_merges_are_understood(parse):
     run = parse("name: a\nmesh: &mesh {data: 2, model: 3}\nsecond_mesh: {<<: *mesh, model: 4}")
     assert run.second_mesh == Mesh(2, 4)
@@ -223,6 +254,26 @@ MISTAKES = {
     "not a number for int": ("name: a\nsteps: .nan", [], "`steps` .* is nan, a float; expected int"),
     "text for bool": ("name: a\nflag: perhaps", [], "`flag` .* is 'perhaps', a str; expected bool"),
     "number for text": ("name: 12", [], "`name` (run.yaml, line 1) is 12, an int; expected str .* in quotes, '12'"),
+    "base 60": ("name: a\nsteps: 1:30", [], "run.yaml, line 2: `steps` is 1:30, a number to the base 60 .* (90)."),
+    "octal": ("name: a\nsteps: 010", [], "run.yaml, line 2: `steps` is 010, an octal number in YAML 1.1 (8). Write"),
+    "octal on the command line": (
+        "name: a",
+        ["--steps", "010"],
+        "`--steps` on the command line, line 1: 010, an octal",
+    ),
+    "no octal": ("name: a\nsteps: 08", [], "`steps` (run.yaml, line 2) is '08', a str; expected int"),
+    "base 60 for text": ("name: 1:30", [], "`name` is 1:30, a number to the base 60 .* in quotes it is a text."),
+    "dots": (
+        "name: a\nmesh.data: 4",
+        [],
+        "`mesh.data` (run.yaml, line 2) is not a valid key at the top. Dots are for the command line (`--mesh.data`); "
+        "in YAML one level lies in another: `mesh: {data: 4}`.",
+    ),
+    "mapping for list": (
+        "name: a\nmore: {path: p}",
+        [],
+        "`more` (run.yaml, line 2) is one mapping; expected list of mapping: `more: [{path: 'p'}]`, or `--more.0.path`",
+    ),
     "null for int": ("name: a\nsteps: null", [], "`steps` .* is null (nothing was given); expected int"),
     "value forgotten": (
         "name: a",

@@ -10,6 +10,7 @@ import pytest
 from gregale.errors import UserError
 from gregale.services.changes import changes
 from gregale.services.config import TrainConfig
+from gregale.services.entries import read_entries
 from gregale.services.run_directory import RunDirectory
 
 CONFIG = TrainConfig("a", 10)
@@ -79,12 +80,30 @@ def test_runs_are_set_aside_one_beside_the_other(run):
         ('{"step": 8, "eval_loss": null, "acc.sums": 0.5}\n', False),
         ('{"step": 8, "acc.sums": 0.5}\n', True),
         ('{"step": 8, "acc.sums": null}\n', False),
+        ('{"step": 8, "eval_loss": 1.0}\n{"step: 9}\n[{}]\n{}\n', True),
     ],
 )
 def test_whether_a_step_was_evaluated(run, text, expected):
     if text is not None:
         run.metrics.write_text(text)
     assert run.has_evaluation(8) is expected
+
+
+def test_damaged_figures_are_left_out_and_told(run):
+    run.metrics.write_bytes(b'{"step": 7}\n{"step": \xff}\n{"step": 8, "eval_loss": 1.0}\n"8"\n')
+    assert run.has_evaluation(8)
+    assert run.figures().problem == (
+        f"{run.metrics}: 2 of 4 lines are damaged, the first is line 2; they are left out."
+    )
+    run.note_checkpoint(8)
+    with pytest.raises(UserError, match="the figures and samples of its 8 steps"):
+        run.check_checkpoints([])
+
+
+def test_a_line_is_whole_behind_one_that_lost_its_end(run):
+    run.changes.write_text('{"step": 1}')
+    run.record_changes(4, changes(CONFIG, replace(CONFIG, steps=20)))
+    assert [entry["step"] for entry in read_entries(run.changes).entries] == [1, 4]
 
 
 def test_samples_of_a_step_replace_those_of_this_and_later_steps(run):

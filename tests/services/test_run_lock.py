@@ -13,8 +13,8 @@ from threading import Event, Thread
 
 import pytest
 
-from gregale.errors import UserError
-from gregale.services import run_lock
+from gregale.errors import Busy, UserError
+from gregale.services import run_lease, run_lock
 from gregale.services.run_lock import LOCK, training
 
 HOLD = """
@@ -59,15 +59,36 @@ def test_another_host_that_was_lost_is_waited_for(tmp_path):
 def test_another_host_that_still_trains_is_noticed_where_the_lock_does_not_reach(tmp_path):
     other_host(tmp_path)
     ended = Event()
-    touching = Thread(target=run_lock._beat, args=(str(tmp_path / LOCK), ended, 0.05))
-    touching.start()
-    try:
-        refused = pytest.raises(UserError, match="is being trained by process 7 on another")
-        with refused, training(tmp_path, print, beat_seconds=4.0):
-            pass
-    finally:
-        ended.set()
-        touching.join()
+    with open(tmp_path / LOCK) as file:
+        touching = Thread(target=run_lock._beat, args=(file, ended, 0.05, lambda: None, print))
+        touching.start()
+        try:
+            refused = pytest.raises(Busy, match="is being trained by process 7 on another")
+            with refused, training(tmp_path, print, beat_seconds=4.0):
+                pass
+        finally:
+            ended.set()
+            touching.join()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_process_that_another_host_took_for_dead_stops(tmp_path, monkeypatch, has_ended):
+    """As after a frozen host, on a file system whose locks end at the host."""
+    signals: list[int] = []
+    stopped = Event()
+    monkeypatch.setattr(run_lease.os, "kill", lambda pid, number: (signals.append(number), stopped.set()))
+    reports: list[str] = []
+    with training(tmp_path, reports.append, beat_seconds=0.01) as check:
+        check()
+        other_host(tmp_path)
+        if has_ended:
+            (tmp_path / LOCK).unlink()
+        assert stopped.wait(60)
+        with pytest.raises(UserError, match=r"is being trained by process 7 on another, since .* now, who took this"):
+            check()
+    assert signals == [signal.SIGTERM]
+    assert reports[0].endswith("This one stops.")
+    assert (tmp_path / LOCK).exists() is not has_ended, "it is the other's to remove"
 
 
 def test_the_holder_gives_signs_of_life(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
+from gregale.services.entries import read_entries
 from gregale.services.tracking import (
     Console,
     JsonlTracker,
@@ -98,6 +99,15 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path, room):
         with pytest.raises(UserError, match=r"metrics.jsonl lacks its last 1 lines: File too large\."):
             tracker.close()
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3, 4, 5]
+
+
+def test_resuming_tells_once_of_damaged_lines_and_keeps_all_others(tmp_path):
+    path, reports = tmp_path / "metrics.jsonl", []
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "loss": \xfe}\n{"step": 3, "note": "\xe2\x80\xa8"}\n{"step": 4, "lo')
+    for _ in range(2):
+        JsonlTracker(path, resumed_from=3, report=reports.append).close()
+    assert reports == [f"{path}: 1 of 3 lines are damaged, the first is line 2; they are left out."]
+    assert [entry["step"] for entry in read_entries(path).entries] == [1, 3]
 
 
 def test_resuming_on_a_full_disk_leaves_the_file_as_it_was(tmp_path):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.settings import Settings, whole
 
 Device = Any  # a `jax.Device`; the tests also lay out descriptions of devices
@@ -66,8 +66,14 @@ class MeshConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        if sum(getattr(self, axis) == -1 for axis in AXES) > 1:
-            raise UserError(f"mesh: {self} has more than one -1; at most one axis can take the devices that are left.")
+        if len(free := [axis for axis in AXES if getattr(self, axis) == -1]) > 1:
+            others = " and ".join(f"mesh.{axis}" for axis in free[:-1])
+            raise KeyedError(
+                free[-1],
+                "is -1",
+                f", and so is {others}: more than one -1, but only one axis can take the devices that are left. Give "
+                f"the others their sizes, for example mesh.{free[0]} 1.",
+            )
 
     @property
     def device_count(self) -> int | None:

@@ -21,7 +21,7 @@ from typing import TextIO
 import gregale
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK
-from gregale.streams import LastingStream, abandon
+from gregale.streams import LastingStream, abandon, printable
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ _ASKED = re.compile(r"allocat\w+ (\d+) bytes")
 def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
     """Runs a command; returns its exit code.
 
-    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2.
+    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2
+    (75 if the same command may work later).
     """
     _silence_deprecations()
     _write_what_the_locale_lacks()
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
         return code
     except UserError as error:
         _say(f"gregale: error: {error}")
-        return 2
+        return error.exit_code
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout):
             raise
@@ -107,9 +108,9 @@ def _of_the_disk(error: OSError) -> str:
 
 
 def _say(text: str) -> None:
-    """Writes to standard error, if anybody is there to read it."""
+    """Writes a line to standard error, if anybody is there to read it."""
     stream = LastingStream(sys.stderr)
-    stream.write(f"{text}\n")
+    stream.write(f"{printable(text)}\n")
     stream.flush()
 
 

@@ -13,7 +13,8 @@ from gregale.data.merging import LENGTHS_NAME, WHOLE_NAME, merge, split
 from gregale.data.parts import LENGTH, Damaged, Seal, Task, read_seal, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped
-from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TOKENS_NAME, finish_store
+from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TEXT_BYTES_NAME, TOKENS_NAME, finish_store
+from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.files import flush
@@ -57,7 +58,7 @@ def put_together(
     if isinstance(parts, Remote):
         with tempfile.TemporaryDirectory(prefix=".whole-") as name:
             lengths, tokens = measured(parts, seals, report)
-            finish_store(Path(name), offsets_of(lengths), description, tokens)
+            finish_store(Path(name), offsets_of(lengths), description, tokens, corrections_of(seals))
             publish(Path(name), folder)
     else:
         tokens = merge(parts, seals, removes, report)
@@ -65,7 +66,7 @@ def put_together(
         for path in (parts / WHOLE_NAME).iterdir():
             if path.name != TOKENS_NAME:  # of one that was killed here
                 path.unlink(missing_ok=True)
-        finish_store(parts / WHOLE_NAME, offsets_of(lengths), description, tokens)
+        finish_store(parts / WHOLE_NAME, offsets_of(lengths), description, tokens, corrections_of(seals))
         publish(parts / WHOLE_NAME, folder)
 
 
@@ -100,10 +101,17 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
+def corrections_of(seals: Sequence[Seal]) -> Corrections | None:
+    """Those of all parts together; None if a part has none."""
+    parts = [(seal.tokens, Corrections.unpacked(seal.corrections)) for seal in seals if seal.corrections is not None]
+    return Corrections.joined(parts) if len(parts) == len(seals) else None
+
+
 def publish(temporary: Path, folder: Place) -> None:
     """Gives a complete store its name; another may have come first."""
     if isinstance(folder, Remote):
-        for name in (DOCUMENTS_NAME, MANIFEST_NAME):  # with the manifest it is complete
+        described = [name for name in (TEXT_BYTES_NAME, DOCUMENTS_NAME) if (temporary / name).exists()]
+        for name in (*described, MANIFEST_NAME):  # with the manifest it is complete
             upload(temporary / name, folder / name)
         return
     temporary.chmod(0o755)

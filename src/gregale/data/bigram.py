@@ -28,13 +28,13 @@ def bigram_bits_per_byte(
     Args:
         training: streams to count on.
         held_out: streams to score.
-        token_bytes: bytes of text for each token [vocabulary], see `Tokenizer.token_bytes`.
+        token_bytes: of each token [vocabulary], see `Tokenizer.token_bytes`.
         cross_documents: as in `DataConfig`.
 
     Returns:
-        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of b.
+        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of text that b stands for.
     """
-    vocabulary = len(token_bytes)
+    vocabulary, held_out = len(token_bytes), list(held_out)
     scored, times = unique_pairs(held_out, vocabulary, cross_documents)
     pairs = np.zeros(len(scored))
     before, after = np.zeros(vocabulary), np.zeros(vocabulary)
@@ -51,7 +51,8 @@ def bigram_bits_per_byte(
         -(times * np.log2((pairs + strength * unigram) / (context + strength))).sum()
         for strength in 2.0 ** np.arange(-4, 17)
     ]
-    return float(min(bits) / (times * token_bytes[target]).sum())
+    more_bytes = sum(more_bytes_of(stream, cross_documents) for stream in held_out)
+    return float(min(bits) / ((times * token_bytes[target]).sum() + more_bytes))
 
 
 def unique_pairs(streams: Iterable[Stream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +69,18 @@ def unique_pairs(streams: Iterable[Stream], vocabulary: int, cross: bool) -> tup
 
 def read_pairs(stream: Stream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Blocks of neighbouring tokens (first, second), int64 [pair] each."""
+    for tokens, kept, _ in read_blocks(stream, cross):
+        yield tokens[:-1][kept].astype(np.int64), tokens[1:][kept].astype(np.int64)
+
+
+def more_bytes_of(stream: Stream, cross: bool) -> int:
+    """How many bytes of text the second tokens of all pairs stand for beyond their pieces."""
+    blocks = ((kept, start + 1) for _, kept, start in read_blocks(stream, cross))
+    return sum(int(stream.more_bytes(first, first + len(kept))[kept].sum()) for kept, first in blocks)
+
+
+def read_blocks(stream: Stream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
+    """Tokens [pair + 1], which of their pairs are scored [pair], and where they begin in the stream."""
     for start in range(0, len(stream) - 1, READ_TOKENS):
         tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))
-        kept = np.full(len(tokens) - 1, True) if cross else documents[1:] == documents[:-1]
-        yield tokens[:-1][kept].astype(np.int64), tokens[1:][kept].astype(np.int64)
+        yield tokens, np.full(len(tokens) - 1, True) if cross else documents[1:] == documents[:-1], start

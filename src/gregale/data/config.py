@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from gregale.data.assembly import in_words
-from gregale.data.build import Cache, NamedSource, build_store, skipped_in
+from gregale.data.build import Cache, NamedSource, build_store
 from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
-from gregale.data.late import LateParts, Parts, open_parts
+from gregale.data.late import DoneParts, LateParts, Parts, open_parts
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
+from gregale.data.notes import notes_on, uncounted
 from gregale.data.order import PART_FORMAT, LateExamples, Split, WholeStreams, content_of, training_by_parts
 from gregale.data.progress import Report, silent
-from gregale.data.sources import Skipped, SourceConfig
+from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, json_sha256
@@ -27,7 +27,7 @@ from gregale.data.tokenizers import (
     TokenizerConfig,
 )
 from gregale.data.training_texts import make_tokenizer, naming
-from gregale.errors import UserError
+from gregale.errors import KeyedError, UserError
 from gregale.files import user_cache
 from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
 from gregale.storage import place
@@ -85,6 +85,9 @@ class DataConfig(Settings):
         super().__post_init__()
         for key in ("cache", "local_cache"):
             check_path(key, getattr(self, key))
+        for key in (SOURCES, VALIDATION):
+            if "" in getattr(self, key):
+                raise KeyedError(key, "has a source whose name is empty", "; give it a name, for example `books`.")
         check_mixtures(self.replica_mixtures, self.sources)
         if self.order == PARTS and self.replica_mixtures:
             raise UserError(
@@ -105,8 +108,9 @@ class DataConfig(Settings):
 
     def token_cache(self) -> Cache:
         """Where the token stores lie; raises `UserError` for the URL of what is no store."""
-        local = user_cache() / "pieces" if self.local_cache == AUTO else Path(expand(self.local_cache))
-        return Cache(place(expand(self.cache)), Disk(local))
+        given = None if self.local_cache == AUTO else expand(self.local_cache, "data.local_cache")
+        local = user_cache() / "pieces" if given is None else Path(given)
+        return Cache(place(expand(self.cache, "data.cache")), Disk(local))
 
     @property
     def evaluates(self) -> bool:
@@ -130,7 +134,7 @@ class Corpus:
         parts: by source, its parts, if they are trained on in the order by parts; they may still be encoded.
         fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
             data, and when a job resumes. Validation sources have no part in it.
-        notes: what the user should be told, such as how many documents were skipped.
+        notes: lines that the user should see, such as how many documents were skipped.
     """
 
     train: Examples | ReplicaExamples
@@ -167,7 +171,7 @@ class Corpus:
     @property
     def validation_fingerprints(self) -> dict[str, str]:
         """By validation source, a hash of its tokens."""
-        return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].manifest["files"]) for name in self.validation}
+        return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].content) for name in self.validation}
 
 
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
@@ -190,7 +194,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     held_out = {name: each.held_out for name, each in splits.items()}
     windows = {name: training_windows(name, stream, sequence_length, config) for name, stream in train.items()}
     validating, validation = validation_of(config, tokenizer, report)
-    checksums = {name: store.manifest["files"] for name, store in stores.items()}
+    checksums = {name: store.content for name, store in stores.items()}
     by_key = {f"{SOURCES}.{name}": store for name, store in stores.items()}
     by_key |= {f"{VALIDATION}.{name}": store for name, store in validating.items()}
     return Corpus(
@@ -204,7 +208,7 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         stores=by_key,
         # Cuts are named only if there are any, so that this is what it was for sources whose documents are held out.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
-        notes=notes_on(by_key),
+        notes=notes_on(by_key, tokenizer),
     )
 
 
@@ -236,7 +240,10 @@ def prepare_parts(config: DataConfig, sequence_length: int, seed: int, report: R
         validation_streams=validation,
         stores={f"{VALIDATION}.{name}": store for name, store in validating.items()},
         fingerprint=json_sha256([PARTS, PART_FORMAT, identities, tokenizer.fingerprint, config.held_out]),
-        notes=notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}),
+        notes=(
+            *notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}, tokenizer),
+            *uncounted([each.store for each in parts.values() if isinstance(each, DoneParts)], tokenizer),
+        ),
         parts=parts,
     )
 
@@ -303,16 +310,6 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
         with naming(f"data.{group}.{name}"):
             stores[name] = build_store(NamedSource(name, source), tokenizer, cache, workers, report)
     return stores
-
-
-def notes_on(stores: Mapping[str, TokenStore]) -> tuple[str, ...]:
-    """A note for each store that lacks documents, by the key of its source."""
-    return tuple(note for key, store in stores.items() for note in notes_of(key, skipped_in(store)))
-
-
-def notes_of(key: str, skipped: Skipped) -> list[str]:
-    """A note if documents of a source were left out."""
-    return ["\n  ".join([f"data.{key}:", *in_words(skipped)])] if skipped.count else []
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:

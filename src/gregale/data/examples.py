@@ -10,6 +10,7 @@ processes that tokenize, and `--help`, do without.)
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import grain
 
 Rows = dict[str, np.ndarray]
+MORE_BYTES = "more_bytes"
 WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
 
 
@@ -31,12 +33,16 @@ class Windows(Sequence[Rows]):
         streams: streams of documents; a window never spans two streams.
         sequence_length: L, tokens in an example.
         cross_documents: whether attention and loss cross from one document into the next.
+        evaluates: whether examples have `more_bytes` too, int32 [L]: the bytes of text that their targets stand for
+            beyond those of their pieces.
     """
 
-    def __init__(self, streams: Sequence[Stream], sequence_length: int, cross_documents: bool):
+    def __init__(
+        self, streams: Sequence[Stream], sequence_length: int, cross_documents: bool, *, evaluates: bool = False
+    ):
         self._streams = streams
         self.sequence_length = sequence_length
-        self._cross = cross_documents
+        self._cross, self._evaluates = cross_documents, evaluates
         counts = [window_count(stream, sequence_length) for stream in streams]
         self._firsts = np.concatenate([[0], counts]).cumsum(dtype=np.int64)
 
@@ -46,10 +52,14 @@ class Windows(Sequence[Rows]):
     def __getitem__(self, index):
         number = int(np.searchsorted(self._firsts, index, side="right")) - 1
         start = int(index - self._firsts[number]) * self.sequence_length
-        tokens, documents = self._streams[number].read(start, start + self.sequence_length + 1)
+        stop = start + self.sequence_length + 1
+        tokens, documents = self._streams[number].read(start, stop)
         if self._cross:
             documents = np.zeros_like(documents)
-        return make_example(tokens, documents)
+        example = make_example(tokens, documents)
+        if self._evaluates:
+            example[MORE_BYTES] = self._streams[number].more_bytes(start + 1, stop).astype(np.int32)
+        return example
 
 
 def window_count(stream: Stream, sequence_length: int) -> int:
@@ -113,7 +123,12 @@ class Examples:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""
-        return stacked([self[int(index)] if index < len(self) else blank(self.sequence_length) for index in indices])
+        return stacked([self[int(index)] if index < len(self) else self._blank for index in indices])
+
+    @cached_property
+    def _blank(self) -> Rows:
+        """An example without any target."""
+        return {key: np.zeros_like(array) for key, array in self[0].items()}
 
     def batches_from(self, first: int, batch_size: int) -> int:
         """Number of batches from example `first` on; `sys.maxsize` where they never end."""
@@ -128,14 +143,6 @@ class Examples:
 def stacked(examples: Sequence[Rows]) -> Rows:
     """Examples as arrays [row, L]."""
     return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
-
-
-def blank(sequence_length: int) -> Rows:
-    """An example without any target."""
-    zeros = np.zeros(sequence_length, np.int32)
-    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), zeros) | {
-        "loss_mask": zeros.astype(np.float32)
-    }
 
 
 def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, float], seed: int | None) -> Examples:
@@ -177,7 +184,7 @@ def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: in
     Raises:
         UserError: there is no whole window.
     """
-    windows = Windows(list(streams.values()), sequence_length, cross_documents)
+    windows = Windows(list(streams.values()), sequence_length, cross_documents, evaluates=True)
     if len(windows) == 0:
         found = ", ".join(f"{name} {len(stream)}" for name, stream in streams.items())
         raise UserError(
@@ -190,7 +197,7 @@ def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: in
 
 def validation_examples(stream: DocumentStream, sequence_length: int, cross_documents: bool) -> Examples:
     """Every window of a text that is evaluated on by itself, once, in order; raises `UserError` if there is none."""
-    windows = Windows([stream], sequence_length, cross_documents)
+    windows = Windows([stream], sequence_length, cross_documents, evaluates=True)
     if len(windows) == 0:
         raise UserError(
             f"too little text to evaluate on. A window takes {sequence_length} + 1 = {sequence_length + 1} tokens, and "

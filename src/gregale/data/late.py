@@ -16,6 +16,7 @@ from gregale.data.remote_store import PartFiles, PartTokens, parts_of
 from gregale.data.share import Share
 from gregale.data.sources import Skipped
 from gregale.data.store import TokenStore, open_store
+from gregale.data.text_bytes import NONE, Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.storage import Place, Remote
@@ -32,6 +33,7 @@ class PartDocuments:
 
     tokens: np.ndarray | PartTokens
     offsets: np.ndarray
+    corrections: Corrections
 
 
 class Parts(Protocol):
@@ -63,20 +65,21 @@ class DoneParts:
                 f"{store.folder} does not say where its parts begin: another version of Gregale built it. Delete the "
                 "folder, and it is built again; or leave data.order as it was."
             )
-        self._store = store
+        self.store = store
         self._firsts = np.concatenate([[0], store.manifest["parts"]]).cumsum(dtype=np.int64)
         self.count = len(self._firsts) - 1
 
     def documents(self, number: int) -> PartDocuments:
-        offsets = self._store.offsets[self._firsts[number] : self._firsts[number + 1] + 1]
-        return PartDocuments(self._store.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
+        offsets = self.store.offsets[self._firsts[number] : self._firsts[number + 1] + 1]
+        corrections = self.store.corrections.between(offsets[0], offsets[-1])
+        return PartDocuments(self.store.tokens[offsets[0] : offsets[-1]], offsets - offsets[0], corrections)
 
     def want(self, numbers: Iterable[int]) -> None:
         """Nothing: all are there."""
 
     def check(self, label: str, report: Report) -> Skipped:
-        self._store.verify(label, report)
-        return skipped_in(self._store)
+        self.store.verify(label, report)
+        return skipped_in(self.store)
 
     def close(self) -> None:
         """Nothing works in the background."""
@@ -138,7 +141,8 @@ class LateParts:
         lengths = np.frombuffer(rest[start - first * PIECE_BYTES :], LENGTH)
         offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
         bounds = np.array([0, seal.tokens])
-        return PartDocuments(PartTokens(bounds, self._dtype, lambda _, piece: self._sound(number, piece)), offsets)
+        tokens = PartTokens(bounds, self._dtype, lambda _, piece: self._sound(number, piece))
+        return PartDocuments(tokens, offsets, Corrections.unpacked(seal.corrections) if seal.corrections else NONE)
 
     def _checked(self, number: int) -> Seal:
         seal = self._files.seal(number)

@@ -167,7 +167,8 @@ class LateExamples(Examples):
                 f"{self.sequence_length + 1} tokens, and no source has as many that are held out. Shorten the "
                 "sequences, give more text, raise data.held_out, or set it to 0."
             )
-        return in_order(Windows([chain for chain in chains if len(chain)], self.sequence_length, self._cross))
+        streams = [chain for chain in chains if len(chain)]
+        return in_order(Windows(streams, self.sequence_length, self._cross, evaluates=True))
 
     @cached_property
     def _dataset(self):  # pyright: ignore[reportIncompatibleVariableOverride]

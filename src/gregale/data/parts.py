@@ -20,6 +20,7 @@ import numpy as np
 
 from gregale.data.sources import Document, Part, Skipped, SourceConfig
 from gregale.data.store import json_sha256
+from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.files import replacing
@@ -55,6 +56,7 @@ class Seal:
         itemsize: bytes of a token.
         skipped: the fields of `Skipped`.
         pieces: the SHA-256 of every `PIECE_BYTES` of the file.
+        corrections: packed `Corrections`; None of a tokenizer that has none, or if an older version sealed the part.
     """
 
     documents: int
@@ -62,6 +64,7 @@ class Seal:
     itemsize: int
     skipped: dict
     pieces: tuple[str, ...]
+    corrections: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -115,7 +118,7 @@ def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
     else:
         with replacing(place) as temporary, temporary.open("w+b") as file:
             seal = write_part(task, tokenizer, file)
-    content = asdict(seal)
+    content = {key: value for key, value in asdict(seal).items() if value is not None}
     sealed = json.dumps(content | {"sha256": json_sha256(content)}).encode()
     write_bytes(folder / seal_name(task.number), sealed)
 
@@ -123,16 +126,18 @@ def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
 def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
     """Writes a part into a file; returns what its seal says."""
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
-    lengths, skipped = [], Skipped()
+    lengths, corrections, skipped = [], [], Skipped()
     for part in task.parts:
         for documents in batches(task.source.read(part, skipped)):
-            for ids in encode_documents(documents, tokenizer):
+            for ids, more_bytes in encode_documents(documents, tokenizer):
                 if len(ids):
                     output.write(np.append(ids, tokenizer.end_of_document).astype(dtype).data)
                     lengths.append(len(ids) + 1)
+                    corrections.append(Corrections.of(more_bytes))
     output.write(np.array(lengths, LENGTH).data)
     pieces = tuple(hashlib.sha256(piece).hexdigest() for piece in blocks(output))
-    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), pieces)
+    packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
+    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), pieces, packed)
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -155,14 +160,17 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield group
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The ids of each document [token], without its end."""
-    encoded = iter(tokenizer.encode_all([each.content for each in documents if isinstance(each.content, str)]))
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each document [token], without its end, and the differences of `Tokenizer.encode_counted`."""
+    encoded = iter(tokenizer.encode_counted([each.content for each in documents if isinstance(each.content, str)]))
     return [next(encoded) if isinstance(each.content, str) else checked(each, tokenizer) for each in documents]
 
 
-def checked(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    """The ids of a document that another program has encoded [token], all of them in the vocabulary."""
+def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a document that another program has encoded [token], all of them in the vocabulary.
+
+    Its text is not there: each id counts as the bytes of its piece.
+    """
     assert not isinstance(document.content, str)
     bad = np.flatnonzero((document.content < 0) | (document.content >= tokenizer.vocabulary_size))
     if len(bad):
@@ -171,7 +179,7 @@ def checked(document: Document, tokenizer: Tokenizer) -> np.ndarray:
             f"vocabulary, 0 to {tokenizer.vocabulary_size - 1}. The file was made with another tokenizer, or is of "
             "another dtype."
         )
-    return document.content
+    return document.content, np.zeros(len(document.content), np.int64)
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:

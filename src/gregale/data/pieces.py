@@ -5,6 +5,7 @@ import re
 from gregale.errors import UserError
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+LARGEST_ID = 2**24 - 1
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 
 
@@ -20,8 +21,15 @@ def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -
         A list indexed by id; empty for special tokens and for ids that no token has.
 
     Raises:
-        UserError: the decoder is neither byte-level nor of the SentencePiece kind.
+        UserError: the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.
     """
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[last] > LARGEST_ID:
+        raise UserError(
+            f"{place}: the token {last!r} has the id {vocabulary[last]:,}; ids up to {LARGEST_ID:,} work, because "
+            "a model has a row for every id up to the largest. "
+            f"There are {len(vocabulary):,} tokens: number them from 0."
+        )
     kinds = decoder_kinds(tokenizer_json.get("decoder"))
     added = {token["id"]: token for token in tokenizer_json.get("added_tokens", [])}
     if "ByteLevel" in kinds:
@@ -34,7 +42,7 @@ def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -
             f"{place}: its decoder ({found}) does not say which bytes a token stands for; tokenizers with a ByteLevel, "
             "Metaspace or ByteFallback decoder work."
         )
-    found = [b""] * (max(vocabulary.values()) + 1)
+    found = [b""] * (vocabulary[last] + 1)
     for token, number in vocabulary.items():
         if number not in added:
             found[number] = read(token)
@@ -51,7 +59,13 @@ def decoder_kinds(decoder: dict | None) -> set[str]:
 
 
 def byte_level_reader():
-    """Reads the printable characters that byte-level tokenizers write for bytes.
+    """Reads the printable characters that byte-level tokenizers write for bytes."""
+    byte_of = byte_level_alphabet()
+    return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level tokenizers write for each byte -> the byte.
 
     Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (the scheme
     of GPT-2).
@@ -59,8 +73,7 @@ def byte_level_reader():
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in printable]
     byte_of = {chr(value): value for value in printable}
-    byte_of |= {chr(0x100 + position): value for position, value in enumerate(hidden)}
-    return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
+    return byte_of | {chr(0x100 + position): value for position, value in enumerate(hidden)}
 
 
 def sentence_piece(token: str) -> bytes:

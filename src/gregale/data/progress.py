@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gregale.streams import printable
+
 Report = Callable[[str, int, int], None]
 """`report(label, done, total)`: amounts of work, in bytes of input."""
 
@@ -14,16 +16,17 @@ def silent(label: str, done: int, total: int) -> None:
 @contextmanager
 def progress_bars() -> Iterator[Report]:
     """A report that draws a bar for each label on standard error."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    from gregale.terminal import Console
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         tasks = {}
 
         def report(label: str, done: int, total: int) -> None:
             if label not in tasks:
-                tasks[label] = progress.add_task(label, total=total)
+                tasks[label] = progress.add_task(printable(label), total=total)
             progress.update(tasks[label], completed=done, total=total)
 
         yield report

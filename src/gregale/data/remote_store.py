@@ -11,7 +11,8 @@ import numpy as np
 from gregale.data.disk import Disk
 from gregale.data.parts import PIECE_BYTES, Damaged, Seal, read_part, read_pieces, read_seal
 from gregale.data.progress import Report, silent
-from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TokenStore, read_manifest
+from gregale.data.store import DOCUMENTS_NAME, MANIFEST_NAME, TEXT_BYTES_NAME, TokenStore, read_manifest
+from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
 from gregale.storage import Place, Remote
 
@@ -127,15 +128,20 @@ def open_remote(folder: Remote, disk: Disk) -> RemoteStore:
         UserError: the store is missing, damaged or of another version.
     """
     manifest = read_manifest(folder / MANIFEST_NAME)
-    expected = manifest["files"][DOCUMENTS_NAME]
 
-    def fetched() -> bytes:
-        content = (folder / DOCUMENTS_NAME).read_bytes()
-        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            raise UserError(f"{folder / DOCUMENTS_NAME}: not what was written. {MENDING}")
-        return content
+    def fetched(name: str) -> np.ndarray:
+        sha256 = manifest["files"][name]["sha256"]
 
-    offsets = np.load(io.BytesIO(disk.get(expected["sha256"], fetched)), allow_pickle=False)
+        def read() -> bytes:
+            content = (folder / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise UserError(f"{folder / name}: not what was written. {MENDING}")
+            return content
+
+        return np.load(io.BytesIO(disk.get(sha256, read)), allow_pickle=False)
+
+    offsets = fetched(DOCUMENTS_NAME)
+    corrections = Corrections(*fetched(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
     bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
     dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
     files = PartFiles(parts_of(folder), disk)
@@ -144,4 +150,4 @@ def open_remote(folder: Remote, disk: Disk) -> RemoteStore:
         with complete(files.folder):
             return files.piece(part, number)
 
-    return RemoteStore(folder, PartTokens(bounds, dtype, piece), offsets, manifest, files)
+    return RemoteStore(folder, PartTokens(bounds, dtype, piece), offsets, manifest, corrections, files)

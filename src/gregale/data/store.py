@@ -1,11 +1,13 @@
 """A token store on disk: the tokens of one source, ready to be mapped into memory.
 
-A store is a folder with three files, and a note:
+A store is a folder with these files:
 
 - `tokens.bin`: the ids of all documents, one after the other, each ended by the end-of-document token, as little-endian
   uint16 or uint32 (the smallest that holds the vocabulary)
 - `documents.npy`: int64 [document + 1], where in `tokens.bin` each document begins, and the end of the last
-- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other two, and
+- `text_bytes.npy`: int64 [2, correction], which tokens stand for other bytes of text than their pieces have; only where
+  the tokenizer has such tokens, see `gregale.data.text_bytes`
+- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the others, and
   what could not be read, where that was to be skipped
 - `verified.json`: which `tokens.bin` (size, time, inode) was last found to have the manifest's SHA-256
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from gregale.data.progress import Report, silent
+from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
 from gregale.files import flush, replacing, write_bytes
 from gregale.storage import Place
@@ -27,6 +30,7 @@ from gregale.storage import Place
 FORMAT = 1
 TOKENS_NAME = "tokens.bin"
 DOCUMENTS_NAME = "documents.npy"
+TEXT_BYTES_NAME = "text_bytes.npy"
 MANIFEST_NAME = "manifest.json"
 VERIFIED_NAME = "verified.json"
 READ_BYTES = 16 << 20
@@ -42,12 +46,24 @@ class TokenStore:
         tokens: ids [token], memory-mapped; see `gregale.data.remote_store` for those in an object store.
         offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
         manifest: the content of `manifest.json`.
+        corrections: the tokens that stand for other bytes of text than their pieces have.
     """
 
     folder: Place
     tokens: np.ndarray
     offsets: np.ndarray
     manifest: dict
+    corrections: Corrections
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether the bytes of the text were counted when the store was built, where the tokens do not say them."""
+        return TEXT_BYTES_NAME in self.manifest["files"]
+
+    @property
+    def content(self) -> dict:
+        """Sizes and SHA-256 of the files that tokens and documents are in."""
+        return {name: self.manifest["files"][name] for name in (TOKENS_NAME, DOCUMENTS_NAME)}
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
         """Reads everything and compares it with the manifest's checksums.
@@ -62,7 +78,8 @@ class TokenStore:
         folder = Path(str(self.folder))
         note, path = folder / VERIFIED_NAME, folder / TOKENS_NAME
         seen = state_of(path)  # before it is read: a change meanwhile makes another state
-        check_sha256(folder / DOCUMENTS_NAME, self.manifest)
+        for name in self.manifest["files"].keys() - {TOKENS_NAME}:
+            check_sha256(folder / name, self.manifest)
         try:
             check_sha256(path, self.manifest, lambda done: report(label, done, seen["bytes"]))
         except UserError:
@@ -116,10 +133,13 @@ def open_store(folder: Path) -> TokenStore:
         if path.stat().st_size != expected["bytes"]:
             size = path.stat().st_size
             raise UserError(f"{path}: {size} bytes found, the manifest says {expected['bytes']}. {MENDING}")
-    check_sha256(folder / DOCUMENTS_NAME, manifest)  # short, and read in full anyway
+    for name in manifest["files"].keys() - {TOKENS_NAME}:
+        check_sha256(folder / name, manifest)  # short, and read in full anyway
     offsets = np.load(folder / DOCUMENTS_NAME, allow_pickle=False)
+    has_corrections = TEXT_BYTES_NAME in manifest["files"]
+    corrections = Corrections(*np.load(folder / TEXT_BYTES_NAME, allow_pickle=False)) if has_corrections else NONE
     tokens = np.memmap(folder / TOKENS_NAME, np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
-    return TokenStore(folder, tokens, offsets, manifest)
+    return TokenStore(folder, tokens, offsets, manifest, corrections)
 
 
 def check_sha256(path: Path, manifest: dict, read: Callable[[int], None] = lambda done: None) -> None:
@@ -148,7 +168,13 @@ def read_manifest(path: Place) -> dict:
     return manifest
 
 
-def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: dict | None = None) -> None:
+def finish_store(
+    folder: Path,
+    offsets: np.ndarray,
+    description: dict,
+    tokens: dict | None = None,
+    corrections: Corrections | None = None,
+) -> None:
     """Writes the offsets and, last, the manifest beside a complete `tokens.bin`, all of it flushed to the disk.
 
     Args:
@@ -156,10 +182,16 @@ def finish_store(folder: Path, offsets: np.ndarray, description: dict, tokens: d
         offsets: int64 [document + 1].
         description: the fields of the manifest that say what the store is made of.
         tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
+        corrections: of the tokens' bytes; None if there can be none, or they were not counted.
     """
+    if corrections is not None:
+        with replacing(folder / TEXT_BYTES_NAME) as temporary, temporary.open("wb") as file:
+            np.save(file, np.stack(corrections))
     with replacing(folder / DOCUMENTS_NAME) as temporary, temporary.open("wb") as file:
         np.save(file, offsets)
     files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
+    if corrections is not None:
+        files[TEXT_BYTES_NAME] = summed(folder / TEXT_BYTES_NAME)
     counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
     manifest = {"format": FORMAT, **counts, **description, "files": files}
     content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)

@@ -1,10 +1,12 @@
 """Documents of a store, one after the other, as one long stream of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
+
+from gregale.data.text_bytes import Corrections
 
 
 class Documents(Protocol):
@@ -13,6 +15,7 @@ class Documents(Protocol):
     Attributes:
         tokens: ids [token], or what reads them by their places.
         offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
+        corrections: the tokens that stand for other bytes of text than their pieces have.
     """
 
     @property
@@ -20,6 +23,9 @@ class Documents(Protocol):
 
     @property
     def offsets(self) -> np.ndarray: ...
+
+    @property
+    def corrections(self) -> Corrections: ...
 
 
 class DocumentStream:
@@ -41,7 +47,7 @@ class DocumentStream:
         lengths = offsets[numbers + 1] - offsets[numbers]
         self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
         self._shifts = offsets[numbers] - self.starts[:-1]  # from place in the stream to place in the store
-        self._tokens = store.tokens
+        self._tokens, self._corrections = store.tokens, store.corrections
 
     def __len__(self) -> int:
         """Tokens in the stream, end-of-document tokens included."""
@@ -49,12 +55,20 @@ class DocumentStream:
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens from `start` to `stop`, int32 [token], and the number of each one's document, int64 [token]."""
+        places, documents = self._places(start, stop)
+        return self._tokens[places].astype(np.int32), documents
+
+    def more_bytes(self, start: int, stop: int) -> np.ndarray:
+        """How many bytes of text the tokens from `start` to `stop` stand for beyond their pieces, int64 [token]."""
+        return self._corrections.at(self._places(start, stop)[0])
+
+    def _places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the store has tokens of the stream, and the number of each one's document."""
         first = np.searchsorted(self.starts, start, side="right") - 1
         last = np.searchsorted(self.starts, stop, side="left")
         counts = np.diff(self.starts[first : last + 1].clip(start, stop))
         documents = np.repeat(np.arange(first, last), counts)
-        places = np.arange(start, stop) + self._shifts[documents]
-        return self._tokens[places].astype(np.int32), documents
+        return np.arange(start, stop) + self._shifts[documents], documents
 
 
 class Chain:
@@ -74,16 +88,25 @@ class Chain:
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """As `DocumentStream.read`; documents are numbered through."""
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        last = int(np.searchsorted(self._starts, stop, side="left"))
         found = []
-        for number in range(first, last):
-            begin, end = self._starts[number], self._starts[number + 1]
-            if begin < end:
-                tokens, documents = self.streams[number].read(max(start - begin, 0), min(stop, end) - begin)
-                found.append((tokens, documents + self._firsts[number]))
+        for number, begin, end in self._within(start, stop):
+            tokens, documents = self.streams[number].read(begin, end)
+            found.append((tokens, documents + self._firsts[number]))
         tokens, documents = zip(*found, strict=True)
         return np.concatenate(tokens), np.concatenate(documents)
+
+    def more_bytes(self, start: int, stop: int) -> np.ndarray:
+        """As `DocumentStream.more_bytes`."""
+        return np.concatenate([self.streams[n].more_bytes(*ends) for n, *ends in self._within(start, stop)])
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The streams that have tokens from `start` to `stop`: their numbers, and from where to where they have."""
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        for number in range(first, last):
+            begin, end = int(self._starts[number]), int(self._starts[number + 1])
+            if begin < end:
+                yield number, max(start - begin, 0), min(stop, end) - begin
 
 
 Stream = DocumentStream | Chain

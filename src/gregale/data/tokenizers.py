@@ -15,6 +15,7 @@ import numpy as np
 from gregale.data import pieces
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
+from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
 from gregale.files import replacing
 from gregale.settings import Fixed, Settings, whole
@@ -64,11 +65,17 @@ class Tokenizer(ABC):
 
     Attributes:
         vocabulary_size: number of ids; every id is below it.
-        end_of_document: the id that ends a document; text never encodes to it.
+        end_of_document: the id that ends a document; text never encodes to it, unless `parses_special`.
+        is_exact: whether every text has as many bytes as the pieces of its tokens.
+        special_names: what special tokens are called.
+        parses_special: whether these names in a text are the tokens; of documents they are text like any other.
     """
 
     vocabulary_size: int
     end_of_document: int
+    is_exact: bool = True
+    special_names: Sequence[str] = ()
+    parses_special: bool = False
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -77,6 +84,13 @@ class Tokenizer(ABC):
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, as `encode` gives them."""
         return [self.encode(text) for text in texts]
+
+    def encode_counted(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each text, and how many bytes of it each id stands for beyond its piece, int64 [token].
+
+        With `token_bytes` of the ids, these add up to the bytes of the text.
+        """
+        return [(ids, np.zeros(len(ids), np.int64)) for ids in self.encode_all(texts)]
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
@@ -91,6 +105,10 @@ class Tokenizer(ABC):
     def token_pieces(self) -> list[bytes]:
         """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
 
+    def parsing_special(self) -> "Tokenizer":
+        """The same tokenizer for prompts: names of special tokens in a text are the tokens."""
+        return self
+
     @property
     def start(self) -> tuple[int, ...]:
         """The ids that the tokenizer's own rules put before every text; `encode` leaves them out."""
@@ -98,9 +116,10 @@ class Tokenizer(ABC):
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of UTF-8 each id stands for, int32 [vocabulary]; 0 for special tokens.
+        """How many bytes of UTF-8 each id's piece has, int32 [vocabulary]; 0 for special tokens.
 
-        Bits per byte = sum of token losses in nats / ln 2 / sum of the targets' bytes.
+        Bits per byte = sum of token losses in nats / ln 2 / bytes of text that the targets stand for: those of their
+        pieces, and the differences that `encode_counted` found.
         """
         return np.array([len(piece) for piece in self.token_pieces], np.int32)
 
@@ -170,7 +189,7 @@ class LibraryTokenizer(Tokenizer):
             self._library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
             raise UserError(f"{place}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
-        self._library.encode_special_tokens = True  # "<|endoftext|>" written in a document is text like any other
+        self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
         self._json = json.loads(text)
@@ -186,6 +205,8 @@ class LibraryTokenizer(Tokenizer):
         self._pieces = pieces.token_pieces(self._json, self._library.get_vocab(with_added_tokens=True), place)
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
+        self.special_names = [each["content"] for each in self._json.get("added_tokens") or [] if each["special"]]
+        self.is_exact = is_exact(self._json, pieces.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._library.encode(text, add_special_tokens=False).ids
@@ -196,14 +217,31 @@ class LibraryTokenizer(Tokenizer):
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
 
+    def encode_counted(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        if self.is_exact:
+            return super().encode_counted(texts)
+        counted = []
+        for text, each in zip(texts, self._library.encode_batch(list(texts), add_special_tokens=False), strict=True):
+            ids = np.fromiter(each.ids, np.int32, len(each.ids))
+            own = self.token_bytes[ids].astype(np.int64)
+            counted.append((ids, bytes_of_tokens(text, each.offsets, own) - own if len(ids) else own))
+        return counted
+
     def decode(self, ids: np.ndarray) -> str:
         return self._library.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
+    def parsing_special(self) -> Tokenizer:
+        other = LibraryTokenizer(json.dumps(self._json), self._end_name, "the tokenizer")
+        other._library.encode_special_tokens, other.parses_special = False, True
+        return other
+
     @property
     def start(self) -> tuple[int, ...]:
-        alone, whole = (self._library.encode("a", add_special_tokens=each).ids for each in (False, True))
-        place = next(place for place in range(len(whole)) if whole[place : place + len(alone)] == alone)
-        return tuple(whole[:place])
+        for text in ("a", *self._library.get_vocab(with_added_tokens=False)):
+            whole = self._library.encode(text, add_special_tokens=True)
+            if 0 in whole.sequence_ids:  # the tokens of the text itself; others have None
+                return tuple(whole.ids[: whole.sequence_ids.index(0)])
+        return ()  # no text has a token
 
     def to_json(self) -> dict:
         return {"type": "library", "end_of_document": self._end_name, "library": self._json}
@@ -254,7 +292,7 @@ def load_tokenizer(folder: Place) -> Tokenizer:
 
 def tokenizer_from_file(config: FileConfig) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`; raises UserError if it is missing or unfit."""
-    path = expand(config.path)
+    path = expand(config.path, "data.tokenizer.path")
     text = read_bytes(path).decode("utf-8-sig", "replace")
     return LibraryTokenizer(text, config.end_of_document, path)
 

@@ -56,6 +56,12 @@ def read_config(saved: Mapping[str, Any], place: str) -> tuple[Family, LlamaConf
     for key, only in (ONLY | dict(family.only)).items():
         if given.get(key, only) not in (only, None):
             raise UserError(f"{place}: {key} is {given[key]!r}; Gregale computes models whose {key} is {only!r}.")
+    for key in family.ignored:
+        if given.get(key) is not None:
+            raise UserError(
+                f"{place}: {key} is {given[key]!r}. transformers ignores it in a {family.model_type}, so this file "
+                "describes one model and transformers computes another. Set it to null for the one of transformers."
+            )
     _check_whole(given, place)
     try:
         fields = {ours: given[key] for key, ours in _plain_keys(family).items() if key in given}
@@ -182,6 +188,7 @@ def written_config(config: LlamaConfig, family: Family, vocabulary: int, before:
         "num_key_value_heads": config.KvHeads.size,
         "head_dim": config.HeadSize.size,
         **family.only,
+        **dict.fromkeys(family.ignored),
     }
     if "query_pre_attn_scalar" in fields:
         width = config.score_width or config.HeadSize.size

@@ -69,6 +69,7 @@ class Family:
     - `full_every`: without `layer_types`, every n-th layer sees all tokens; None: no such rule
     - `keys`: of config.json, beside those that all families have -> field of `LlamaConfig`
     - `only`: keys of config.json with the one value that can be computed, which it is given too
+    - `ignored`: keys of config.json that transformers reads and does not compute with, which have to be null
     - `defaults`: of keys that config.json may leave out
     - `any_heads`: whether transformers takes a `hidden_size` that the number of heads does not divide
     """
@@ -82,6 +83,7 @@ class Family:
     full_every: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     any_heads: bool = True
 
@@ -116,9 +118,9 @@ BLOCK = (
 GEMMA_BLOCK = {"activation": "gelu", "norms": "around", "norm_offset": 1.0, "scaled_embedding": True}
 GEMMA_KEYS = {
     "query_pre_attn_scalar": "score_width",
-    "attn_logit_softcapping": "score_softcap",
     "final_logit_softcapping": "logit_softcap",
 }
+SCORE_SOFTCAP = "attn_logit_softcapping"
 GEMMA_ONLY = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
 GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
@@ -169,9 +171,9 @@ FAMILIES = {
             block=GEMMA_BLOCK,
             window="sliding_window",
             full_every=2,
-            keys=GEMMA_KEYS,
+            keys={**GEMMA_KEYS, SCORE_SOFTCAP: "score_softcap"},
             only=GEMMA_ONLY,
-            defaults={**GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            defaults={**GEMMA_DEFAULTS, SCORE_SOFTCAP: 50.0, "final_logit_softcapping": 30.0},
             any_heads=False,
         ),
         Family(
@@ -184,6 +186,7 @@ FAMILIES = {
             full_every=6,
             keys={**GEMMA_KEYS, "rope_local_base_freq": "window_rotary_base"},
             only=GEMMA_ONLY,
+            ignored=(SCORE_SOFTCAP,),
             defaults={**GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
             any_heads=False,
         ),

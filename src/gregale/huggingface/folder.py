@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,13 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 # What goes with a model, whatever is trained of it.
 BESIDE = (
     *(CONFIG, GENERATION, INDEX, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -68,16 +76,27 @@ def open_folder(path: Path) -> Folder:
         raise UserError(f"{path} is a file; a model is a folder with {CONFIG}, {TOKENIZER} and {WEIGHTS}.")
     if not path.is_dir():
         raise UserError(f"{path} is not a folder, and no name of a model on the hub, which is ORG/NAME.")
+    check_files(path, (*BESIDE, WEIGHTS))
     if not (path / CONFIG).is_file() or not any((path / name).is_file() for name in (WEIGHTS, INDEX)):
         _refuse_others(path)
     saved = read_json(path / CONFIG)
     family, model = read_config(saved, str(path / CONFIG))
-    return Folder(path, saved, family, model, _tensors(path))
+    return Folder(path, saved, family, model, tensors_of(path))
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Raises `UserError` for what has the name of a file and is none; to read a named pipe could wait for ever."""
+    for path in (folder / name for name in names):
+        if path.exists() and not path.is_file():
+            kind = next((words for test, words in KINDS if test(path.stat().st_mode)), "something else")
+            raise UserError(f"{path} is {kind}, and no file. Gregale reads files of a model only.")
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files, by name; raises `UserError` if a file is missing or damaged."""
     if (path / INDEX).is_file():
         names = weight_files(path)
+        check_files(path, names)
         if missing := [name for name in names if not (path / name).is_file()]:
             raise UserError(f"{path} lacks {', '.join(missing)}, which {INDEX} names: a download that was cut off?")
         found: dict[str, Tensor] = {}
@@ -120,8 +139,13 @@ def weight_files(path: Path) -> list[str]:
     """The files that the index of a folder names."""
     place = read_json(path / INDEX).get("weight_map")
     names = list(place.values()) if isinstance(place, dict) else []
-    if not names or not all(isinstance(name, str) and name == os.path.basename(name) for name in names):
+    if not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{path / INDEX} is damaged: it has no weight_map from tensors to files beside it.")
+    if outside := next((name for name in names if name != os.path.basename(name) or name in ("", ".", "..")), None):
+        raise UserError(
+            f"{path / INDEX} names the file {outside!r}, which does not lie beside it: a model's files lie in its "
+            "folder, and Gregale reads no other one. Put the file there, and its plain name into the index."
+        )
     return sorted(set(names))
 
 

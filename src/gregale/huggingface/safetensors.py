@@ -122,19 +122,19 @@ class Plan:
                 raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
-def plan_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> Plan:
-    """A file with tensors of one dtype, in this order; nothing is written."""
+def plan_file(path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> Plan:
+    """A file with tensors in the order of their shapes; nothing is written."""
     header: dict[str, dict] = {METADATA: {"format": "pt"}}
     place = 0
     for name, shape in shapes.items():
-        end = place + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [place, end]}
+        end = place + prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": NAMES[dtypes[name]], "shape": shape, "data_offsets": [place, end]}
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
     begin = LENGTH.size + len(text)
     tensors = {
-        name: Tensor(path, name, dtype, tuple(shape), begin + header[name]["data_offsets"][0])
+        name: Tensor(path, name, dtypes[name], tuple(shape), begin + header[name]["data_offsets"][0])
         for name, shape in shapes.items()
     }
     return Plan(path, LENGTH.pack(len(text)) + text, tensors)

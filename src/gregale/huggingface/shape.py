@@ -5,9 +5,9 @@ from __future__ import annotations
 from gregale.data.tokenizers import FileConfig
 from gregale.errors import UserError
 from gregale.huggingface.config import read_config
-from gregale.huggingface.folder import CONFIG, TOKENIZER, read_json
+from gregale.huggingface.folder import BESIDE, CONFIG, TOKENIZER, check_files, read_json
 from gregale.huggingface.hub import model_folder
-from gregale.huggingface.tokenizer import end_of_document, rowless
+from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
 
@@ -18,6 +18,7 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
     Raises `UserError` if there is no such model, or one that Gregale cannot compute.
     """
     folder = model_folder(given.path, weights=False)
+    check_files(folder, BESIDE)
     saved = read_json(folder / CONFIG)
     _, model = read_config(saved, str(folder / CONFIG))
     if not given.with_tokenizer:
@@ -27,5 +28,12 @@ def shape_and_tokenizer(given: HuggingFaceConfig) -> tuple[LlamaConfig, FileConf
         raise UserError(
             f"{given.path} has tokens without a row in the model's tables: {', '.join(beyond)}. `gregale import "
             f"{given.path} NAME` leaves them out; give NAME/huggingface as the path."
+        )
+    content = tokenizer_of(folder)
+    if rebuilt(folder, content, str(saved["model_type"])) != content:
+        raise UserError(
+            f"{given.path} has a LlamaTokenizer, which transformers builds anew, so that spaces at the beginning of a "
+            f"text have other ids than by its {TOKENIZER}. `gregale import {given.path} NAME` writes a {TOKENIZER} "
+            "with the ids of transformers; give NAME/huggingface as the path."
         )
     return model, FileConfig(str(folder.absolute() / TOKENIZER), end)

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gregale.data.pieces import byte_level_reader
+from gregale.data.pieces import SPACE_MARK, byte_level_reader, decoder_kinds
+from gregale.data.text_bytes import pre_tokenizers_of
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 
+SETTINGS = "tokenizer_config.json"
+REBUILT_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+REBUILT_IN = ("llama", "qwen3", "gemma2", "gemma3_text")  # of mistral, qwen2 and olmo2 it takes no LlamaTokenizer
 END_OF_DOCUMENT = "<|end_of_document|>"  # the name that the tokenizer of bytes gives it
 
 
@@ -48,11 +52,42 @@ def rowless(folder: Path, rows: int) -> list[str]:
     return [token["content"] for token in _added(folder) if token["special"] and token["id"] >= rows]
 
 
-def text_without(folder: Path, names: Sequence[str]) -> str:
+def tokenizer_of(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
     """A folder's tokenizer.json without some of its added tokens."""
     content = read_json(folder / TOKENIZER)
     kept = [token for token in content.get("added_tokens") or [] if token["content"] not in names]
-    return json.dumps({**content, "added_tokens": kept})
+    return {**content, "added_tokens": kept} if names else content
+
+
+def rebuilt(folder: Path, content: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """A tokenizer.json as transformers 5 reads it: a LlamaTokenizer keeps its vocabulary, merges and tokens alone.
+
+    How it treats spaces is then said by tokenizer_config.json (`add_prefix_space`, `legacy`), and not by
+    tokenizer.json, which may give other ids for spaces at the beginning of a text.
+
+    - `content`: of tokenizer.json
+    - `model_type`: of config.json; of some transformers reads tokenizer.json as it is
+    """
+    path = folder / SETTINGS
+    settings = read_json(path) if path.is_file() else {}
+    model = content.get("model") or {}
+    of_class = settings.get("tokenizer_class") in REBUILT_CLASSES and model_type in REBUILT_IN
+    kinds = decoder_kinds(content.get("decoder")) | {
+        step["type"] for step in pre_tokenizers_of(content.get("pre_tokenizer"))
+    }
+    if not of_class or model.get("type") != "BPE" or "ByteLevel" in kinds:
+        return content
+    prefix = settings.get("add_prefix_space") is not False
+    scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
+    spaces = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    replaced = {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
+    return {
+        **content,
+        "model": {**model, "dropout": None, "unk_token": None, "fuse_unk": True, "byte_fallback": True},
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": SPACE_MARK, "prepend_scheme": scheme, "split": False},
+        "decoder": {"type": "Sequence", "decoders": [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}, *spaces]},
+    }
 
 
 def _added(folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +111,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / SETTINGS, settings)
 
 
 def _bytes() -> dict[str, Any]:

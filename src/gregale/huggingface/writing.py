@@ -23,12 +23,18 @@ from gregale.huggingface.safetensors import Plan, Tensor, plan_file
 Files = Mapping[str, list[str]]
 """File name -> names of its tensors, in their order."""
 
+Dtypes = Mapping[str, np.dtype]
+"""Tensor's name -> its dtype in the file."""
 
-def plan_files(folder: Path, files: Files, slots: list[Slot], dtype: np.dtype) -> list[Plan]:
+
+def plan_files(folder: Path, files: Files, slots: list[Slot], dtypes: Dtypes) -> list[Plan]:
     """The files of a model; the same in every process, and nothing is written."""
     places = places_of(slots)
     shapes = {name: slot.shape for name, (slot, _) in places.items()}
-    return [plan_file(folder / file, {name: shapes[name] for name in names}, dtype) for file, names in files.items()]
+    return [plan_file(folder / file, {name: shapes[name] for name in names}, dtypes) for file, names in files.items()]
+
+
+Turning = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 
 
 class Writer:
@@ -40,23 +46,25 @@ class Writer:
     - `layout`: of the parameters
     """
 
-    def __init__(self, plans: Iterable[Plan], layout: Layout, dtype: np.dtype, report: Callable[[int], None]):
+    def __init__(self, plans: Iterable[Plan], layout: Layout, report: Callable[[int], None]):
         """`report`: is told how many bytes of the files are done since it was last told."""
-        self._plans, self._layout, self._dtype, self._report = list(plans), layout, dtype, report
+        self._plans, self._layout, self._report = list(plans), layout, report
         self._tensors = {name: tensor for plan in self._plans for name, tensor in plan.tensors.items()}
 
     def write(self, slot: Slot, parameter: NamedArray) -> None:
         """Writes a parameter, whose axes may be longer than the slot's: the padding of a vocabulary is left out.
 
-        Raises `UserError` if a value is too large for the dtype.
+        Raises `UserError` if a value is too large for its dtype.
         """
-        turned = self._turning(slot, parameter)
+        turning: dict[np.dtype, Turning] = {}
         for layer in (None,) if slot.layers is None else range(slot.layers):
             tensor = self._tensors[slot.name(layer)]
-            found, is_finite = turned(parameter.array, layer or 0)
-            if self._dtype.itemsize < parameter.dtype.itemsize and not is_finite:
+            if tensor.dtype not in turning:
+                turning[tensor.dtype] = self._turning(slot, parameter, tensor.dtype)
+            found, is_finite = turning[tensor.dtype](parameter.array, layer or 0)
+            if tensor.dtype.itemsize < parameter.dtype.itemsize and not is_finite:
                 raise UserError(
-                    f"dtype: {tensor.name} has values that are too large for {self._dtype}; bfloat16 or float32 holds "
+                    f"dtype: {tensor.name} has values that are too large for {tensor.dtype}; bfloat16 or float32 holds "
                     "them."
                 )
             _put(found, tensor, slot)
@@ -68,11 +76,11 @@ class Writer:
             with open(plan.path, "rb+") as file:
                 os.fsync(file.fileno())
 
-    def _turning(self, slot: Slot, parameter: NamedArray) -> Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]:
+    def _turning(self, slot: Slot, parameter: NamedArray, dtype: np.dtype) -> Turning:
         """From a parameter and a layer to the tensor with the axes of the file, and whether all of it is finite."""
         own = [axis.name for axis in parameter.axes if axis.name != LAYERS]
         order = tuple(own.index(name) for name in slot.flat)
-        stacked, dtype = slot.layers is not None, self._dtype
+        stacked = slot.layers is not None
         assert not stacked or parameter.axes[0].name == LAYERS
 
         def turned(array: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
@@ -105,9 +113,9 @@ def places_of(slots: list[Slot]) -> dict[str, tuple[Slot, int | None]]:
     return places | {slot.hub: (slot, None) for slot in outside[1:]}
 
 
-def bytes_of(slots: list[Slot], dtype: np.dtype) -> dict[str, int]:
+def bytes_of(slots: list[Slot], dtypes: Dtypes) -> dict[str, int]:
     """Tensor's name -> its bytes, in the same order."""
-    return {name: prod(slot.shape) * dtype.itemsize for name, (slot, _) in places_of(slots).items()}
+    return {name: prod(slot.shape) * dtypes[name].itemsize for name, (slot, _) in places_of(slots).items()}
 
 
 def files_of(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:

@@ -11,25 +11,29 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
+from haliax.jax_utils import tree_checkpoint_name
 from haliax.nn import ScanCheckpointPolicy
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.axes.gather import gathered
-from gregale.axes.layout import BATCH, Layout
+from gregale.axes.layout import BATCH, LAYERS, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
 from gregale.model.kernels.choice import Task, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.plain import PLAIN
+from gregale.model.kinds import Kind, Stretch, cut, joined, kind_constants, stretches
 
 # Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
 
+CARRY, WEIGHTS = "layer_input", "layer_weights"  # the names of what goes into a layer
+
 CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # what spares the attention a second forward pass
 
-REMAT_POLICIES: dict[str, ScanCheckpointPolicy | bool] = {
-    "none": False,
-    "full": True,
+REMAT_POLICIES = {
+    "none": ScanCheckpointPolicy(disable=True),
+    "full": ScanCheckpointPolicy(simple=True),
     "context": CONTEXT,
     "context_offload": ScanCheckpointPolicy(offload_block_internals=[ATTENTION_NAME]),
     "projections": ScanCheckpointPolicy(save_block_internals=PROJECTIONS),
@@ -43,7 +47,10 @@ UNROLL = {"cpu": 4}
 
 
 LayerFunction = Callable[[NamedArray, Any, Any, "Execution"], NamedArray]
-"""layer(x [batch, ...], weights of one layer, rows [batch, ...], execution) -> x"""
+"""layer(x [batch, ...], arrays of one layer, rows [batch, ...], execution) -> x"""
+
+Block = Callable[[NamedArray, Any, Kind, Any, "Execution"], NamedArray]
+"""block(x [batch, ...], weights of one layer, the layer's kind, rows [batch, ...], execution) -> x"""
 
 
 @dataclass(frozen=True)
@@ -104,32 +111,60 @@ class Execution:
         )
         return run(q, k, v, segments)
 
-    def run_layers(self, block: LayerFunction, Layers: Axis, x: NamedArray, weights, rows) -> NamedArray:
-        """`x = block(x, weights[i], rows, execution)` for every i along the layers.
+    def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
+        """`x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         Arguments:
-        - `weights`: named arrays with the axis `Layers`, ungathered; integers and booleans are constants of a layer
+        - `kinds`: of every layer, as a place in `LlamaConfig.kinds`
+        - `weights`: named arrays with the leading axis `layers`, ungathered
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
           differentiated
         """
         if self.stack is not None:
-            return self.stack(block, x, weights, rows)
-        x, _ = self.scan_layers(lambda x, layer: (block(x, layer, rows, self), None), Layers, x, weights)
+
+            def layer(x, layer, rows, execution):
+                return block(x, layer["weights"], layer.get("kind", 0), rows, execution)
+
+            return self.stack(layer, x, {"weights": weights, **kind_constants(kinds)}, rows)
+        x, _ = self.scan_layers(lambda x, weights, kind: (block(x, weights, kind, rows, self), None), kinds, x, weights)
         return x
 
-    def scan_layers(self, block: Callable, Layers: Axis, carry, *stacked):
-        """`carry, out_i = block(carry, *stacked[i])` over the named layers axis; returns the carry and stacked outs.
+    def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
+        """`carry, out_i = block(carry, weights[i], kinds[i], *more[i])` over the layers; the carry and stacked outs.
 
         Of tuples, which have one tree a layer, the outs are a tuple.
         """
-        if isinstance(stacked[0], tuple):
+        if isinstance(weights, tuple):
             outs = []
-            for layer in zip(*stacked, strict=True):
+            for layer in zip(weights, kinds, *more, strict=True):
                 carry, out = block(carry, *layer)
                 outs.append(out)
             return carry, tuple(outs)
-        unroll = min(self.unroll, Layers.size)
-        return hax.scan(block, Layers, remat=REMAT_POLICIES[self.remat], unroll=unroll)(carry, *stacked)
+        parts, outs = stretches(kinds), []
+        for part, layers in zip(parts, cut((weights, *more), parts), strict=True):
+            carry, out = self._scan_stretch(block, part, carry, layers)
+            outs.append(out)
+        return carry, joined(outs)
+
+    def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
+        """The same over one stretch; each layer of its pattern saves by the policy what it would alone."""
+        policy = REMAT_POLICIES[self.remat]
+
+        def one(kind: int) -> Callable:
+            def layer(carry, weights, *more):
+                return block(tree_checkpoint_name(carry, CARRY), weights, kind, *more)
+
+            return policy.checkpoint(CARRY, WEIGHTS, layer)
+
+        def pattern(carry, *layers):
+            outs = []
+            for kind, layer in zip(part.pattern, layers, strict=True):
+                carry, out = one(kind)(carry, *layer)
+                outs.append(out)
+            return carry, tuple(outs)
+
+        unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
+        return hax.scan(pattern, Axis(LAYERS, part.repeats), unroll=unroll)(carry, *layers)
 
 
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:

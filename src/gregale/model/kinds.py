@@ -1,42 +1,104 @@
-"""Layers of several kinds in one stack: a number says which kind a layer is.
+"""Layers of several kinds in one stack, such as those with a sliding window and those without.
 
-Layers that are scanned are one program, in which the number is an array. What a kind decides on for a program, such as
-a kernel's window, is then a branch of it; in a stack of one kind there is none.
+A layer's kind decides on the program: a kernel is made for one window. So a stack is cut into stretches in which a
+pattern of kinds repeats, and a scan over a stretch has a whole pattern in its body, each layer with its own program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
-import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from gregale.axes.layout import LAYERS
 from gregale.model.config import LlamaConfig
 
-Kind = NamedArray | int | None
-"""A layer's place in `LlamaConfig.kinds`: an array without axes where layers are scanned; None: there is one kind."""
+Kind = NamedArray | int
+"""A layer's place in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
 
 
-def stacked_kinds(config: LlamaConfig) -> NamedArray | None:
-    """The kind of every layer, along `layers`; constants of the layers, which nothing differentiates."""
-    if len(config.kinds) == 1:
-        return None
-    return hax.named(jnp.asarray(config.kind_numbers, jnp.int32), config.Layers)
+class Stretch(NamedTuple):
+    """Layers whose kinds are those of `pattern`, `repeats` times over."""
+
+    pattern: tuple[int, ...]
+    repeats: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.pattern) * self.repeats
 
 
-def chosen(kind: Kind, each: Sequence[Any]) -> Any:
-    """Of trees of arrays, one for each kind and all of one shape, the layer's own."""
-    if isinstance(kind, NamedArray):
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves)[kind.array], *each)
-    return each[kind or 0]
+def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
+    """The kind of every layer as an array along `layers`, by the name `kind`; nothing for one kind."""
+    if len(set(kinds)) == 1:
+        return {}
+    return {"kind": NamedArray(jnp.asarray(kinds, jnp.int32), (LAYERS,))}
+
+
+@cache
+def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
+    """The stretches that a stack is scanned in, by the kinds of its layers: few, with few layers in their patterns."""
+    best: list[tuple[Stretch, ...]] = [()]
+    for end in range(1, len(kinds) + 1):
+        found = [
+            (*best[start], Stretch(kinds[start : start + period], (end - start) // period))
+            for start in range(end)
+            for period in range(1, end - start + 1)
+            if (end - start) % period == 0 and kinds[start : end - period] == kinds[start + period : end]
+        ]
+        best.append(min(found, key=lambda cut: sum(1 + len(each.pattern) for each in cut)))
+    return best[-1]
+
+
+def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
+    """Of each stretch a tree for each place of its pattern, of arrays [repeats, ...]; of trees of arrays [layers, ...].
+
+    Gradients are put together as they were cut apart, each array once.
+    """
+    leaves, structure = jax.tree.flatten(stacked)
+    by_leaf = [_cut(leaf, parts) for leaf in leaves]
+    return [
+        [structure.unflatten([pieces[number][place] for pieces in by_leaf]) for place in range(len(part.pattern))]
+        for number, part in enumerate(parts)
+    ]
+
+
+def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
+    """[layers, ...] -> by stretch and place [repeats, ...]."""
+
+    def places(array: jax.Array, part: Stretch) -> list[jax.Array]:
+        if len(part.pattern) == 1:
+            return [array]
+        grouped = array.reshape(part.repeats, len(part.pattern), *array.shape[1:])
+        return [each.squeeze(1) for each in jax.lax.split(grouped, [1] * len(part.pattern), axis=1)]
+
+    whole = [array] if len(parts) == 1 else jax.lax.split(array, [part.layers for part in parts])
+    return [places(each, part) for each, part in zip(whole, parts, strict=True)]
+
+
+def joined(pieces: Sequence[Sequence[Any]]) -> Any:
+    """The inverse of `cut`."""
+
+    def whole(*places: jax.Array) -> jax.Array:
+        if len(places) == 1:
+            return places[0]
+        return jnp.stack(places, axis=1).reshape(-1, *places[0].shape[1:])
+
+    of_stretches = [jax.tree.map(whole, *places) for places in pieces]
+    if len(of_stretches) == 1:
+        return of_stretches[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *of_stretches)
 
 
 def by_kind(config: LlamaConfig, kind: Kind, function: Callable[..., Any], *arguments) -> Any:
-    """`function(the layer's kind, *arguments)`, which has to give the same shapes for all kinds."""
+    """`function(the layer's kind, *arguments)`, which has to give the same shapes for all kinds.
+
+    Where the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is taken.
+    """
     if isinstance(kind, NamedArray):
         return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)
-    return function(config.kinds[kind or 0], *arguments)
+    return function(config.kinds[kind], *arguments)

@@ -19,7 +19,7 @@ from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.kernels.kernels import Kernels
 from gregale.model.kernels.plain import capped
-from gregale.model.kinds import Kind, chosen, stacked_kinds
+from gregale.model.kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
 from gregale.model.scores import target_scores
@@ -154,13 +154,11 @@ class Llama(eqx.Module):
         """
         x = execution.placed(self._embedded(tokens, execution))
 
-        def block(x, layer, rows, execution):
-            weights = execution.gathered(layer["weights"])
-            return weights(x, rows["positions"], rows["segments"], layer["kind"], execution)
+        def block(x, weights, kind, rows, execution):
+            return execution.gathered(weights)(x, rows["positions"], rows["segments"], kind, execution)
 
         rows = {"positions": positions, "segments": segments}
-        layers = {"weights": self.blocks, "kind": stacked_kinds(self.config)}
-        x = execution.run_layers(block, self.config.Layers, x, layers, rows)
+        x = execution.run_layers(block, self.config.kind_numbers, x, self.blocks, rows)
         return execution.gathered(self.norm)(x, execution)
 
     def _embedded(self, tokens: NamedArray, execution: Execution) -> NamedArray:
@@ -208,7 +206,7 @@ class Llama(eqx.Module):
             return ready(x, positions, segments, kind, execution), largest
 
         x = execution.placed(self._embedded(batch["tokens"], execution))
-        _, largest = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds())
+        _, largest = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
     def unstacked(self) -> Llama:
@@ -240,7 +238,7 @@ class Llama(eqx.Module):
         def block(x, weights, kind):
             return execution.gathered(weights).prefill(x, positions, segments, slots, kind, execution)
 
-        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds())
+        x, caches = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks)
         return self._logits(x[POSITION, Position.size - 1], execution), caches
 
     def decode(
@@ -254,14 +252,10 @@ class Llama(eqx.Module):
         turns = [Turn.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
 
         def block(x, weights, kind, cache):
-            return execution.gathered(weights).decode(x, cache, chosen(kind, turns), kind, execution)
+            return execution.gathered(weights).decode(x, cache, turns[kind], kind, execution)
 
-        x, caches = execution.scan_layers(block, self.config.Layers, x, self.blocks, self._kinds(), caches)
+        x, caches = execution.scan_layers(block, self.config.kind_numbers, x, self.blocks, caches)
         return self._logits(x[POSITION, 0], execution), caches
-
-    def _kinds(self):
-        """The kind of every layer, as the blocks are: a tuple, or stacked."""
-        return self.config.kind_numbers if isinstance(self.blocks, tuple) else stacked_kinds(self.config)
 
     def _logits(self, x: NamedArray, execution: Execution) -> NamedArray:
         return self.logits(execution.gathered(self.norm)(x, execution), execution)

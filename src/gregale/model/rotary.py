@@ -27,7 +27,7 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
 
 
 def rotate(
-    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = None
+    x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = 0
 ) -> NamedArray:
     """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
@@ -38,7 +38,7 @@ def rotate(
     """
     HeadSize = config.HeadSize
     of_kinds = [frequencies(HeadSize.size // 2, each.rotary_base, each.rotary_scaling) for each in config.kinds]
-    frequency = jnp.stack(of_kinds)[kind.array] if isinstance(kind, NamedArray) else jnp.asarray(of_kinds[kind or 0])
+    frequency = jnp.stack(of_kinds)[kind.array] if isinstance(kind, NamedArray) else jnp.asarray(of_kinds[kind])
     others = x.rearrange((..., HeadSize)).axes[:-1]
     # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
     shared = [axis for axis in others if axis in positions.axes]

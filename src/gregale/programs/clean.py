@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from gregale.data.cache import Entry, entries, remove
@@ -16,6 +15,8 @@ from gregale.errors import UserError
 from gregale.services.command import Command
 from gregale.services.tables import print_table
 from gregale.storage import is_url
+from gregale.streams import say
+from gregale.terminal import Console
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ def main(options: CleanOptions) -> int:
             f"{options.cache}: only folders are cleaned. In a store, delete what is below with the store's own tools: "
             "what is needed again is built again."
         )
-    cache = Path(expand(options.cache))
+    cache = Path(expand(options.cache, "cache"))
     found = [entry for entry in entries(cache) if entry.is_stale or not options.stale]
     if not found:
-        print(f"{cache}: nothing to clean.")
+        say(f"{cache}: nothing to clean.")
         return 0
     rows = [
         (entry.folder.name, entry.kind, decimal(entry.size_bytes), age(entry.used), entry.origin) for entry in found
@@ -56,7 +57,7 @@ def main(options: CleanOptions) -> int:
 def asked(total: str) -> bool:
     """Whether the user says yes; nobody is asked where there is no terminal."""
     if not sys.stdin.isatty():
-        print(f"{total}; nothing was deleted. --yes deletes without asking.")
+        say(f"{total}; nothing was deleted. --yes deletes without asking.")
         return False
     try:
         answer = input(f"Delete {total}? What is needed again is built again. [y/N] ")
@@ -64,7 +65,7 @@ def asked(total: str) -> bool:
         answer = ""
     if answer.strip().lower() in ("y", "yes"):
         return True
-    print("Nothing was deleted.")
+    say("Nothing was deleted.")
     return False
 
 
@@ -75,13 +76,13 @@ def delete(found: list[Entry]) -> int:
             if remove(entry):
                 freed += entry.size_bytes
             else:
-                print(f"{entry.folder}: kept, a build may be at work on it.")
+                say(f"{entry.folder}: kept, a build may be at work on it.")
         except FileNotFoundError:
             continue  # another `gregale clean` was first
         except OSError as error:
             failures += 1
-            print(f"{entry.folder}: could not be deleted ({error.strerror}).", file=sys.stderr)
-    print(f"{decimal(freed)} freed.")
+            say(f"{entry.folder}: could not be deleted ({error.strerror}).", file=sys.stderr)
+    say(f"{decimal(freed)} freed.")
     return 1 if failures else 0
 
 

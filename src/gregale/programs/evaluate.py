@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-from rich.console import Console as RichConsole
-
 from gregale.data.build import NamedSource, build_store
 from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
+from gregale.data.notes import uncounted
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
@@ -34,6 +33,8 @@ from gregale.services.tables import print_table
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.tracker import finite
 from gregale.settings import Settings, whole
+from gregale.streams import say
+from gregale.terminal import Console as Terminal
 
 ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
 ENDINGS |= {".parquet": ParquetSource}
@@ -49,6 +50,9 @@ class EvalOptions(Settings):
         metadata={"help": "files (globs) to evaluate on: text, or the field text of .jsonl and .parquet"},
     )
     tasks: list[str] = field(default_factory=list, metadata={"help": "files of tasks (globs, JSON lines) to score"})
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+    )
     stride: int | None = field(
         default=None,
         metadata={
@@ -99,7 +103,11 @@ def main(options: EvalOptions) -> int:
     figures, words, scored = {}, "", {}
     with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
         # before the text is evaluated: it finds questions that cannot be scored
-        evaluation = evaluation_on(tasks, trained.setup, tokenizer, trained.run, console.message) if tasks else None
+        evaluation = None
+        if tasks:
+            parses = options.parse_special or (names_nothing and config.evaluation.parse_special)
+            of_tasks = tokenizer.parsing_special() if parses else tokenizer
+            evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
         if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
             text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
             figures, words = text_figures(trained, text, tokenizer, options, console)
@@ -154,7 +162,7 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
     - `figures`: those of the tasks
     """
     if words:
-        print(f"{what}: {words}")
+        say(f"{what}: {words}")
     if tasks:
         found = task_figures(figures)
         names = list(dict.fromkeys(figure for its in found.values() for figure in its))
@@ -163,7 +171,7 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
             for task in tasks
         ]
         headings = ["task", "questions", *names]
-        print_table(RichConsole(), f"{what}, ± the standard error", headings, rows)
+        print_table(Terminal(), f"{what}, ± the standard error", headings, rows)
 
 
 def own_text(trained: Trained, console: Console, stack: ExitStack) -> Text:
@@ -215,6 +223,8 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     cache, workers = config.data.token_cache(), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
+    for note in uncounted([store], tokenizer):
+        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,10 +21,30 @@ from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.families import family_that_has
-from gregale.huggingface.folder import BESIDE, CONFIG, GENERATION, INDEX, copy_beside, made_whole, read_json, write_json
+from gregale.huggingface.folder import (
+    BESIDE,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    copy_beside,
+    made_whole,
+    read_json,
+    tensors_of,
+    write_json,
+)
 from gregale.huggingface.names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
-from gregale.huggingface.writing import Files, Writer, bytes_of, files_as, files_of, plan_files, write_index
+from gregale.huggingface.writing import (
+    Dtypes,
+    Files,
+    Writer,
+    bytes_of,
+    files_as,
+    files_of,
+    places_of,
+    plan_files,
+    write_index,
+)
 from gregale.model.config import LlamaConfig
 from gregale.programs.run.model_card import Exported, model_card
 from gregale.programs.run.opened import Opened, opened
@@ -33,10 +54,12 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
+from gregale.services.history import FiguresReader
 from gregale.services.memory import give_back_memory
 from gregale.services.peers import watched
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
+from gregale.streams import say
 
 T = TypeVar("T")
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -56,7 +79,7 @@ class ExportOptions(Settings):
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "of the tensors: float32, bfloat16 or float16; null: as the imported model came, else float32",
+            "help": "of all tensors: float32, bfloat16 or float16; null: as the imported model came, else float32",
             "aliases": ("torch_dtype",),
         },
     )
@@ -87,15 +110,22 @@ class ExportOptions(Settings):
 
 @dataclass(frozen=True)
 class CameWith:
-    """What an imported model came with, all of it empty for another one: config.json, and the index of its files."""
+    """What an imported model came with, all of it empty for another one.
+
+    - `config`, `index`: config.json, and the index of its files
+    - `dtypes`: of its tensors by name; empty for a run that was trained on, whose values are others
+    """
 
     config: Mapping[str, Any]
     index: Mapping[str, Any]
+    dtypes: Dtypes
 
     @staticmethod
     def of(run: RunDirectory) -> CameWith:
         found = [run.huggingface / name for name in (CONFIG, INDEX)]
-        return CameWith(*(read_json(path) if path.is_file() else {} for path in found))
+        tensors = tensors_of(Path(str(run.huggingface))) if run.is_imported else {}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return CameWith(*(read_json(path) if path.is_file() else {} for path in found), dtypes)
 
     @property
     def dtype(self) -> str:
@@ -105,7 +135,7 @@ class CameWith:
 
 def main(options: ExportOptions) -> int:
     """Writes the folder, in full or not at all; several processes each what their devices have."""
-    run, target = find_run(options.run), Path(expand(options.target))
+    run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed, options)
     with watched(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
@@ -114,22 +144,49 @@ def main(options: ExportOptions) -> int:
         model = config.model
         assert isinstance(model, LlamaConfig)
         family = family_that_has(model, came_with.config.get("model_type"))
-        dtype_name = options.dtype or came_with.dtype
-        dtype = np.dtype(DTYPES[dtype_name])
         rows = model.vocabulary or tokenizer.vocabulary_size
         slots = [slot.cut_to(rows) for slot in slots_of(setup.model, family)]
-        sizes = bytes_of(slots, dtype)
+        dtypes = dtypes_of(slots, options.dtype, came_with)
+        sizes = bytes_of(slots, dtypes)
         files = files_for(sizes, options.shard_gigabytes, came_with)
         found = stack.enter_context(opened(run, setup, options.step))
         folder = stack.enter_context(made_by_all(target, sum(sizes.values())))
-        write_tensors(folder, files, slots, found, setup.layout, dtype)
-        by_first(lambda: write_beside(folder, Exported(run, setup, found.step, family, dtype_name), rows), None)
+        write_tensors(folder, files, slots, found, setup.layout, dtypes)
+        exported = Exported(
+            run, setup, found.step, family, " and ".join(sorted({str(each) for each in dtypes.values()}))
+        )
+        by_first(lambda: write_beside(folder, exported, rows, options.dtype or came_with.dtype), None)
         if len(files) > 1:
             by_first(lambda: write_index(folder, files, sizes, came_with.index.get("metadata", {})), None)
     if jax.process_index() == 0:
-        made = f"a {family.model_type} in {dtype_name}, {len(files)} file(s)"
-        print(f"{target}: step {found.step} of {run.path}, {made}.")
+        made = f"a {family.model_type} in {exported.dtype}, {len(files)} file(s)"
+        say(f"{target}: step {found.step} of {run.path}, {made}.")
+        if said := rounded(dtypes, came_with.dtypes):
+            say(f"{target}: {said}")
     return 0
+
+
+def dtypes_of(slots: list[Slot], asked: str | None, came_with: CameWith) -> Dtypes:
+    """The dtype of each tensor in its file: the one asked for, that which it came in, or that of the configuration."""
+    otherwise = np.dtype(DTYPES[asked or came_with.dtype])
+    own = {} if asked else {name: dtype for name, dtype in came_with.dtypes.items() if dtype.name in DTYPES}
+    return {name: own.get(name, otherwise) for name in places_of(slots)}
+
+
+def rounded(dtypes: Dtypes, before: Dtypes) -> str:
+    """Which tensors have lost digits; empty if none has.
+
+    - `before`: what they were in an imported model; those of a run are float32
+    """
+    kinds = Counter(
+        (before.get(name, np.dtype(np.float32)).name, dtype.name)
+        for name, dtype in dtypes.items()
+        if np.result_type(before.get(name, np.float32), dtype) != dtype
+    )
+    if not kinds:
+        return ""
+    said = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
+    return f"rounded: {said}. `--dtype float32` keeps all digits of float32."
 
 
 def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:
@@ -156,20 +213,18 @@ def by_first(action: Callable[[], T], otherwise: T) -> T:
     return action() if jax.process_count() == 1 else by_first_process(action, otherwise)
 
 
-def write_tensors(
-    folder: Path, files: Files, slots: list[Slot], found: Opened, layout: Layout, dtype: np.dtype
-) -> None:
+def write_tensors(folder: Path, files: Files, slots: list[Slot], found: Opened, layout: Layout, dtypes: Dtypes) -> None:
     """Makes the files of their full size, then writes parameter after parameter to its places in them."""
-    plans = plan_files(folder, files, slots, dtype)
+    plans = plan_files(folder, files, slots, dtypes)
     by_first(lambda: [plan.make() for plan in plans], None)
-    done, total = 0, sum(bytes_of(slots, dtype).values())
+    done, total = 0, sum(bytes_of(slots, dtypes).values())
     with progress_bars() if jax.process_index() == 0 else nullcontext(silent) as report:
 
         def written(size: int) -> None:
             nonlocal done
             report("writing", done := done + size, total)
 
-        writer = Writer(plans, layout, dtype, written)
+        writer = Writer(plans, layout, written)
         for slot in slots:
             writer.write(slot, found.read(slot.path))
             give_back_memory()
@@ -187,8 +242,11 @@ def files_for(sizes: Mapping[str, int], gigabytes: float | None, came_with: Came
     return files_of(sizes, int((gigabytes or SHARD_GIGABYTES) * GIGABYTE))
 
 
-def write_beside(folder: Path, exported: Exported, rows: int) -> None:
-    """Everything beside the tensors: what the model came with, and else what is known of it."""
+def write_beside(folder: Path, exported: Exported, rows: int, dtype: str) -> None:
+    """Everything beside the tensors: what the model came with, and else what is known of it.
+
+    - `dtype`: which config.json says
+    """
     run, config = exported.run, exported.setup.config
     tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
     copy_beside(run.huggingface, folder, [name for name in BESIDE if name not in (CONFIG, INDEX)])
@@ -198,14 +256,17 @@ def write_beside(folder: Path, exported: Exported, rows: int) -> None:
     saved = {"max_position_embeddings": 0, "eos_token_id": end, **(came_with.config or none)}
     own = {
         "max_position_embeddings": max(context, saved["max_position_embeddings"]),
-        "dtype" if "dtype" in saved else "torch_dtype": exported.dtype,
+        "dtype" if "dtype" in saved else "torch_dtype": dtype,
     }
     assert isinstance(config.model, LlamaConfig)
     write_json(folder / CONFIG, written_config(config.model, exported.family, rows, saved) | own)
     if not came_with.config:
         write_json(folder / GENERATION, {"eos_token_id": end, "_from_model_config": True})
         write_tokenizer(tokenizer, folder, context)
-    (folder / "README.md").write_text(model_card(exported), encoding="utf-8")
+    figures = FiguresReader(run.metrics).read()
+    for problem in figures.problems:
+        say(problem)
+    (folder / "README.md").write_text(model_card(exported, figures), encoding="utf-8")
 
 
 COMMAND = Command(main=main, options=ExportOptions, positional=("run", "target"))

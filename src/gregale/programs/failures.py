@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from gregale.errors import UserError
 from gregale.islands.failures.data_parallel import Checkpoints, best_interval, data_parallel
 from gregale.islands.failures.fleet import Fleet, Site, draw_outages, draw_sites
@@ -17,6 +15,7 @@ from gregale.methods.schedule import Schedule
 from gregale.services.islands import NETWORKS
 from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
+from gregale.terminal import Console
 from gregale.timeline.model import Workload
 from gregale.timeline.payload import bytes_per_parameter
 from gregale.timeline.plot import plot_goodput, short

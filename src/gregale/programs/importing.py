@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
 from gregale.huggingface.hub import model_folder, model_name
 from gregale.huggingface.names import slots_of
-from gregale.huggingface.tokenizer import end_of_document, rowless, text_without
+from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import parameter_count
@@ -30,6 +31,7 @@ from gregale.services.config import BatchConfig, TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings
 from gregale.storage import write_bytes
+from gregale.streams import say
 
 LONGEST = 4096  # tokens of a sequence that the configuration is written with; a run may have more
 
@@ -47,11 +49,13 @@ class ImportOptions(Settings):
 
 def main(options: ImportOptions) -> int:
     """Checks everything, then copies; the folder is there in full or not at all."""
-    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target))
+    folder, target = open_folder(model_folder(options.source)), Path(expand(options.target, "target"))
     end = options.end_of_document or end_of_document(folder.path, folder.saved, "--end_of_document NAME")
     config = configuration(folder, target, end, model_name(options.source))
     beyond = rowless(folder.path, folder.model.vocabulary or 0)
-    text = text_without(folder.path, beyond)
+    given = tokenizer_of(folder.path, beyond)
+    read = rebuilt(folder.path, given, folder.family.model_type)
+    text = json.dumps(read)
     tokenizer = LibraryTokenizer(text, end, str(folder.path / TOKENIZER))
     if (rows := folder.model.vocabulary or 0) < tokenizer.vocabulary_size:
         raise UserError(
@@ -67,7 +71,7 @@ def main(options: ImportOptions) -> int:
         run = RunDirectory(partial_target)
         run.huggingface.mkdir()
         copy_beside(folder.path, run.huggingface)
-        if beyond:
+        if beyond or read != given:
             write_bytes(run.huggingface / TOKENIZER, text.encode())
         if not (folder.saved.get("dtype") or folder.saved.get("torch_dtype")):  # `export` of a run has no files to ask
             write_json(Path(str(run.huggingface / CONFIG)), {**folder.saved, "torch_dtype": dtype_of(folder)})
@@ -82,8 +86,13 @@ def main(options: ImportOptions) -> int:
         save_tokenizer(tokenizer, run.path)
         run.write_config(config)
     if beyond:
-        print(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
-    print(
+        say(f"{target}: tokens that the model has no rows for are left out: {', '.join(beyond)}.")
+    if read != given:
+        say(
+            f"{target}: its tokenizer treats spaces as transformers does, which builds a LlamaTokenizer anew and does "
+            f"not read that from {TOKENIZER}: spaces at the beginning of a text have other ids than by the file."
+        )
+    say(
         f"{target}: {parameter_count(model):,} parameters of a {folder.family.model_type}, "
         f"{tokenizer.vocabulary_size:,} tokens. `gregale sample {target} PROMPT` continues a text; "
         f"`gregale train CONFIG --start_from {target}` trains on, with `model` and "

@@ -16,6 +16,7 @@ from gregale.services.command import Command
 from gregale.services.islands import SECONDS
 from gregale.services.signing import read_token
 from gregale.settings import Settings, whole
+from gregale.streams import say
 
 
 @dataclass(frozen=True)
@@ -50,21 +51,18 @@ def main(options: LighthouseOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     quorum = Quorum(options.minimum, options.join_seconds, options.heartbeat_seconds)
-    lighthouse = serve(options.bind, token, quorum, say)
-    print(
-        f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}",
-        flush=True,
-    )
+    lighthouse = serve(options.bind, token, quorum, tell)
+    tell(f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}")
     stopped.wait()
     lighthouse.close()
-    print("The lighthouse is closed.", flush=True)
+    tell("The lighthouse is closed.")
     return 0
 
 
-def say(line: str) -> None:
+def tell(line: str) -> None:
     """Print a line; nobody may be there to read it."""
     with suppress(OSError):
-        print(line, flush=True)
+        say(line, flush=True)
 
 
 COMMAND = Command(main=main, options=LighthouseOptions)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from gregale.data.sources.base import expand
@@ -18,6 +17,8 @@ from gregale.services.run_summary import State, Summary, summaries
 from gregale.services.tables import fitting, print_table
 from gregale.settings import Settings
 from gregale.storage import place
+from gregale.streams import say
+from gregale.terminal import Console
 
 SORTS = (
     *("name", "state", "method", "step", "loss", "eval_loss", "bits_per_byte"),
@@ -46,20 +47,20 @@ class RunsOptions(Settings):
 
 def main(options: RunsOptions) -> int:
     """Prints the table, or the JSON."""
-    found = chosen(summaries(place(expand(options.folder))), options)
+    found = chosen(summaries(place(expand(options.folder, "folder"))), options)
     if options.json:
         print(json.dumps([_plain(summary) for summary in found], indent=1, allow_nan=False))
         return 0
     if not found:
         is_filtered = options.state or options.method or options.name
-        print(f"{options.folder}: no run {'is like this' if is_filtered else 'yet; `gregale train` makes one'}.")
+        say(f"{options.folder}: no run {'is like this' if is_filtered else 'yet; `gregale train` makes one'}.")
         return 0
     console, now = Console(), time.time()
     table = fitting(console, HEADINGS, [row(summary, now) for summary in found], FIRST_TO_GO)
     print_table(console, options.folder, *table)
     for summary in found:
         if summary.problem:
-            print(f"{summary.name}: {summary.problem}")
+            say(f"{summary.name}: {summary.problem}")
     return 0
 
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from gregale.errors import UserError
 from gregale.programs import failures
@@ -13,6 +12,7 @@ from gregale.programs.failures import FleetConfig, Scenario
 from gregale.services.command import Command
 from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
+from gregale.terminal import Console
 from gregale.timeline.fleet import NEVER, Fleet
 from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, method
 from gregale.timeline.model import PRESETS, Workload

@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from gregale.data.config import Corpus, notes_of, prepare
+from gregale.data.config import Corpus, prepare
+from gregale.data.notes import notes_of
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.tracking.console import Console
+from gregale.streams import say
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,17 @@ def main(options: TokenizeOptions, config: TrainConfig) -> int:
             store.verify(f"checking {key}", console.progress)
         for note in notes:
             console.message(note)
-        say(corpus)
+        tell(corpus)
     return 0
 
 
-def say(corpus: Corpus) -> None:
+def tell(corpus: Corpus) -> None:
     """What there is."""
     for name, stream in corpus.train_streams.items():
-        print(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
+        say(f"{name}: {len(stream):,} tokens to train on, {len(corpus.held_out_streams[name]):,} held out")
     for name, stream in corpus.validation_streams.items():
-        print(f"{name}: {len(stream):,} tokens to evaluate on")
-    print(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
+        say(f"{name}: {len(stream):,} tokens to evaluate on")
+    say(f"{corpus.training_tokens:,} training tokens, vocabulary {corpus.tokenizer.vocabulary_size:,}")
 
 
 READS = ("data", "batch.sequence_length", "seed")

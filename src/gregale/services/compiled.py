@@ -44,7 +44,7 @@ def keep_compiled(place: str | None) -> None:
     if place is None or getattr(jax.config, FOLDER) is not None:
         return
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home directory
-        base = user_cache() if place == AUTO or is_url(place) else Path(expand(place)).absolute()
+        base = user_cache() if place == AUTO or is_url(place) else Path(expand(place, "compilation_cache")).absolute()
         folder = base / f"compiled-{processor()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Who can write there can have us run anything.

@@ -33,13 +33,14 @@ from gregale.errors import UserError
 from gregale.files import write_bytes
 from gregale.storage import Place, download, status
 from gregale.storage import write_bytes as write
+from gregale.streams import say
 
 ALL_WRITE_BEFORE = (0, 11)  # versions of JAX in which `let_every_process_write` is known to be right
 _PREFIX = "gregale-programs://"
 
 
 def to_stderr(text: str) -> None:
-    print(f"gregale: {text}", file=sys.stderr, flush=True)
+    say(f"gregale: {text}", sys.stderr, flush=True)
 
 
 @dataclass

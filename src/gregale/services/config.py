@@ -17,8 +17,8 @@ from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.evaluation import EvaluationConfig
 from gregale.services.inspection import InspectConfig
 from gregale.services.islands import IslandsConfig
-from gregale.services.tracking.choices import TrackerConfig
-from gregale.settings import Fixed, Settings, at_least, check_path, shown, whole
+from gregale.services.tracking.choices import TrackerConfig, check_each_once
+from gregale.settings import Fixed, Settings, at_least, check_name, check_path, shown, whole
 from gregale.storage import is_url, place
 
 
@@ -180,8 +180,8 @@ class TrainConfig(Settings):
                 f"is {shown(self.name)}",
                 "; it names a directory, so it has no '/' and does not begin with '.'.",
             )
-        for key in ("name", "runs"):
-            check_path(key, getattr(self, key))
+        check_name("name", self.name)
+        check_path("runs", self.runs)
         if self.compilation_cache is not None:
             check_path("compilation_cache", self.compilation_cache)
             if is_url(self.compilation_cache):
@@ -192,6 +192,7 @@ class TrainConfig(Settings):
                 f"has {size} bytes ({self.name[:20]}...)",
                 f"; it names a directory, so it has at most {MOST_NAME_BYTES}.",
             )
+        check_each_once(self.trackers)
         self._check_evaluation()
 
     @property

@@ -6,6 +6,7 @@ configuration raises itself, so the walk over the types is done here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -32,6 +33,7 @@ from gregale.services.fields import (
 )
 from gregale.settings import did_you_mean, shortened, shown
 
+_ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
 CLOSE = 0.72  # how alike two names have to be for one to be a slip of the other (difflib's ratio)
 
 
@@ -129,10 +131,14 @@ class Decoder:
             of += f" with {TYPE} {choice_name(kind)}"
             valid.append(TYPE)
         verb = "is not a valid key" if len(unknown) == 1 else "are not valid keys"
-        hints = "".join(self._hint(join(key, name), name, kind) for name in unknown)
+        hints = "".join(self._hint(join(key, name), name, kind, given[name]) for name in unknown)
         raise UserError(f"{named}{at} {verb} {of}.{hints} Valid keys {of}: {', '.join(sorted(valid))}.")
 
-    def _hint(self, key: str, name: str, kind: Any) -> str:
+    def _hint(self, key: str, name: str, kind: Any, value: Any) -> str:
+        if "." in name and key in known_entries(self.root):
+            *above, last = name.split(".")
+            nested = "".join(f"{level}: {{" for level in above) + f"{last}: {_show(value)}" + "}" * len(above)
+            return f" Dots are for the command line (`--{key}`); in YAML one level lies in another: `{nested}`."
         if is_registry(kind):
             others = [other for other, choice in kind.get_known_choices().items() if name in _field_names(choice)]
             if others:
@@ -153,9 +159,15 @@ class Decoder:
             raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is a text too
         if isinstance(raw, dict) and list(raw) == [str(i) for i in range(len(raw))] != []:
             raw = list(raw.values())  # `--trackers.0.type wandb` where there was no list yet
+        arguments = get_args(kind)
+        if isinstance(raw, dict) and raw and is_dataclass(arguments[0]):
+            one = shortened(", ".join(f"{name}: {_show(value)}" for name, value in raw.items()))
+            raise UserError(
+                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`, or "
+                f"`--{key}.0.{next(iter(raw))}` on the command line."
+            )
         if not isinstance(raw, list):
             raise self._wrong(kind, raw, key)
-        arguments = get_args(kind)
         if get_origin(kind) is list or arguments[-1] is Ellipsis:
             return [(arguments[0], value) for value in raw]
         if len(raw) != len(arguments):
@@ -189,6 +201,8 @@ class Decoder:
             return kind(value)
         if kind is bool and isinstance(value, bool):
             return value
+        if isinstance(value, str) and _ZEROS_FIRST.fullmatch(value):  # as an octal number would be, with an 8 or a 9
+            raise self._wrong(kind, value, key)
         if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
             # YAML 1.1 takes 1e-3 for a string.
             try:

@@ -32,3 +32,6 @@ class EvaluationConfig(Settings):
         default_factory=list,
         metadata={"help": "files of tasks (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
     )
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
@@ -57,6 +57,36 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
             begins_anew = "begins_anew" in each.metadata  # see `gregale.services.changes`
             for found in _entries_of_field(entry, kind):
                 yield replace(found, fixed=None) if begins_anew else found
+
+
+def section_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any] | None:
+    """Return the class of the section at a dotted key, or the registry of its classes, and its default.
+
+    None if a value is there, as lists and mappings of names are: only their elements are sections.
+    """
+    kind, default = config_class, REQUIRED
+    for name in path:
+        kind, default = _below(kind, name, default)
+    section = next(filter(is_dataclass, _members(kind)), None)
+    return None if section is None else (section, default)
+
+
+def _below(kind: Any, name: str, default: Any) -> tuple[Any, Any]:
+    """The type and the default of what lies below a type under a name; (None, `REQUIRED`) if nothing does."""
+    for each in _members(kind):
+        if is_dataclass(each):
+            classes = [each, *choices(each).values()] if is_registry(each) else [each]
+            found = [(owner, inner) for owner in classes for inner in fields(owner) if inner.name == name]
+            if found:
+                owner, inner = found[0]
+                return types_of(owner)[name], default_of(inner, default)
+        elif get_origin(each) in (list, tuple, dict):
+            return [argument for argument in get_args(each) if argument is not Ellipsis][-1], REQUIRED
+    return None, REQUIRED
+
+
+def _members(kind: Any) -> Sequence[Any]:
+    return get_args(kind) if is_union(kind) else (kind,)
 
 
 @cache

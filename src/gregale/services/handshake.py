@@ -18,14 +18,14 @@ from typing import Any
 
 import draccus
 import jax
-import jaxlib
+import jaxlib.version
 
 import gregale
 from gregale.data.config import VALIDATION, Corpus
 from gregale.data.store import json_sha256
 from gregale.data.tasks.files import Task
 from gregale.errors import UserError
-from gregale.services.agreement import difference, from_text, in_words, to_text
+from gregale.services.agreement import Terms, difference, from_text, in_words, to_text
 from gregale.services.checkpoint.processes import messages_of_all, texts_of_all
 from gregale.services.distributed import DistributedConfig
 from gregale.services.history import flat
@@ -57,7 +57,7 @@ def terms_of_process(settings: Any) -> dict[str, str]:
         "the version of Gregale": gregale.__version__,
         "the digest of Gregale's source": source_digest(),
         "the version of JAX": jax.__version__,
-        "the version of jaxlib": jaxlib.__version__,
+        "the version of jaxlib": jaxlib.version.__version__,
     }
     if settings is None:
         return versions
@@ -89,7 +89,7 @@ def agree(peers: Sequence[Peer], config: DistributedConfig, settings: Any) -> No
     """
     own = terms_of_process(settings)
     if config.process == 0:
-        found = {who(0): own}
+        found: dict[str, Terms] = {who(0): own}
         for peer in peers:
             found[peer.name] = from_text(_told(peer, "settings", config.timeout_seconds))
         if differs := difference(found):

@@ -15,7 +15,6 @@ Whatever stands in the files, nothing here raises but what a disk or a store doe
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -27,17 +26,15 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.services.entries import Entry, damage, entry_of, read_entries
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
 from gregale.services.run_places import RunPlaces
 from gregale.storage import Place, Remote, status
 
 ROUNDS = "rounds.jsonl"
-HIGHEST_STEP = 2**53
 LARGEST = 2.0**1000  # what is not below it is no figure
 _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
-
-Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +47,11 @@ class Column:
 
     steps: np.ndarray
     values: np.ndarray
+
+    def at(self, step: int) -> float | None:
+        """Return the value of a step; None if it has no number."""
+        found = self.values[self.steps == step]
+        return float(found[-1]) if len(found) and np.isfinite(found[-1]) else None
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,9 @@ class FiguresReader:
 
     def _takes(self, line: bytes) -> bool:
         """Takes the figures of a line; whether all of it are some."""
-        entry = _entry(line)
-        step = None if entry is None else entry.get("step")
-        if entry is None or type(step) is not int or not 0 <= step < HIGHEST_STEP:
+        if (entry := entry_of(line, "step")) is None:
             return False
+        step = entry["step"]
         sound = True
         for name, value in entry.items():
             kind = type(value)
@@ -214,25 +215,13 @@ class FiguresReader:
     def _problems(self, repeated: int) -> tuple[str, ...]:
         problems = []
         if self._damaged:
-            problems.append(_damage(self._place, self._damaged, self._lines, self._first_damaged))
+            problems.append(damage(self._place, self._damaged, self._lines, self._first_damaged))
         if repeated:
             problems.append(
                 f"{self._place}: the steps do not ascend, {repeated:,} come after a later one; of two lines for a step "
                 "the last one counts. Two processes may have written it."
             )
         return tuple(problems)
-
-
-def read_entries(place: Place) -> tuple[tuple[Entry, ...], str | None]:
-    """The objects of a file of JSON lines, and what is wrong with it; nothing if there is no file.
-
-    A last line without its end is being written, and passed over.
-    """
-    lines = _content(place).split(b"\n")[:-1]
-    entries = [_entry(line) for line in lines]
-    damaged = [number for number, entry in enumerate(entries, 1) if entry is None]
-    problem = _damage(place, len(damaged), len(lines), damaged[0]) if damaged else None
-    return tuple(entry for entry in entries if entry is not None), problem
 
 
 def samples_in(text: str) -> tuple[Sample, ...]:
@@ -290,19 +279,6 @@ def _ascending(column: Column) -> tuple[Column, int]:
     steps, values = steps[order], values[order]
     last = np.append(np.diff(steps) > 0, True)
     return Column(steps[last], values[last]), int((ahead < 0).sum())
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """The object on a line; None if it is none."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) else None
-
-
-def _damage(place: Place, damaged: int, lines: int, first: int) -> str:
-    return f"{place}: {damaged:,} of {lines:,} lines are damaged, the first is line {first:,}; they are left out."
 
 
 def _content(place: Place) -> bytes:

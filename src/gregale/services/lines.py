@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from gregale.errors import UserError
 from gregale.files import reason, write_bytes
+from gregale.services.entries import entry_of, problem_of
 from gregale.storage import Place, Remote, StoreError
 
 FLUSH_SECONDS = 30.0
@@ -33,12 +34,14 @@ class History(NamedTuple):
     key: str
     last: int
 
-    def has(self, line: bytes) -> bool:
-        """Whether a line stays."""
-        try:
-            return line.endswith(b"\n") and json.loads(line)[self.key] <= self.last
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
+    def of(self, content: bytes, place: Place, report: Callable[[str], None]) -> list[bytes]:
+        """Return the lines of a file that stay; `report` is told once of damaged ones, which go."""
+        lines = [line + b"\n" for line in content.split(b"\n")[:-1]]
+        found = [entry_of(line, self.key) for line in lines]
+        if (problem := problem_of(place, found)) is not None:
+            report(problem)
+        entries = zip(lines, found, strict=True)
+        return [line for line, entry in entries if entry is not None and entry[self.key] <= self.last]
 
 
 def lines_at(place: Place, history: History, report: Callable[[str], None]) -> FileLines | ObjectLines:
@@ -59,10 +62,12 @@ class FileLines:
         Args:
             path: the file, made if absent.
             history: which of its lines stay.
-            report: told in one line when the file cannot be written, and when it can be again.
+            report: told in one line of damaged lines, when the file cannot be written, and when it can be again.
         """
         if path.exists():
-            _keep(path, history)
+            before = path.read_bytes()
+            if (kept := b"".join(history.of(before, path, report))) != before:
+                write_bytes(path, kept)
         self._path, self._report = path, report
         self._file = path.open("ab", buffering=0)
         self._whole = self._file.tell()  # bytes of whole lines
@@ -119,12 +124,12 @@ class ObjectLines:
         """As `FileLines`. Raises `StoreError` if the store does not give the lines that there are."""
         self._place, self._report = place, report
         try:
-            before = place.read_bytes().splitlines(keepends=True)
+            before = place.read_bytes()
         except FileNotFoundError:
-            before = []
-        kept = [line for line in before if history.has(line)]
-        self._lines, self._written = kept, -1 if kept != before else len(kept)
+            before = b""
+        kept = history.of(before, place, report)
         self._size = sum(map(len, kept))
+        self._lines, self._written = kept, len(kept) if self._size == len(before) else -1
         self._adding, self._writing = Lock(), Lock()
         self._ended = Event()
         self._thread = Thread(target=self._write_at_times, daemon=True, name="lines")
@@ -168,7 +173,7 @@ class ObjectLines:
                 self.flush()
             except StoreError as error:
                 if not has_failed:
-                    self._report(f"{error} Its lines are kept until it can be written.")
+                    self._report(f"{error.fact} Its lines are kept until it can be written.")
                 has_failed = True
             else:
                 if has_failed:
@@ -178,11 +183,3 @@ class ObjectLines:
 
 def _line(entry: Mapping[str, Any]) -> bytes:
     return json.dumps(entry, allow_nan=False).encode() + b"\n"
-
-
-def _keep(path: Path, history: History) -> None:
-    """Rewrites the file without the lines that go, under a temporary name first."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if history.has(line)]
-    if kept != lines:
-        write_bytes(path, b"".join(kept))

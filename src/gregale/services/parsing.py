@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +14,14 @@ import yaml
 
 from gregale.errors import UserError
 from gregale.services.decoding import Decoder, Text, is_index
-from gregale.services.fields import join
-from gregale.settings import shortened
+from gregale.services.fields import TYPE, choice_name, is_registry, join, section_at
+from gregale.settings import shortened, shown
 from gregale.storage import Place
 
 Config = TypeVar("Config")
 COMMAND_LINE = "on the command line"
+_NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def load(config_class: type[Config], path: str | Place | None, arguments: Sequence[str] = ()) -> Config:
@@ -27,7 +31,8 @@ def load(config_class: type[Config], path: str | Place | None, arguments: Sequen
     - `config_class`: a frozen dataclass; nested dataclasses, optional fields, lists, tuples, mappings of names and
       draccus registries (chosen by `type`) are understood
     - `path`: the YAML file or object, or None for the defaults
-    - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`
+    - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; of a section
+      given as `{layers: 2}` the other keys stay, unless it names another `type`
 
     Raises `UserError` that names the key and the place: unknown key, wrong type, unknown choice, missing key, duplicate
     key, a file that is missing or no YAML.
@@ -38,7 +43,7 @@ def load(config_class: type[Config], path: str | Place | None, arguments: Sequen
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
     for pair in pairs:
         key, equals, value = pair.removeprefix("--").partition("=")
-        _override(raw, places, key, Text(value) if equals else True)
+        _Overrides(config_class, raw, places).set(key.split("."), Text(value) if equals else True)
     return Decoder(config_class, places, _read_text).decode(config_class, raw)
 
 
@@ -135,7 +140,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self._build_at(item, join(key, i), item) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
-            return self._scalar(node)
+            return self._scalar(node, key)
         self._refuse_duplicates(node, key)
         self.loader.flatten_mapping(node)
         built = {}
@@ -143,13 +148,28 @@ class _Reader:
             built[name_node.value] = self._build_at(value_node, join(key, name_node.value), name_node)
         return built
 
-    def _scalar(self, node: yaml.Node) -> Any:
+    def _scalar(self, node: yaml.Node, key: str) -> Any:
+        self._refuse_old_numbers(node, key)
         try:
             return self.loader.construct_object(node, deep=True)
         except (ValueError, ArithmeticError, LookupError, AttributeError):
             # What PyYAML raises for the 31st of February, for more digits than Python reads, for `!!bool perhaps`.
             kind, place = node.tag.rpartition(":")[2], f"{self.name}, line {node.start_mark.line + 1}"
             raise UserError(f"{place}: {shortened(node.value)!r} looks like a YAML {kind}, but it is none.") from None
+
+    def _refuse_old_numbers(self, node: yaml.Node, key: str) -> None:
+        """Refuses what only YAML 1.1 takes for numbers: `1:30` for 90, and `010` for 8."""
+        if node.tag not in _NUMBERS:
+            return
+        is_octal = _OCTAL.fullmatch(node.value) is not None
+        if is_octal or ":" in node.value:
+            kind = "an octal number" if is_octal else "a number to the base 60"
+            place = f"{self.name}, line {node.start_mark.line + 1}"
+            found = f"{f'`{key}` is ' if key else ''}{shortened(node.value)}"
+            raise UserError(
+                f"{place}: {found}, {kind} in YAML 1.1 ({shown(self.loader.construct_object(node))}). Write the number "
+                "in decimal digits, without a 0 before them and without colons; in quotes it is a text."
+            )
 
     def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
         self.places[key] = f"{self.name}, line {start.start_mark.line + 1}"
@@ -169,28 +189,55 @@ class _Reader:
             lines[name] = line
 
 
-def _override(raw: dict[str, Any], places: dict[str, str], key: str, value: Text | bool) -> None:
-    """Set a dotted key in a tree of mappings and lists, making the mappings on the way."""
-    *path, last = key.split(".")
-    node: Any = raw
-    for depth, name in enumerate(path):
-        above = ".".join(path[: depth + 1])
-        inner = _child(node, name, above, key)
-        if inner is None:
-            inner = {}
-            _put(node, name, inner)
-        if not isinstance(inner, dict | list):
-            raise UserError(
-                f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}"
-                f"{f' ({places[above]})' if above in places else ''}; `--{above} VALUE` would replace it."
-            )
-        node = inner
-    if isinstance(node, list):
-        _child(node, last, key, key)
-    _put(node, last, value)
-    for below in [place for place in places if place.startswith(f"{key}.")]:
-        del places[below]
-    places[key] = COMMAND_LINE
+@dataclass(frozen=True)
+class _Overrides:
+    """Puts values of the command line into a tree of mappings and lists, and notes where they came from."""
+
+    config_class: type
+    raw: dict[str, Any]
+    places: dict[str, str]
+
+    def set(self, path: Sequence[str], value: Any) -> None:
+        """Sets a dotted key, making the mappings on the way; of a section only the keys that are given."""
+        key, (*above, last) = ".".join(path), path
+        node = self._node(above, key)
+        before = _child(node, last, key, key)
+        section = section_at(self.config_class, path)
+        if section is not None:
+            if isinstance(value, Text) and value.lstrip().startswith("{"):
+                value = _read_text(value, key)
+            if isinstance(before, dict) and isinstance(value, dict) and not _has_another_type(section, before, value):
+                for name, each in value.items():
+                    self.set([*path, name], each)
+                return
+        _put(node, last, value)
+        for below in [place for place in self.places if place.startswith(f"{key}.")]:
+            del self.places[below]
+        self.places[key] = COMMAND_LINE
+
+    def _node(self, path: Sequence[str], key: str) -> dict | list:
+        """The mapping or the list at a dotted key, made if there is none."""
+        node: Any = self.raw
+        for depth, name in enumerate(path):
+            above = ".".join(path[: depth + 1])
+            inner = _child(node, name, above, key)
+            if inner is None:
+                inner = {}
+                _put(node, name, inner)
+            if not isinstance(inner, dict | list):
+                place = f" ({self.places[above]})" if above in self.places else ""
+                raise UserError(
+                    f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}{place}; "
+                    f"`--{above} VALUE` would replace it."
+                )
+            node = inner
+        return node
+
+
+def _has_another_type(section: tuple[Any, Any], before: dict, value: dict) -> bool:
+    """Whether a section is chosen anew, so that the keys before were those of another choice."""
+    kind, default = section
+    return is_registry(kind) and TYPE in value and value[TYPE] != before.get(TYPE, choice_name(kind, default))
 
 
 def _child(node: dict | list, name: str, above: str, key: str) -> Any:

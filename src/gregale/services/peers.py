@@ -279,7 +279,7 @@ def watched(watch: Watch | None, where: Callable[[], str]) -> Iterator[Progress]
     try:
         yield watch.progress
     except (UserError, KeyboardInterrupt) as error:
-        watch.fail(2 if isinstance(error, UserError) else 130)
+        watch.fail(error.exit_code if isinstance(error, UserError) else 130)
         raise
     except BaseException:
         watch.await_verdict()

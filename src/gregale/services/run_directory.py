@@ -14,8 +14,9 @@ import gregale
 from gregale.errors import UserError
 from gregale.services.changes import Change, changes
 from gregale.services.checkpoint.manifest import MANIFEST
-from gregale.services.checkpoint.retention import committed_steps
+from gregale.services.checkpoint.retention import committed_steps, folder_name
 from gregale.services.config import TrainConfig
+from gregale.services.entries import Entries, read_entries
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
 from gregale.services.run_places import RunPlaces, is_evaluation
@@ -32,7 +33,11 @@ class RunDirectory(RunPlaces):
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation of a step was written, in full, and was a number."""
-        return any(line["step"] == step and is_evaluation(line) for line in self._figures())
+        return any(line["step"] == step and is_evaluation(line) for line in self.figures().entries)
+
+    def figures(self) -> Entries:
+        """Return the lines of metrics.jsonl, and what is wrong with the file."""
+        return read_entries(self.metrics, number="step")
 
     def note_checkpoint(self, step: int) -> None:
         """Notes that the checkpoint of a step was committed, the newest of the run."""
@@ -59,15 +64,15 @@ class RunDirectory(RunPlaces):
         if noted is None or noted in steps:
             return None
         if not steps:
-            last = max((line["step"] for line in self._figures()), default=noted)
+            last = max((line["step"] for line in self.figures().entries), default=noted)
             raise UserError(
                 f"{self.checkpoints} has no checkpoint any more, but this run has saved one at step {noted}. To start "
                 f"at step 0 again would delete the figures and samples of its {last} steps. Put a checkpoint back, or "
                 f"give --fresh, which sets the old run aside and begins anew."
             )
         newest = steps[-1]
-        if newest > noted:
-            return None
+        if newest > noted or (self.checkpoints / folder_name(noted)).is_dir():
+            return None  # of a folder without a manifest tells who looks for the newest checkpoint
         return (
             f"The newest checkpoint, of step {noted}, is gone: going on from that of step {newest} repeats "
             f"{noted - newest} steps."
@@ -127,7 +132,8 @@ class RunDirectory(RunPlaces):
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
         before = path.read_bytes() if path.is_file() else b""
-        write_bytes(path, before + json.dumps(entry).encode() + b"\n")
+        end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have taken it away
+        write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes config.yaml, first under a temporary name."""
@@ -145,14 +151,6 @@ class RunDirectory(RunPlaces):
             path.rename(path.with_name(name))
             (path.with_name(name) / LOCK).unlink(missing_ok=True)
         return path.with_name(name)
-
-    def _figures(self) -> list[dict]:
-        """The whole lines of metrics.jsonl."""
-        try:
-            text = self.metrics.read_bytes().decode()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
 def _free_name(path: Place) -> str:

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from threading import Event, Thread
 from uuid import uuid4
 
-from gregale.errors import UserError
+from gregale.errors import Busy, UserError
 from gregale.files import Holder, is_gone, machine
-from gregale.storage import Remote, StoreError
+from gregale.storage import Place, Remote, StoreError
 
 _PERIODS = 3.0  # without a count, after which a holder is taken for dead
 
@@ -84,9 +84,7 @@ class Held:
         if found is not None and found.token != self._lease.token:
             self.lost_to = found.holder
         if self.lost_to is not None:
-            raise UserError(
-                f"{self._place.parent} is being trained by {self.lost_to} now, who took this process for dead"
-            )
+            raise lost(self._place.parent, self.lost_to)
 
     def count(self) -> None:
         """Shows that the holder lives. Raises as `check`."""
@@ -109,7 +107,7 @@ def leased(
     - `refusal`: says that another process holds it
     - `beat_seconds`: time between two counts
 
-    Raises `UserError` if another process holds it.
+    Raises `Busy` if another process holds it.
     """
     held = Held(place, _taken(place, refusal, report, beat_seconds))
     ended = Event()
@@ -148,12 +146,12 @@ def _taken(
         while time.monotonic() < until:
             time.sleep(beat_seconds / 4)
             if _Lease.read(place) not in (None, last):
-                raise UserError(refusal(last.holder))
+                raise Busy(refusal(last.holder))
     place.write_bytes(mine.to_bytes())
     time.sleep(beat_seconds / 10)  # of two who do the same, the first sees the second
     found = _Lease.read(place)
     if found is not None and found.token != mine.token:
-        raise UserError(refusal(found.holder))
+        raise Busy(refusal(found.holder))
     return mine
 
 
@@ -164,6 +162,16 @@ def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: flo
         except StoreError:
             continue  # out of order: others cannot take it either
         except UserError as error:
-            report(f"{error}. This one stops.")
-            os.kill(os.getpid(), signal.SIGTERM)
+            stop(error, report)
             return
+
+
+def lost(directory: Place, holder: Holder) -> UserError:
+    """The error of a process that lost a run to another one."""
+    return UserError(f"{directory} is being trained by {holder} now, who took this process for dead")
+
+
+def stop(error: UserError, report: Callable[[str], None]) -> None:
+    """Stops this process, which lost its run, as if somebody had sent SIGTERM."""
+    report(f"{error}. This one stops.")
+    os.kill(os.getpid(), signal.SIGTERM)

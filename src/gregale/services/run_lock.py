@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import IO
 
-from gregale.errors import UserError
+from gregale.errors import Busy, UserError
 from gregale.files import NO_LOCKS, Holder, Taken, acquire, holder_of, is_at, is_held, sign
-from gregale.services.run_lease import is_counting, leased
+from gregale.services.run_lease import is_counting, leased, lost, stop
 from gregale.storage import Place, Remote
 
 LOCK = "lock"
@@ -39,44 +39,49 @@ def training(
     - `report`: told in one line what the user should know
     - `beat_seconds`: time between two touches of the file
 
-    Raises `UserError` if another process holds it, with its host, its number and since when.
+    A process that loses it to another host, where locks do not reach, gets SIGTERM: it was stopped for so long that it
+    was taken for dead.
+
+    Raises `Busy` if another process holds it, with its host, its number and since when.
     """
     if isinstance(directory, Remote):
         refusal = partial(_refusal, directory)
         with leased(directory / LOCK, refusal, report, beat_seconds) as held:
             yield held.check
         return
-    with _locked(directory, report, beat_seconds):
-        yield lambda: None
+    with _locked(directory, report, beat_seconds) as check:
+        yield check
 
 
 @contextmanager
-def _locked(directory: Path, report: Callable[[str], None], beat_seconds: float) -> Iterator[None]:
+def _locked(directory: Path, report: Callable[[str], None], beat_seconds: float) -> Iterator[Callable[[], None]]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     try:
         file = acquire(path)
     except Taken as taken:
-        raise UserError(_refusal(directory, taken)) from None
+        raise Busy(_refusal(directory, taken)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         report(f"{path}: this file system has no locks, so nothing keeps a second process from training the run too.")
-        yield
+        yield lambda: None
         return
     with file:
         _check_other_host(file, directory, report, beat_seconds)
-        sign(file)
+        check = partial(_check_own, file, path, sign(file))
         ended = Event()
-        beating = Thread(target=_beat, args=(file.fileno(), ended, beat_seconds), daemon=True, name="run lock")
+        beating = Thread(target=_beat, args=(file, ended, beat_seconds, check, report), daemon=True, name="run lock")
         beating.start()
         try:
-            yield
+            yield check
         finally:
             ended.set()
             beating.join()
-            if is_at(file, path):
-                path.unlink()
+            with suppress(UserError):
+                check()
+                if is_at(file, path):
+                    path.unlink()
 
 
 def is_being_trained(directory: Place) -> bool:
@@ -106,7 +111,7 @@ def _refusal(directory: Place, holder: Taken | Holder) -> str:
 
 
 def _check_other_host(file: IO[str], directory: Path, report: Callable[[str], None], beat_seconds: float) -> None:
-    """Raises `UserError` if the process of another host, which this lock does not reach, is still there."""
+    """Raises `Busy` if the process of another host, which this lock does not reach, is still there."""
     last = holder_of(file)
     if last is None or last.host == Holder.this_process().host:
         return
@@ -116,7 +121,18 @@ def _check_other_host(file: IO[str], directory: Path, report: Callable[[str], No
     while time.monotonic() < until:
         time.sleep(beat_seconds / 10)
         if _touched(path) != before:
-            raise UserError(_refusal(directory, Taken(last)))
+            raise Busy(_refusal(directory, Taken(last)))
+
+
+def _check_own(file: IO[str], path: Path, mine: Holder) -> None:
+    """Raises `UserError` if another process has put its name into a lock of this one."""
+    try:
+        with open(path, encoding="utf-8") as named:  # opening makes a network file system ask its server
+            found = holder_of(named)
+    except FileNotFoundError:
+        found = holder_of(file)  # the other one has ended since, and has removed it
+    if found is not None and found != mine:
+        raise lost(path.parent, found)
 
 
 def _touched(path: Path) -> int:
@@ -124,7 +140,14 @@ def _touched(path: Path) -> int:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-def _beat(file: int, ended: Event, seconds: float) -> None:
+def _beat(
+    file: IO[str], ended: Event, seconds: float, check: Callable[[], None], report: Callable[[str], None]
+) -> None:
     while not ended.wait(seconds):
         with suppress(OSError):
-            os.utime(file)
+            try:
+                check()
+            except UserError as error:
+                stop(error, report)
+                return
+            os.utime(file.fileno())

@@ -70,7 +70,7 @@ class RunPlaces:
         """The step of the newest checkpoint that was ever committed and not replaced; None before the first."""
         try:
             return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
 

@@ -9,7 +9,6 @@ Only the end of metrics.jsonl is read, and of checkpoints what is noted about th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,13 +19,12 @@ from gregale.errors import UserError
 from gregale.files import reason
 from gregale.services.checkpoint.manifest import MANIFEST, read_records
 from gregale.services.checkpoint.retention import METADATA, committed_steps, folder_name
-from gregale.services.history import HIGHEST_STEP, LARGEST, flat
+from gregale.services.entries import Entry, entry_of
+from gregale.services.history import LARGEST, flat
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
 from gregale.services.run_places import RunPlaces, is_evaluation
 from gregale.storage import Place, Remote, StoreError, files_below, read_range, status
-
-Entry = Mapping[str, Any]
 
 _TAIL_BYTES = 1 << 18  # at first; then more, as far as the last step and the last evaluation are
 _MOST_TAIL_BYTES = 1 << 24
@@ -81,6 +79,8 @@ def summaries(folder: Place) -> list[Summary]:
 
     Raises `UserError` if there is no such folder.
     """
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; runs lie in a folder, such as runs/, or are one, such as runs/NAME.")
     if isinstance(folder, Path) and not folder.is_dir():
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
     names = _names(folder)
@@ -159,7 +159,7 @@ def last_entries(metrics: Place) -> Tail:
         except FileNotFoundError:
             content = b""
         lines = content.split(b"\n")[0 if tail >= size else 1 : -1]
-        entries = [entry for line in reversed(lines) if (entry := _entry(line)) is not None]
+        entries = [entry for line in reversed(lines) if (entry := entry_of(line, "step")) is not None]
         torn = len(lines) - len(entries)
         step = next((entry for entry in entries if "loss" in entry), {})
         evaluation = next((entry for entry in entries if "loss" not in entry), {})
@@ -235,7 +235,7 @@ def _method(config: Entry) -> str | None:
 def _began(run: RunPlaces) -> str | None:
     """When the run was started for the first time."""
     try:
-        first = _entry(run.starts.read_bytes().partition(b"\n")[0])
+        first = entry_of(run.starts.read_bytes().partition(b"\n")[0])
     except FileNotFoundError:
         return None
     return None if first is None or "time" not in first else str(first["time"])
@@ -255,13 +255,3 @@ def _names(folder: Place) -> list[str]:
         return sorted(path.name for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """The object on a line of metrics.jsonl; None if it is none, or of no step."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return entry if type(step) is int and 0 <= step < HIGHEST_STEP else None

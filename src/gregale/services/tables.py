@@ -5,25 +5,27 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from gregale.streams import printable
+from gregale.terminal import Console
 
 NARROW = 80  # columns; from here on cells are folded where a table is too wide
 
 
 def print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A title and a table; on a narrow terminal, if it does not fit, each row as words under its first cell."""
-    console.print(Text(f"\n{title}"))
+    console.print(Text(f"\n{printable(title)}"))
     table = _table(headings, rows)
     if _natural_width(console, table) <= console.width or console.width >= NARROW:
         console.print(table)
         return
     for first, *others in rows:
-        console.print(Text(first))
+        console.print(Text(printable(first)))
         named = zip(headings[1:], others, strict=True)
         words = "; ".join(f"{heading} {cell}" for heading, cell in named if cell not in ("", "-"))
-        console.print(Text(textwrap.indent(textwrap.fill(words, console.width - 2), "  ")))
+        console.print(Text(textwrap.indent(textwrap.fill(printable(words), console.width - 2), "  ")))
 
 
 def fitting(
@@ -47,7 +49,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for number, heading in enumerate(headings):
         table.add_column(Text(heading), justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

@@ -27,7 +27,14 @@ _CREDENTIALS_FAIL = {"CredentialRetrievalError", "TokenRetrievalError", "Refresh
 
 
 class StoreError(UserError):
-    """A store refused a request, or was out of order for longer than it was waited for."""
+    """A store refused a request, or was out of order for longer than it was waited for.
+
+    - `fact`: what happened, in a sentence, for a line of a run that goes on; the message adds the remedy
+    """
+
+    def __init__(self, fact: str, remedy: str = ""):
+        super().__init__(f"{fact} {remedy}".rstrip())
+        self.fact = fact
 
 
 _NUMBERS = {"HttpError": "code", "ClientResponseError": "status"}  # where gcsfs and aiohttp put the number
@@ -117,31 +124,32 @@ def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
             if found is Verdict.BEYOND:
                 raise Beyond(url) from error
             if found is not Verdict.PASSING:
-                raise StoreError(_refusal(url, found, error)) from error
+                raise _refusal(url, found, error) from error
             delay, now = next(delays), time.monotonic()
             until = until or now + patience.seconds
             if now + delay > until:
                 raise StoreError(
-                    f"{url}: the store did not answer as it should for {patience.seconds:g} s ({words_of(error)}). "
-                    f"Nothing that was written before is lost: give the same command again when it is back."
+                    f"{url}: the store did not answer as it should for {patience.seconds:g} s ({words_of(error)}).",
+                    "Nothing that was written before is lost: give the same command again when it is back.",
                 ) from error
         time.sleep(delay)
 
 
-def _refusal(url: str, found: Verdict, error: BaseException) -> str:
+def _refusal(url: str, found: Verdict, error: BaseException) -> StoreError:
     scheme = url.partition("://")[0]
     bucket = "/".join(url.split("/")[:3])
     if found is Verdict.NO_BUCKET:
-        return f"{url}: there is no bucket {bucket}. Make it, or correct the name."
+        return StoreError(f"{url}: there is no bucket {bucket}.", "Make it, or correct the name.")
     if found is Verdict.REFUSED:
-        return f"{url}: the store refused the request ({words_of(error)})."
+        return StoreError(f"{url}: the store refused the request ({words_of(error)}).")
     sources = {
         "s3": "the AWS_ variables, ~/.aws, or the role of the machine",
         "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's account",
     }
-    return (
-        f"{url}: the store refused access ({words_of(error)}). The credentials come from {sources[scheme]}: renew "
-        f"them, or let them read and write {bucket}, and give the same command again."
+    return StoreError(
+        f"{url}: the store refused access ({words_of(error)}).",
+        f"The credentials come from {sources[scheme]}: renew them, or let them read and write {bucket}, and give the "
+        f"same command again.",
     )
 
 

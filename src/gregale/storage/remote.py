@@ -183,7 +183,7 @@ class Remote:
             self._ask(request, seconds=2 * self.patience.silence_seconds + size / _SLOWEST_BYTES_PER_SECOND)
         except FileNotFoundError as error:
             bucket = "/".join(self.url.split("/")[:3])
-            raise StoreError(f"{self.url}: there is no bucket {bucket}. Make it, or correct the name.") from error
+            raise StoreError(f"{self.url}: there is no bucket {bucket}.", "Make it, or correct the name.") from error
 
 
 def _status(found: dict) -> Status:

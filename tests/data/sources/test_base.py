@@ -62,6 +62,22 @@ def test_a_source_without_files_is_refused(source, message):
         source.parts()
 
 
+def test_what_is_no_pattern_of_files_is_told_with_what_would_be(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    (tmp_path / "a[1].txt").write_text("one")
+    (tmp_path / "b.txt").write_text("two")
+    for wrong, message in (
+        (f"{tmp_path}/a[1].txt", f"files: {tmp_path}/a[1].txt is a file, but as a pattern it does not match that name, "
+         f"for [ ] stands for one character of those between. Write {tmp_path}/a[[]1].txt."),
+        (f"{tmp_path}/", f"files: {tmp_path}/ is a folder, and patterns of files are needed: {tmp_path}/**/* matches "),
+        ("${NOWHERE}/*", "files: ${NOWHERE}/* has the variable NOWHERE, which is not set in the environment. Set it"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as caught:
+            TextSource(files=(f"{tmp_path}/b.txt", wrong)).parts()
+        assert str(caught.value).startswith(message)
+    assert [*TextSource(files=(f"{tmp_path}/a[[]1].txt",)).found()] == [f"{tmp_path}/a[1].txt"]
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_is_above_zero(weight):
     with pytest.raises(UserError, match=r"weight is .*; it has to be above 0"):

@@ -9,6 +9,7 @@ import pytest
 
 from gregale.data.stream import Chain, DocumentStream
 from gregale.data.tasks.windows import SlidingWindows
+from gregale.data.text_bytes import NONE, Corrections
 
 END, START = 256, 300
 
@@ -17,6 +18,7 @@ END, START = 256, 300
 class Store:
     tokens: np.ndarray
     offsets: np.ndarray
+    corrections: Corrections = NONE
 
 
 def stream_of(*sizes: int, cut: int = 0) -> DocumentStream:
@@ -56,8 +58,8 @@ def test_a_stride_of_the_whole_window_is_that_of_lm_evaluation_harness():
     assert found == [([START, 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4), ([5, 6, 7, 8, 9], 2)]
 
 
-def test_sums_over_documents():
+def test_bytes_of_documents():
     windows = SlidingWindows([stream_of(2, 0, 3), stream_of(1)], 4, 4, (START,), END)
-    values = np.ones(END + 1)
+    values = np.ones(END + 1, np.int32)
     values[END] = 0
-    assert windows.sums(values).tolist() == windows.sizes.tolist() == [2, 0, 3, 1]
+    assert windows.text_bytes(values).tolist() == windows.sizes.tolist() == [2, 0, 3, 1]

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.errors import UserError
-from gregale.islands.protocol.settings import LAN
-from gregale.programs.islands.processes import Member, end, end_of, make_token, start_lighthouse
+from gregale.programs.islands.processes import Member, end, end_of, make_token
 from gregale.services.signing import read_token
 from gregale.storage import write_bytes
 
@@ -81,9 +79,10 @@ def test_an_error_is_called_one_by_its_reader_alone(tmp_path):
 
 
 def test_a_lighthouse_that_does_not_start_says_why(tmp_path):
-    with pytest.raises(UserError) as error:
-        start_lighthouse("nowhere", LAN, tmp_path / "log")
-    assert (
-        str(error.value)
-        == "the lighthouse did not start: bind is 'nowhere'; it has to be HOST:PORT, as 127.0.0.1:29510."
-    )
+    config = tmp_path / "tiny.yaml"
+    config.write_text("name: tiny\nsteps: 4\nsync: {type: diloco}\n")
+    wrong = "from gregale.programs.islands import processes; processes.GREGALE += ('--lighthouse',)"
+    command = [sys.executable, "-c", f"{wrong}; from gregale.cli import main; main(['islands', 'tiny.yaml'])"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert said.startswith("gregale: error: the lighthouse did not start: there is no command `--lighthouse`.")
+    assert said.count("error:") == 1

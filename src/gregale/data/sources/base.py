@@ -2,7 +2,9 @@
 
 import dataclasses
 import fnmatch
+import glob
 import os
+import re
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -12,14 +14,16 @@ from pathlib import Path
 import draccus
 import numpy as np
 
-from gregale.data.sources.files import files_of
+from gregale.data.sources.files import WILD, files_of
+from gregale.data.sources.globs import each_once
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above
-from gregale.storage import Status, is_url
+from gregale.storage import Status, is_url, names, place
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
 PLACES_SHOWN = 5
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has it
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class FileSource(SourceConfig):
             return [Part(path, 0, 1, size)]
 
     def found(self) -> dict[str, Status]:
-        """The files, by pattern and then by name.
+        """Return the files, by pattern and then by name, each once, whatever links and patterns lead to it.
 
         Raises:
             UserError: no file matches, or an exclusion leaves none.
@@ -163,19 +167,15 @@ class FileSource(SourceConfig):
             raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
         found: dict[str, Status] = {}
         for pattern in self.files:
-            found |= files_of(expand(pattern))  # which leaves those that were found before where they are
+            found |= files_matching(pattern, "files")  # which leaves those that were found before where they are
         if not found:
-            patterns = ", ".join(expand(pattern) for pattern in self.files)
+            patterns = ", ".join(expand(pattern, "files") for pattern in self.files)
             raise UserError(f"files: no file matches {patterns}. Patterns may use *, ? and **; check the folder.")
-        excluded = [expand(pattern) for pattern in self.exclude]
-        kept = {
-            path: each
-            for path, each in found.items()
-            if not any(fnmatch.fnmatchcase(path, pattern) for pattern in excluded)
-        }
+        excluded = [expand(pattern, "exclude") for pattern in self.exclude]
+        kept = [path for path in found if not any(fnmatch.fnmatchcase(path, pattern) for pattern in excluded)]
         if not kept:
             raise UserError(f"exclude: {', '.join(excluded)} leaves none of the {len(found)} matching files.")
-        return kept
+        return {path: found[path] for path in each_once(kept)}
 
     def split(self, path: str, size: int) -> list[Part]:
         """The parts of one file; a single one unless the format can be read from the middle.
@@ -212,10 +212,40 @@ def ranges(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def expand(pattern: str) -> str:
-    """A path with ~, environment variables and {stdlib} replaced."""
-    pattern = pattern.replace("{stdlib}", sysconfig.get_path("stdlib"))
-    return os.path.expandvars(os.path.expanduser(pattern))
+def files_matching(pattern: str, key: str) -> dict[str, Status]:
+    """Return the files that match a pattern in which ~, variables and {stdlib} are replaced, by name.
+
+    Raises `UserError` that names the key if the pattern is a folder, or the name of a file that it does not match.
+    """
+    expanded = expand(pattern, key)
+    found = files_of(expanded)
+    if found or (is_url(expanded) and WILD.search(expanded)):
+        return found
+    if names(place(expanded)):
+        raise UserError(
+            f"{key}: {expanded} is a folder, and patterns of files are needed: {expanded.rstrip('/')}/**/* matches all "
+            f"files in it and below, {expanded.rstrip('/')}/*.txt those of one kind."
+        )
+    if os.path.isfile(expanded):
+        raise UserError(
+            f"{key}: {expanded} is a file, but as a pattern it does not match that name, for [ ] stands for one "
+            f"character of those between. Write {glob.escape(expanded)}."
+        )
+    return found
+
+
+def expand(text: str, key: str = "") -> str:
+    """Return a path with ~, environment variables and {stdlib} replaced.
+
+    Raises `UserError`, with the key if one is given, if there is no such variable.
+    """
+    for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
+        if name not in os.environ:
+            raise UserError(
+                f"{f'{key}: ' if key else ''}{text} has the variable {name}, which is not set in the environment. "
+                f"Set it (`export {name}=...`), or write the path itself."
+            )
+    return os.path.expandvars(os.path.expanduser(text.replace("{stdlib}", sysconfig.get_path("stdlib"))))
 
 
 def encodable(text: str, place: object) -> str:

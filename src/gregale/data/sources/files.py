@@ -1,6 +1,5 @@
 """The files of sources, on a disk or in an object store: which there are, and how they are read from any place on."""
 
-import glob
 import io
 import os
 import re
@@ -8,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
 
+from gregale.data.sources.globs import matches
 from gregale.errors import UserError
 from gregale.storage import Remote, Status, files_below, is_url, place, status
 
@@ -18,7 +18,7 @@ WILD = re.compile(r"[*?[]")
 def files_of(pattern: str) -> dict[str, Status]:
     """The files that match a glob pattern, by name."""
     if not is_url(pattern):
-        paths = sorted(glob.glob(pattern, recursive=True))
+        paths = sorted(matches(pattern))
         found = {path: status(place(path)) for path in paths}
         return {path: each for path, each in found.items() if each is not None}
     if not WILD.search(pattern):
@@ -26,9 +26,9 @@ def files_of(pattern: str) -> dict[str, Status]:
         alone = status(exact)
         return {str(exact): alone} if alone is not None else {}
     folder = place(pattern[: WILD.search(pattern).start()].rpartition("/")[0])  # type: ignore[union-attr]
-    matches = re.compile(regular(str(place(pattern))))
+    wanted = re.compile(regular(str(place(pattern))))
     named = {f"{folder}/{name}": each for name, each in files_below(folder).items()}
-    return {name: named[name] for name in sorted(named) if matches.fullmatch(name)}
+    return {name: named[name] for name in sorted(named) if wanted.fullmatch(name)}
 
 
 def regular(pattern: str) -> str:

@@ -52,7 +52,7 @@ class HuggingFaceSource(SourceConfig):
 
     def rows(self):
         """The `datasets.Dataset`, memory-mapped by that library."""
-        return load_rows(expand(self.path), self.name, self.split, self.revision)
+        return load_rows(expand(self.path, "path"), self.name, self.split, self.revision)
 
 
 @functools.lru_cache(maxsize=8)  # a worker process asks again for each of its tasks

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand
-from gregale.data.sources.files import files_of, read_bytes
+from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_matching
+from gregale.data.sources.files import read_bytes
 from gregale.data.sources.jsonl import parsed
 from gregale.data.tasks.kinds import KINDS, Form, Question, Score
 from gregale.errors import UserError
@@ -66,9 +66,10 @@ def read_tasks(patterns: Sequence[str]) -> list[Task]:
 
 
 def matching(pattern: str) -> list[str]:
-    found = list(files_of(expand(pattern)))
+    found = list(files_matching(pattern, "tasks"))
     if not found:
-        raise UserError(f"tasks: no file matches {expand(pattern)}. Patterns may use *, ? and **; check the folder.")
+        pattern = expand(pattern, "tasks")
+        raise UserError(f"tasks: no file matches {pattern}. Patterns may use *, ? and **; check the folder.")
     return found
 
 

@@ -65,14 +65,15 @@ class SlidingWindows:
         before = self._start[max(len(self._start) + first, 0) :] if first < 0 else self._start[:0]
         return Continuation(np.concatenate([before, tokens]), int(self._scored[index]))
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """For each document the sum of a value of its tokens, [document]; `values`: by token id."""
+    def text_bytes(self, token_bytes: np.ndarray) -> np.ndarray:
+        """The bytes of each document's text, [document]; `token_bytes`: see `Tokenizer.token_bytes`."""
         found = []
         for stream in self._streams:
             total = np.zeros(len(stream.starts) - 1)
             for first in range(0, len(stream), READ_TOKENS):
-                tokens, documents = stream.read(first, min(first + READ_TOKENS, len(stream)))
-                total += np.bincount(documents, values[tokens], len(total))
+                stop = min(first + READ_TOKENS, len(stream))
+                tokens, documents = stream.read(first, stop)
+                total += np.bincount(documents, token_bytes[tokens] + stream.more_bytes(first, stop), len(total))
             found.append(total)
         return np.concatenate(found)
 

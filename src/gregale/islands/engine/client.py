@@ -38,7 +38,7 @@ class Peer:
 
     def __init__(self, address: str, token: bytes, timeout_seconds: float):
         self.address, _, self._recipient = address.partition("/")
-        self._token = token
+        self._token, self._timeout_seconds = token, timeout_seconds
         self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
         self._used = time.monotonic()
         self._pieces: Any = None
@@ -53,9 +53,7 @@ class Peer:
     ) -> dict:
         """The JSON object of a signed reply, which may take `wait_seconds`. Raises PeerUnreachable or Refused."""
         try:
-            if wait_seconds is not None:
-                self._wait(wait_seconds)
-            response, nonce = self._send(method, path, body)
+            response, nonce = self._send(method, path, body, wait_seconds)
             length = int(response.headers.get("Content-Length") or 0)
             if length > largest_reply_bytes:
                 self.close()
@@ -118,14 +116,13 @@ class Peer:
     def close(self) -> None:
         self._connection.close()
 
-    def _wait(self, seconds: float) -> None:
-        if self._connection.sock is None:
-            self._connection.connect()
-        self._connection.sock.settimeout(seconds)
-
-    def _send(self, method: str, path: str, body: bytes) -> tuple[HTTPResponse, str]:
+    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> tuple[HTTPResponse, str]:
         if time.monotonic() - self._used > IDLE_SECONDS:
             self._connection.close()  # a server closes an idle connection; the next request opens another
+        if self._connection.sock is None:
+            self._connection.connect()
+        opened: Any = self._connection.sock  # `connect` has set it
+        opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
         nonce, moment, hashed = secrets.token_hex(16), f"{time.time():.3f}", digest(body)
         parts = self._recipient, method, path, moment, nonce, hashed
         signature = sign(self._token, *(part.encode() for part in parts))

@@ -99,9 +99,10 @@ class Lighthouse:
 
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, seconds, header = message.get("number"), message.get("seconds"), message.get("header")
-        right = type(number) is int and type(seconds) in (int, float) and isinstance(header, dict)
-        if not (right and 0 <= seconds <= LONGEST_WAIT_SECONDS):
-            raise Refused(f"a question has a number, a header and at most {LONGEST_WAIT_SECONDS} seconds")
+        if not (isinstance(number, int) and isinstance(seconds, int | float) and isinstance(header, dict)):
+            raise Refused("a question has a number, a header and seconds")
+        if not 0 <= seconds <= LONGEST_WAIT_SECONDS:
+            raise Refused(f"a question waits for at most {LONGEST_WAIT_SECONDS} seconds")
         now, waiting = time.monotonic(), Waiting()
         ask = Ask(name, session, number, {**header, "name": name}, now + seconds)
         with self._lock:

@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer({"/message": self._message, "/store": self.owner.mailbox.post})
 
-    def _answer(self, routes: dict[str, Callable[[bytes], dict]]) -> None:
+    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
         try:
             body = self._read_signed()
             if (self.command, self.path) == ("POST", "/pieces"):
@@ -158,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
-            self._reply(200, canonical(reply))
+            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _read_signed(self) -> bytes:

@@ -92,10 +92,11 @@ class Fetcher:
         deadline, received = time.monotonic() + timeout_seconds, 0
         complaints: dict[str, str] = {}
         for source in sources:
-            if source not in self._links:
-                self._links[source] = [Peer(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+            peers = [Peer(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+            self._links.setdefault(peers[0].address, peers)
+        wanted = [source.partition("/")[0] for source in sources]
         while True:
-            usable = {source: self._links[source] for source in sources if source not in complaints}
+            usable = {address: self._links[address] for address in wanted if address not in complaints}
             offers = ask_for_offers(usable, settled, self._expected, complaints)
             if not offers:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")

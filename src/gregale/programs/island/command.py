@@ -49,7 +49,7 @@ from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import by_first_process, messages_of_all
+from gregale.services.checkpoint.processes import agreed, by_first_process, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -80,7 +80,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
     with watched(watch, run.where_it_goes_on):
         return prepare_and_train(options, config, run, token)
 
@@ -98,7 +98,7 @@ def checked_token(config: TrainConfig) -> bytes:
             "islands.token_file is not set: the islands of a fleet know one another by a secret in a file that all of "
             "them have. `umask 077; head -c 32 /dev/urandom | base64 > islands.token` makes one."
         )
-    return read_token(Path(expand(islands.token_file)), "islands.token_file")
+    return read_token(Path(expand(islands.token_file, "islands.token_file")), "islands.token_file")
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
@@ -162,7 +162,7 @@ def train(
             status.state = "complete" if loop.complete else "left"
         checkpoints.wait()
     if checkpoints.failure:
-        raise UserError(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
+        raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
     if not loop.complete:
         name = stop.signal_name or "SIGTERM"
         console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")

@@ -62,7 +62,7 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
 
 def folder_of(config: TrainConfig) -> Path:
     """Where a fleet's secret lies, and what its islands say: always on this machine."""
-    runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs))
+    runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs, "runs"))
     return runs / f"{config.name}.islands"
 
 
@@ -81,7 +81,7 @@ class Fleet:
         self._members: list[Member] = []
         self._lighthouse: Lighthouse | None = None
         self._name = config.name
-        self._runs: Place = place(expand(config.runs))
+        self._runs: Place = place(expand(config.runs, "runs"))
 
     def run(self) -> int:
         """Starts all, shows them until they end, draws their rounds."""

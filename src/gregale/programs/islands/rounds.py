@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gregale.services.history import ROUNDS, read_entries
+from gregale.services.entries import read_entries
+from gregale.services.history import ROUNDS
 from gregale.storage import Place
 from gregale.timeline.plot import LINE_COLOURS, new_figure, save_figure
 
@@ -22,8 +23,8 @@ Round = Mapping[str, float]
 
 
 def rounds_of(run: Place) -> list[Round]:
-    """The rounds of an island, oldest first; a line that a killed process left torn is passed over."""
-    return [*read_entries(run / ROUNDS)[0]]
+    """The rounds of an island, oldest first; damaged lines are left out."""
+    return [*read_entries(run / ROUNDS, number="round").entries]
 
 
 def draw_rounds(path: Path, rounds: Mapping[str, Sequence[Round]]) -> None:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO, cast
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable
+from gregale.terminal import Console
 
 PLAIN_SECONDS = 5.0
 COLUMNS = ("island", "state", "step", "loss", "tokens/s", "round", "members", "waited", "sent")
@@ -49,7 +49,7 @@ class FleetView:
 
     def message(self, text: str) -> None:
         """Shows a line, above the table if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=self._live is None)
+        self._console.print(printable(text), soft_wrap=self._live is None)
 
     def close(self) -> None:
         """Leaves the last table standing."""

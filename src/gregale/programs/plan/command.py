@@ -7,8 +7,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, vocabulary_size
 from gregale.errors import UserError
@@ -26,7 +24,8 @@ from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.page.files import check_page_path, write_page
 from gregale.settings import Settings, above, whole
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable, say
+from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
 WIDTH = 110  # of tables that no terminal limits
@@ -116,7 +115,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         print_report(report, console_for_tables())
     if options.html is not None:
         address = write_page(options.html, plan_page(report))
-        print(f"The plan's page is in {options.html}: {address}", file=sys.stderr if options.json else sys.stdout)
+        say(f"The plan's page is in {options.html}: {address}", file=sys.stderr if options.json else sys.stdout)
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
 
 
@@ -125,7 +124,7 @@ def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Tar
     progress = LastingStream(sys.stderr)
 
     def tell(line: str) -> None:
-        progress.write(f"{line}\n")
+        progress.write(f"{printable(line)}\n")
         progress.flush()
 
     found = search(config, tokens, target, Asked(options.link_gbit_per_second, options.count, tell))

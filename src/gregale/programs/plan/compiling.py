@@ -131,8 +131,8 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
         needed = int(total[1])
     elif message is None:
         raise UserError(
-            f"the compiler has written no memory report of the program {name!r} to {folder}: it was killed, as by a "
-            "system that runs out of memory, or the disk is full. TMPDIR in the environment names another folder."
+            f"the compiler has ended without an error, and has written no memory report of the program {name!r} to "
+            f"{folder}: the disk may be full. TMPDIR in the environment names another folder."
         )
     return Outcome(text, CompilerMemory(arguments, 0, max(0, needed - arguments), 0, needed), None, shortage)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gregale.programs.plan.compiling import AFTERWARDS, Outcome, read_dump
+from gregale.programs.plan.crash import crashed
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import dump
 
@@ -50,7 +51,7 @@ def reported(request: Request, program: str, arguments: int) -> Outcome:
     - `arguments`: bytes on a device of what the program is given
 
     Raises:
-        UserError: the compiler refuses the program for another reason than the devices' memory.
+        UserError: the compiler refuses the program for another reason than the devices' memory, or its process fails.
     """
     with TemporaryDirectory(prefix="gregale-plan-") as name:
         folder = Path(name)
@@ -58,13 +59,12 @@ def reported(request: Request, program: str, arguments: int) -> Outcome:
         asked = {"program": program, **{key: getattr(request, key) for key in ("tokens", "topology", "slices")}}
         (folder / REQUEST).write_text(json.dumps(asked), encoding="utf-8")
         with _child(folder) as process:
-            while process.poll() is None and not any((folder / DUMP).glob(f"*{AFTERWARDS}")):
+            while (status := process.poll()) is None and not any((folder / DUMP).glob(f"*{AFTERWARDS}")):
                 time.sleep(POLL_SECONDS)
+        if status:
+            raise crashed(status, (folder / LOG).read_text(encoding="utf-8", errors="replace"), program)
         refused = folder / REFUSED
         message = refused.read_text(encoding="utf-8") if refused.exists() else None
-        if process.returncode > 0:  # a mistake of ours; killed by us it is below 0
-            said = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip()
-            raise RuntimeError(f"the process that compiles {program!r} failed: {said}")
         return read_dump(folder / DUMP, arguments, message, program)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
 from gregale.programs.plan.text import print_remedies, size
 from gregale.services.tables import print_table
+from gregale.terminal import Console
 
 NOT_COMPILED = 5  # candidates shown beside those that were compiled
 CHOICES = ("remat", "microbatches", "unroll", "gather")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
-
 from gregale.audit.placement import BETWEEN
 from gregale.programs.plan.programs import STEP
 from gregale.services.tables import print_table
+from gregale.terminal import Console
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MEMORY_ROWS = {

@@ -19,6 +19,7 @@ from gregale.services.history import read_history
 from gregale.services.page.files import check_page_path, write_page
 from gregale.services.run_places import RunPlaces
 from gregale.settings import Settings
+from gregale.streams import say
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def main(options: ReportOptions) -> int:
     address = write_page(options.output, text)
     of = "run" if len(found) == 1 else f"{len(found)} runs"
     size = decimal(len(text.encode()))
-    print(f"The report of the {of} is in {options.output} ({size}). Open it in any browser: {address}")
+    say(f"The report of the {of} is in {options.output} ({size}). Open it in any browser: {address}")
     return 0
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gregale.services.history import HIGHEST_STEP, Column, History
+from gregale.services.entries import HIGHEST_STEP
+from gregale.services.history import Column, History
 from gregale.services.page import Axis, Run
 
 MOST_KNOTS = 1000

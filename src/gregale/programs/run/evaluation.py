@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.data.config import Corpus
-from gregale.data.examples import Examples
+from gregale.data.examples import MORE_BYTES, Examples
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 
@@ -42,7 +42,7 @@ class Evaluator:
     """Takes the loss on text; compiled once.
 
     - `text`: at least one
-    - `token_bytes`: bytes of text that each token stands for, [tokens]
+    - `token_bytes`: bytes of each token's piece, [tokens]; an example may have `more_bytes` of its targets
     """
 
     def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
@@ -52,8 +52,9 @@ class Evaluator:
         sizes[: len(token_bytes)] = token_bytes
 
         def sums(model, batch):
-            loss, weight = model.loss(batch, execution)
-            scored = jnp.asarray(sizes)[batch["targets"].array] * batch["loss_mask"].array
+            more_bytes = batch[MORE_BYTES].array if MORE_BYTES in batch else 0
+            loss, weight = model.loss({key: batch[key] for key in batch if key != MORE_BYTES}, execution)
+            scored = (jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * batch["loss_mask"].array
             return loss, weight, scored.sum()
 
         self._sums: Callable = jax.jit(
@@ -76,7 +77,7 @@ class Evaluator:
         return figures
 
     def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
-        """Sums over a text: loss in nats, targets, bytes of the targets, float64 [3]."""
+        """Sums over a text: loss in nats, targets, bytes of text that they stand for, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
         axes = self._setup.batch_axes
         first = text.head(None if batches is None else batches * axes[0].size)  # the rest may not be tokenized yet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import yaml
@@ -11,6 +10,7 @@ import gregale
 from gregale.huggingface.families import Family
 from gregale.model.llama import parameter_count
 from gregale.programs.run.setup import Setup
+from gregale.services.history import Figures
 from gregale.services.run_directory import RunDirectory
 
 FIGURES = {
@@ -30,8 +30,11 @@ class Exported:
     dtype: str
 
 
-def model_card(exported: Exported) -> str:
-    """README.md: the hub's header, and a table of facts."""
+def model_card(exported: Exported, figures: Figures) -> str:
+    """Return README.md: the hub's header, and a table of facts.
+
+    - `figures`: of the run
+    """
     config, step = exported.run.read_config(), exported.step
     facts = {
         "architecture": f"{exported.family.architecture}, {parameter_count(exported.setup.model):,} parameters in "
@@ -45,16 +48,13 @@ def model_card(exported: Exported) -> str:
         facts["data"] = ", ".join(config.data.sources)
         facts["method"] = config.sync.get_choice_name(type(config.sync))
         facts["optimizer"] = config.optimizer.get_choice_name(type(config.optimizer))
-        facts |= last_evaluation(exported.run, step)
+        facts |= last_evaluation(figures, step)
     header = yaml.safe_dump({"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["gregale"]})
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"---\n{header}---\n\n# {config.name}\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def last_evaluation(run: RunDirectory, step: int) -> dict[str, str]:
-    """The held-out figures of a step, those that were taken, in words."""
-    if not run.metrics.is_file():
-        return {}
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines() if line.endswith("}")]
-    found = next((line for line in reversed(lines) if line["step"] == step and line.get("eval_loss") is not None), {})
-    return {name: form.format(found[key]) for key, (name, form) in FIGURES.items() if found.get(key) is not None}
+def last_evaluation(figures: Figures, step: int) -> dict[str, str]:
+    """Return the held-out figures of a step, those that were taken, in words."""
+    found = {key: figures[key].at(step) for key in FIGURES if key in figures}
+    return {FIGURES[key][0]: FIGURES[key][1].format(value) for key, value in found.items() if value is not None}

@@ -78,7 +78,7 @@ class SlidingEvaluation:
         windows = SlidingWindows(streams, self._scorer.context, self._stride, self._start, end)
         losses = -self._scorer(model, windows, at_batch).log_likelihoods
         by_document = np.bincount(windows.documents, losses, len(windows.sizes))
-        found = (by_document, windows.sizes, windows.sums(self._tokenizer.token_bytes))
+        found = (by_document, windows.sizes, windows.text_bytes(self._tokenizer.token_bytes))
         counts = [sum(len(part.starts) - 1 for each in its for part in parts_of(each)) for its in texts.values()]
         parts = zip(*(np.split(array, np.cumsum(counts)[:-1]) for array in found), strict=True)
         return {name: Documents(*part) for name, part in zip(texts, parts, strict=True)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
+from gregale.data.special import taken_as_text
 from gregale.data.tasks.continuations import encoded
 from gregale.data.tasks.files import Task, read_tasks
 from gregale.data.tasks.kinds import Pair, Score
@@ -88,13 +89,21 @@ def tasks_of(
 ) -> TaskEvaluation | None:
     """The tasks that a run is evaluated on; None if its configuration names none. `report` is told what is cut."""
     found = read_tasks(setup.config.evaluation.tasks)
+    if found and setup.config.evaluation.parse_special:
+        tokenizer = tokenizer.parsing_special()
     return evaluation_on(found, setup, tokenizer, run, report) if found else None
 
 
 def evaluation_on(
     tasks: Sequence[Task], setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
 ) -> TaskEvaluation:
-    """The evaluation on tasks; `report` is told how many of their questions are longer than the context."""
+    """The evaluation on tasks; `report` is told how many of their questions are longer than the context.
+
+    It is also told which names of special tokens are plain text in them.
+    """
+    texts = ["".join(pair) for task in tasks for question in task.questions for pair in question.pairs]
+    if said := taken_as_text(texts, tokenizer, "texts of the tasks"):
+        report(said)
     evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
     for task in tasks:
         if count := evaluation.cut[task.name]:

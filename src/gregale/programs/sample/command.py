@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from gregale.axes.mesh import MeshConfig
+from gregale.data.special import taken_as_text
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
@@ -41,6 +42,9 @@ class SampleOptions(Sampling):
     )
     tokens: int = field(
         default=256, metadata={"help": "tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")}
+    )
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in prompts are the tokens, and no text"}
     )
     stop: list[str] = field(
         default_factory=list,
@@ -79,13 +83,17 @@ class SampleOptions(Sampling):
 def main(options: SampleOptions) -> int:
     """Prints the prompt and its continuation, as it is drawn; or continues the prompts of a file."""
     run = find_run(options.run)
-    form, context = form_of(run, load_tokenizer(run.path)), context_of(run)
+    tokenizer = load_tokenizer(run.path)
+    form = form_of(run, tokenizer.parsing_special() if options.parse_special else tokenizer)
     if options.prompts is None:
         asked = [Asked(options.prompt, options.seed, "the prompt", {})]
     else:
         asked = read_prompts(options.prompts, options.seed)
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in asked]
+    context = context_of(run)
     check_lengths(asked, prompts, context)
+    if said := taken_as_text([each.prompt for each in asked], form.tokenizer, "prompts"):
+        say(said)
     if options.prompts is None:
         counts = [show(options, form, prompts[0])]
     else:

@@ -39,7 +39,7 @@ def read_prompts(path: str, seed: int) -> list[Asked]:
 
     Raises `UserError` for a file that is missing or has none, and for a line that is no prompt.
     """
-    path = expand(path)
+    path = expand(path, "prompts")
     if path.endswith(".json"):
         raise UserError(f"prompts: {path} is read line by line: JSON lines are .jsonl, and all other names are text.")
     try:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.storage import is_url
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable
 
 # What a terminal would act upon: control characters are shown by their pictures, but for tabs and the ends of lines.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -76,7 +76,7 @@ def results_to(out: str | None) -> Iterator[Results]:
         return
     if is_url(out):
         raise UserError(f"out: {out} is a URL; results go to a file of this machine, or to standard output.")
-    path = Path(expand(out))
+    path = Path(expand(out, "out"))
     if path.exists():
         raise UserError(f"out: {path} exists already, and would be overwritten. Give another name, or remove it.")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
@@ -150,5 +150,5 @@ class Status:
 def say(words: str) -> None:
     """A line on standard error, if anybody is there to read it."""
     stream = LastingStream(sys.stderr)
-    stream.write(f"{words}\n")
+    stream.write(f"{printable(words)}\n")
     stream.flush()

@@ -27,7 +27,7 @@ from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import by_first_process
+from gregale.services.checkpoint.processes import agreed, by_first_process
 from gregale.services.checkpoint.retention import committed_steps
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
@@ -70,7 +70,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs)) / config.name)
+    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
     with watched(watch, run.where_it_goes_on) as progress:
         return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
@@ -155,6 +155,8 @@ def train(
     first_step = start.step
     evaluated = not config.evaluates or run.has_evaluation(first_step)
     if first_step > config.steps or (first_step == config.steps and evaluated):
+        if (damaged := run.figures().problem) is not None:  # a run that goes on mends the file, and says so
+            console.message(damaged)
         console.message(
             f"{config.name} is complete: it has done {first_step} steps, and `steps` is {config.steps}. A larger "
             f"`steps` would go on from there, --fresh begins anew."
@@ -191,7 +193,7 @@ def train(
         checkpoints.wait()
     watching.progress.at(step, Doing.ENDING)
     if checkpoints.failure:
-        raise UserError(
+        raise agreed(
             f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
             f"{checkpoints.failure}. {run.where_it_goes_on()}"
         )

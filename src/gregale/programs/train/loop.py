@@ -182,7 +182,8 @@ class Loop:
             try:
                 self._run.write_samples(step, texts)
             except (OSError, StoreError) as error:
-                self._observers.report(f"The samples of step {step} could not be written: {reason(error)}.")
+                why = error.fact.rstrip(".") if isinstance(error, StoreError) else reason(error)
+                self._observers.report(f"The samples of step {step} could not be written: {why}.")
 
 
 def after_skipping(state: TrainState) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from gregale.data.examples import Examples
+from gregale.data.examples import MORE_BYTES, Examples
 from gregale.methods.method import Lossy
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
@@ -29,5 +29,6 @@ class QuantisationFigures:
     def __call__(self, state: TrainState) -> dict[str, float]:
         """`quantisation_error`: what a message lacks, relative to its values; `feedback_norm`: what is kept."""
         with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
-            lost = self._lost(state.method, next(iter(batches)))
+            batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
+            lost = self._lost(state.method, batch)
         return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}

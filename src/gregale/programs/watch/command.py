@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, TextIO, cast
 
-from rich.console import Console
 from rich.live import Live
 
 from gregale.errors import UserError
@@ -23,7 +22,8 @@ from gregale.services.run_places import RunPlaces, find_run
 from gregale.services.run_summary import State
 from gregale.settings import Settings, between, whole
 from gregale.storage import Remote, StoreError
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable
+from gregale.terminal import Console
 
 if TYPE_CHECKING:
     from gregale.programs.watch.web import Server
@@ -159,7 +159,7 @@ class Screen:
 
     def message(self, text: str) -> None:
         """Shows a line, above the view if there is one."""
-        self._console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=self._live is None)
+        self._console.print(printable(text), soft_wrap=self._live is None)
 
     def __enter__(self) -> Screen:
         return self

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gregale.services.history import Figures, FiguresReader, read_entries
+from gregale.services.entries import read_entries
+from gregale.services.history import Figures, FiguresReader
 from gregale.services.run_places import RunPlaces
 from gregale.services.run_summary import State, Summary, summary_of
 from gregale.services.tracking.metrics import EVALUATION, in_unit, metric_of
@@ -84,7 +85,7 @@ class Follower:
             self._came = None if self._lines < 0 else self._clock()
             self._lines = figures.lines
         silent = None if self._came is None else self._clock() - self._came
-        now = Snapshot(summary, figures, read_entries(self.run.starts)[0], silent)
+        now = Snapshot(summary, figures, read_entries(self.run.starts).entries, silent)
         events = [] if self._before is None else happened(self._before, now)
         self._before = now
         return now, events

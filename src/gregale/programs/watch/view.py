@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -15,6 +15,8 @@ from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.services.run_summary import State
 from gregale.services.tracking.console import duration
 from gregale.services.tracking.metrics import in_unit
+from gregale.streams import printable
+from gregale.terminal import Console
 
 CURVES = (
     *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),
@@ -44,14 +46,16 @@ def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
     parts.append(curves(snapshot, console))
     parts += [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in facts(snapshot)]
     problems = [*snapshot.figures.problems, *([summary.problem] if summary.problem else [])]
-    return Group(*parts, *(Text(problem, style="red") for problem in dict.fromkeys(problems)))
+    return Group(*parts, *(Text(printable(problem), style="red") for problem in dict.fromkeys(problems)))
 
 
 def headline(snapshot: Snapshot) -> Text:
     """`quickstart  running  step 250 of 500 (50%)  ETA 1m 48s`."""
     summary = snapshot.summary
     line = Text(overflow="ellipsis", no_wrap=True)
-    line.append(summary.name, style="bold").append("  ").append(summary.state, style=COLOURS.get(summary.state, ""))
+    line.append(printable(summary.name), style="bold").append("  ").append(
+        summary.state, style=COLOURS.get(summary.state, "")
+    )
     line.append(f"  {progress(snapshot)}")
     silent, seconds = snapshot.silent_seconds, snapshot.last("step_seconds") or 0.0
     if summary.state is State.RUNNING and silent is not None and silent > max(SILENT * seconds, SILENT_SECONDS):
@@ -131,7 +135,7 @@ def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: i
     for each in snapshots:
         summary, loss, waited = each.summary, each.figures.get("loss"), each.last("waiting_seconds")
         known = {
-            "island": Text(summary.name),
+            "island": Text(printable(summary.name)),
             "state": Text(summary.state, style=COLOURS.get(summary.state, "")),
             "step": f"{summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else ""),
             "loss": in_unit("loss", each.last("loss")),

@@ -62,6 +62,10 @@ class ObjectShelf:
     def steps(self) -> list[int]:
         return committed_steps(self._directory)
 
+    def without_manifest(self) -> list[int]:
+        there = {step for name in self._directory.names() if (step := step_of(name)) is not None}
+        return sorted(there.difference(self.steps()))
+
     def begin(self, step: int, texts: dict[str, str], size: int) -> None:
         self._texts = texts
         self._own = messages_of_all(uuid4().hex[:8])[0]  # before anything can fail in one process

@@ -74,21 +74,29 @@ def texts_of_all(text: str) -> list[str]:
 def by_first_process(action: Callable[[], T], otherwise: T) -> T:
     """What `action` returns in process 0, which alone carries it out; the others have `otherwise`.
 
-    Raises `UserError` in all processes if it raises one there, or fails for the disk.
+    Raises `UserError` in all processes if it raises one there, or fails for the disk; see `agreed`.
     """
     done, failed = otherwise, None
     if jax.process_index() == 0:
         try:
             done = action()
         except UserError as error:
-            failed = str(error)
+            failed = f"{error.exit_code} {error}"
         except OSError as error:
             if error.errno not in OF_THE_DISK:
                 raise
-            failed = f"The run's directory cannot be written: {reason(error)}."
+            failed = f"{UserError.exit_code} The run's directory cannot be written: {reason(error)}."
     if failed := first_message(failed):
-        raise UserError(failed)
+        code, _, message = failed.partition(" ")
+        raise agreed(message, int(code))
     return done
+
+
+def agreed(message: str, exit_code: int = UserError.exit_code) -> UserError:
+    """An error that ends every process of a run: process 0 has the message, the others refer to process 0."""
+    error = UserError(message if jax.process_index() == 0 else "process 0 ended the run and gave the reason.")
+    error.exit_code = exit_code
+    return error
 
 
 def hashed_by(name: str, processes: int) -> int:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,7 @@ from gregale.services.checkpoint.manifest import FileRecords
 from gregale.services.checkpoint.processes import barrier, first_message
 from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name, superfluous
 from gregale.services.checkpoint.shelf import Shelf
-from gregale.storage import Place
+from gregale.storage import Place, StoreError
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Notices:
     report: Callable[[str], None]
     check: Callable[[], None]
     committed: Callable[[int], None]
+
+
+class _Failure(NamedTuple):
+    """Why something failed: `fact` for a line of the run, `message` with what would help for the error that ends it."""
+
+    fact: str
+    message: str
 
 
 class Saver:
@@ -58,7 +65,7 @@ class Saver:
             failed = _failure_of(action)
             if failed and jax.process_index() == 0:
                 self._give_up(step, failed)
-            self.failure = first_message(failed)
+            self.failure = first_message(failed.message if failed else None)
             if self.failure:
                 return
         failed = _failure_of(lambda: self._shelf.take(step, stored))
@@ -90,10 +97,10 @@ class Saver:
                 f"smaller optimizer.clip_norm may help."
             )
 
-    def _commit(self, step: int, failed: str | None, beside: Callable[[], object]) -> str | None:
+    def _commit(self, step: int, failed: _Failure | None, beside: Callable[[], object]) -> str | None:
         """In the background: waits for the arrays, adds the checksums, has the checkpoint count, deletes old ones.
 
-        Takes and returns why it failed, as far as this process knows.
+        Takes why it failed so far and returns why it failed, as far as this process knows.
         """
         name = self._directory / folder_name(step)
         records: FileRecords = {}
@@ -108,7 +115,7 @@ class Saver:
                 self._notices.report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
         barrier(f"{name} is committed, save {self._saves}")
-        return failed
+        return failed.message if failed else None
 
     def _written(self, step: int, beside: Callable[[], object]) -> FileRecords:
         """Waits until the arrays are written, then writes what is beside; returns this process's checksums."""
@@ -125,12 +132,12 @@ class Saver:
                 self._shelf.delete(old)
 
         if failed := _failure_of(tidy):
-            self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed}.")
+            self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
 
-    def _give_up(self, step: int, failed: str) -> None:
+    def _give_up(self, step: int, failed: _Failure) -> None:
         """Frees the room that a failed save takes, and says so."""
         self._shelf.clear(step)
-        self._notices.report(f"The checkpoint of step {step} could not be saved: {failed}. {self._newest()}.")
+        self._notices.report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:
@@ -140,12 +147,16 @@ class Saver:
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
 
 
-def _failure_of(action: Callable[[], object]) -> str | None:
+def _failure_of(action: Callable[[], object]) -> _Failure | None:
     """Why an action failed, in a few words; None if it did not."""
     try:
         action()
+    except StoreError as error:
+        return _Failure(error.fact.rstrip("."), str(error).rstrip("."))
     except UserError as error:
-        return str(error).rstrip(".")
+        fact = str(error).rstrip(".")
     except Exception as error:  # Orbax and TensorStore have no common type for a disk that takes no more
-        return reason(error)
-    return None
+        fact = reason(error)
+    else:
+        return None
+    return _Failure(fact, fact)

@@ -21,6 +21,10 @@ class Shelf(Protocol):
         """The steps with a committed checkpoint (sound or not), in ascending order."""
         ...
 
+    def without_manifest(self) -> list[int]:
+        """The steps of which there are objects but no manifest, in ascending order: their checkpoints do not count."""
+        ...
+
     def begin(self, step: int, texts: dict[str, str], size: int) -> None:
         """Removes what a killed process left unfinished, and makes room for `texts` by name and `size` bytes."""
         ...

@@ -11,8 +11,9 @@ import jax
 from gregale.errors import UserError
 from gregale.services.checkpoint.disk import DiskShelf
 from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
+from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.objects import ObjectShelf
-from gregale.services.checkpoint.processes import by_first_process, first_message, from_first_process
+from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, from_first_process
 from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name
 from gregale.services.checkpoint.saving import Notices, Saver
 from gregale.services.checkpoint.shelf import Shelf
@@ -150,14 +151,15 @@ class Checkpoints:
     def sound_step(self) -> int | None:
         """The step of the newest sound checkpoint, for `read`; None when there is no checkpoint at all.
 
-        Damaged ones are reported and passed over.
+        Damaged ones, and newer ones without a manifest, are reported and passed over.
 
         Raises:
             UserError: there are checkpoints and none is sound.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
-        step = self._newest_below(None)
+        step = newest = self._newest_below(None)
+        self._report_without_manifest(newest)
         while step is not None:
             damage = self._damage(step)
             if damage is None:
@@ -167,7 +169,7 @@ class Checkpoints:
             step = self._newest_below(step)
         if damaged:
             found = "; ".join(f"{folder_name(step)}: {damage}" for step, damage in damaged)
-            raise UserError(
+            raise agreed(
                 f"None of the checkpoints in {self._directory} is sound ({found}). Put back an intact copy of one, or "
                 "begin a new run."
             )
@@ -217,8 +219,18 @@ class Checkpoints:
         except UserError as error:  # the store does not give it: no damage, and no other checkpoint would be better
             failed = str(error)
         if failed := first_message(failed):
-            raise UserError(failed)
+            raise agreed(failed)
         return first_message(found)
+
+    def _report_without_manifest(self, newest: int | None) -> None:
+        """Reports what lies after the newest one that counts: a save was killed, or a manifest was deleted."""
+        others = "There is no other one" if newest is None else f"The newest one that counts is that of step {newest}"
+        for step in by_first_process(self._shelf.without_manifest, []):
+            if newest is None or step > newest:
+                self._report(
+                    f"The checkpoint of step {step} does not count: {self._directory / folder_name(step)} has no "
+                    f"{MANIFEST}, which a save writes last. {others}."
+                )
 
     def _report_damaged(self, damaged: list[tuple[int, str]], used: int) -> None:
         for step, damage in damaged:

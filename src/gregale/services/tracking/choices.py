@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import draccus
 
-from gregale.errors import UserError, install_hint
+from gregale.errors import KeyedError, UserError, install_hint
 from gregale.services.tracking.console import Console
 from gregale.services.tracking.jsonl import JsonlTracker
 from gregale.services.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
@@ -129,6 +129,20 @@ class TrackioConfig(TrackerConfig):
 
         trackio.init(project=self.project, name=run.name, config=dict(run.config), resume="allow")
         return _SessionTracker(trackio)
+
+
+def check_each_once(configs: Sequence[TrackerConfig]) -> None:
+    """Raises `KeyedError` if a tracker is named twice: both would write to the same place."""
+    first: dict[str, int] = {}
+    for number, config in enumerate(configs):
+        name = TrackerConfig.get_choice_name(type(config))
+        if name in first:
+            raise KeyedError(
+                f"trackers.{number}.type",
+                f"is {name}",
+                f", and so is trackers.{first[name]}.type; leave one of them out.",
+            )
+        first[name] = number
 
 
 def check_installed(configs: Sequence[TrackerConfig]) -> None:

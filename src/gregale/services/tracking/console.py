@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TextIO, cast
 
 from rich import progress as rich_progress
-from rich.console import Console as RichConsole
 from rich.filesize import decimal
 from rich.table import Column
 
 from gregale.services.tracking.tracker import Values
-from gregale.streams import LastingStream
+from gregale.streams import LastingStream, printable
+from gregale.terminal import Console as Terminal
 
 _PLAIN_INTERVAL_SECONDS = 5.0
 
@@ -38,7 +38,7 @@ class Console:
             clock: the time in seconds.
         """
         stream = LastingStream(file or sys.stdout)
-        self._rich = RichConsole(file=cast(TextIO, stream))
+        self._rich = Terminal(file=cast(TextIO, stream))
         self._is_live = stream.isatty() and self._rich.is_interactive
         self._fields = tuple(fields)
         self._interval_seconds = interval_seconds
@@ -63,7 +63,7 @@ class Console:
 
     def message(self, text: str) -> None:
         """Shows a line, above the progress line if there is one."""
-        self._rich.print(text, markup=False, emoji=False, highlight=False, soft_wrap=not self._is_live)
+        self._rich.print(printable(text), soft_wrap=not self._is_live)
 
     def log(self, step: int, values: Values) -> None:
         """Shows a step's figures: training in the progress line, an evaluation as a message."""
@@ -111,8 +111,8 @@ class Console:
         if self._is_live:
             bars = self._live_bars()
             if label not in self._tasks:
-                self._tasks[label] = bars.add_task(label, total=total, text=text)
-            bars.update(self._tasks[label], completed=done, total=total, text=text)
+                self._tasks[label] = bars.add_task(printable(label), total=total, text=printable(text))
+            bars.update(self._tasks[label], completed=done, total=total, text=printable(text))
             return
         now = self._clock()
         if label not in self._last_plain or done >= total or now - self._last_plain[label] >= self._interval_seconds:
@@ -130,7 +130,7 @@ class Console:
             bar_width = _bar_width(self._rich.width)
             self._bars = rich_progress.Progress(
                 rich_progress.SpinnerColumn("line"),
-                rich_progress.TextColumn("{task.description}", table_column=one_line.copy()),
+                rich_progress.TextColumn("{task.description}", markup=False, table_column=one_line.copy()),
                 *([rich_progress.BarColumn(bar_width)] if bar_width else []),
                 rich_progress.TextColumn("{task.fields[text]}", markup=False, table_column=one_line),
                 console=self._rich,

@@ -1,0 +1,201 @@
+"""Bytes of text by tokens, for tokenizers whose pieces are not the text, against the text's own bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from gregale.data.bigram import more_bytes_of
+from gregale.data.build import Cache, NamedSource, build_store, store_key
+from gregale.data.config import DataConfig, prepare
+from gregale.data.disk import Disk
+from gregale.data.notes import notes_on
+from gregale.data.progress import silent
+from gregale.data.sources import JsonLinesSource
+from gregale.data.store import finish_store
+from gregale.data.tasks.windows import SlidingWindows
+from gregale.data.text_bytes import Corrections
+from gregale.data.tokenizers import BytesTokenizer, FileConfig, LibraryTokenizer
+from gregale.storage import place
+
+END = "</s>"
+TEXTS = ["the café", "a", " the end ", "ﬁne\nWÖRD  𝔘x", "the the the", "▁a\tb", "x" * 40]
+
+
+def byte_level(prefix: bool, **changes) -> Tokenizer:
+    """A tokenizer of bytes with two merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: number for number, name in enumerate([*alphabet, "th", "the"])}
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("th", "e")]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    library.decoder = decoders.ByteLevel()
+    for name, value in changes.items():
+        setattr(library, name, value)
+    library.add_special_tokens([END])
+    return library
+
+
+def sentence_piece(fallback: bool, **changes) -> Tokenizer:
+    """A tokenizer of characters that has a mark for a space, and of what it does not know bytes or one token."""
+    names = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), *"▁abcdefhtxu", "▁t", "▁th", "▁the"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    library = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=fallback, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(parts)
+    for name, value in changes.items():
+        setattr(library, name, value)
+    library.add_special_tokens(["<unk>", END])
+    return library
+
+
+def metaspace(scheme: str, split: bool = True):
+    return pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+
+
+def with_stripping_token() -> Tokenizer:
+    library = byte_level(False)
+    library.add_tokens([AddedToken("the", lstrip=True, rstrip=True, special=False)])
+    return library
+
+
+LLAMA = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+LOSSY = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
+WORDS = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace("always")])
+# Name -> tokenizer, and whether the pieces of its tokens are the text.
+LIBRARIES = {
+    "byte-level": (byte_level(False), True),
+    "prefix-space": (byte_level(True), False),
+    "trimmed": (byte_level(True, post_processor=processors.ByteLevel(trim_offsets=True)), False),
+    "nfkc-lower": (byte_level(False, normalizer=LOSSY), False),
+    "removing": (
+        byte_level(
+            False,
+            pre_tokenizer=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            ),
+        ),
+        False,
+    ),
+    "stripping": (with_stripping_token(), False),
+    "llama": (sentence_piece(True, normalizer=LLAMA), False),
+    "metaspace-first": (sentence_piece(True, pre_tokenizer=metaspace("first", split=False)), False),
+    "metaspace-always": (sentence_piece(True, pre_tokenizer=metaspace("always")), False),
+    "metaspace-never": (sentence_piece(True, pre_tokenizer=metaspace("never")), False),
+    "unknown": (sentence_piece(False, pre_tokenizer=metaspace("always")), False),
+    "words": (sentence_piece(False, pre_tokenizer=WORDS), False),
+}
+TOKENIZERS = {name: LibraryTokenizer(library.to_str(), END, name) for name, (library, _) in LIBRARIES.items()}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@given(text=st.one_of(st.text(), st.lists(st.sampled_from([*TEXTS, " ", "\n", END]), max_size=6).map("".join)))
+def test_tokens_stand_for_all_bytes_of_the_text_and_each_for_none_or_more(name, text):
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer.is_exact == LIBRARIES[name][1]
+    ((ids, more_bytes),) = tokenizer.encode_counted([text])
+    np.testing.assert_array_equal(ids, tokenizer.encode(text))
+    found = tokenizer.token_bytes[ids] + more_bytes
+    assert found.sum() == (len(text.encode()) if len(ids) else 0)
+    assert (found >= 0).all()
+    if tokenizer.is_exact:
+        assert not more_bytes.any()
+
+
+def test_a_space_that_was_put_before_the_text_is_no_byte_of_it():
+    for name in ("prefix-space", "llama", "metaspace-first"):
+        ((ids, more_bytes),) = TOKENIZERS[name].encode_counted(["the café the"])
+        assert more_bytes.tolist() == [-1] + [0] * (len(ids) - 1), name
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(-3, 3), max_size=9))))
+def test_corrections_are_found_after_packing_and_joining(parts):
+    rows = [np.array([*differences, *[0] * zeros], np.int64) for zeros, differences in parts]
+    one = Corrections.joined([(len(row), Corrections.unpacked(Corrections.of(row).packed())) for row in rows])
+    whole = np.concatenate([*rows, np.zeros(0, np.int64)])
+    np.testing.assert_array_equal(one.at(np.arange(len(whole))), whole)
+    start, stop = len(whole) // 3, len(whole)
+    np.testing.assert_array_equal(one.between(start, stop).at(np.arange(stop - start)), whole[start:stop])
+
+
+def corpus(folder: Path, name: str) -> tuple[DataConfig, list[str]]:
+    """The configuration of a corpus of short documents with a tokenizer, and its documents."""
+    random = np.random.default_rng(0)
+    documents = [" ".join(random.choice(TEXTS, random.integers(1, 9))) for _ in range(200)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+    (folder / "t.json").write_text(LIBRARIES[name][0].to_str())
+    source = JsonLinesSource(files=(str(folder / "text.jsonl"),))
+    tokenizer = FileConfig(path=str(folder / "t.json"), end_of_document=END)
+    return DataConfig({"x": source}, tokenizer, {"y": source}, 0.2, cache=str(folder / "cache"), workers=1), documents
+
+
+@pytest.mark.parametrize("order", ["whole", "parts"])
+@pytest.mark.parametrize("name", ["prefix-space", "nfkc-lower", "words"])
+def test_documents_and_windows_count_the_bytes_of_their_text(tmp_path, name, order):
+    config, documents = corpus(tmp_path, name)
+    for found in (prepare(replace(config, order=order), 16, 0), prepare(replace(config, order=order), 16, 0)):
+        tokenizer, stream = found.tokenizer, found.validation_streams["y"]
+        windows = SlidingWindows([stream], 16, 16, (0,), tokenizer.end_of_document)
+        assert windows.text_bytes(tokenizer.token_bytes).tolist() == [len(each.encode()) for each in documents]
+        sizes = [
+            own + more for own, more in ((tokenizer.token_bytes[i], d) for i, d in tokenizer.encode_counted(documents))
+        ]
+        of_store = np.concatenate([np.append(each, 0) for each in sizes])
+        starts = np.cumsum([0, *(len(each) + 1 for each in sizes)])
+        of_store[starts[:-1]] = 0  # the first token of a document is no target
+        rows = found.validation["y"].rows(range(len(found.validation["y"]) + 1))
+        scored = (tokenizer.token_bytes[rows["targets"]] + rows["more_bytes"]) * rows["loss_mask"]
+        assert scored.sum() == of_store[: len(found.validation["y"]) * 16 + 1].sum()
+        held_out = found.held_out
+        assert held_out is not None
+        streams = list(found.held_out_streams.values())
+        counts = [SlidingWindows([each], 16, 16, (0,), 0).text_bytes(tokenizer.token_bytes) for each in streams]
+        assert set(np.concatenate(counts).tolist()) <= {len(each.encode()) for each in documents}
+        assert not found.notes
+        found.close()
+
+
+def test_the_bigram_model_counts_the_bytes_of_the_text(tmp_path):
+    config, documents = corpus(tmp_path, "prefix-space")
+    found = prepare(config, 16, 0)
+    stream = found.validation_streams["y"]
+    assert more_bytes_of(stream, cross=True) == -sum(not each.startswith(" ") for each in documents[1:])
+    assert more_bytes_of(stream, cross=False) == 0
+
+
+def test_a_store_in_an_object_store_has_the_counts(tmp_path, s3):
+    config, documents = corpus(tmp_path, "prefix-space")
+    tokenizer = TOKENIZERS["prefix-space"]
+    cache = Cache(s3 / "cache", Disk(tmp_path / "pieces"))
+    for _ in range(2):
+        store = build_store(NamedSource("x", config.sources["x"]), tokenizer, cache, 1, silent)
+        assert store.corrections.differences.tolist() == [-1 for each in documents if not each.startswith(" ")]
+
+
+def test_a_store_of_an_older_version_is_read_and_said_to_lack_the_counts(tmp_path):
+    config, _ = corpus(tmp_path, "prefix-space")
+    tokenizer, source = TOKENIZERS["prefix-space"], NamedSource("x", config.sources["x"])
+    cache = Cache(place(str(tmp_path / "cache")), Disk(tmp_path / "pieces"))
+    folder = tmp_path / "cache" / store_key(source.config, tokenizer)
+    new = build_store(source, tokenizer, cache, 1, silent)
+    described = {key: new.manifest[key] for key in ("dtype", "tokenizer", "source", "parts")}
+    (folder / "text_bytes.npy").unlink()
+    finish_store(folder, new.offsets, described)
+    old = build_store(source, tokenizer, cache, 1, silent)
+    (note,) = notes_on({"sources.x": old}, tokenizer)
+    assert str(folder) in note
+    assert "did not count the bytes of its text" in note
+    assert not notes_on({"sources.x": old}, BytesTokenizer()), "whose tokens say them"
+    assert not notes_on({"sources.x": new}, tokenizer)
+    assert old.content == new.content, "a run that goes on finds its data unchanged"
+    for order in ("whole", "parts"):
+        found = prepare(replace(config, order=order), 16, 0)
+        assert any("did not count the bytes" in note for note in found.notes)
+        found.close()
