@@ -33,7 +33,7 @@ class IslandsConfig(Settings):
     )
     bind: str = field(
         default="127.0.0.1",
-        metadata={"help": "HOST or HOST:PORT of this host, where the other islands reach it; no port: any that is free"},
+        metadata={"help": "HOST or HOST:PORT at which the other islands reach this host; no port: any that is free"},
     )
     minimum: int = field(
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
