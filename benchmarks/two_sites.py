@@ -86,7 +86,7 @@ class Tunnelled(Fleet):
         return self.lighthouse
 
 
-def cut(fleet: Tunnelled, network: Network, seconds: float) -> None:
+def cut(fleet: Fleet, network: Network, seconds: float) -> None:
     """Cut the link, restore it, and print what each island has done meanwhile."""
     before = {name: (fleet.newest(name), island.step()) for name, island in fleet.islands.items()}
     network.cut(1)
