@@ -38,3 +38,14 @@ def test_seconds_are_those_of_the_network_but_what_is_given():
     assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)
     assert (wan.reduce_seconds, wan.grace_seconds) == (7.0, None)
     assert heal_seconds(IslandsConfig()) < heal_seconds(IslandsConfig(network="wan"))
+
+
+@pytest.mark.parametrize("bind", ["10.8.0.2:70000", "10.8.0.2:port", "fd00::1", ":29511", "0.0.0.0", "oslo:"])
+def test_an_address_that_islands_cannot_reach(bind):
+    with pytest.raises(KeyedError, match="HOST or HOST:PORT"):
+        IslandsConfig(bind=bind)
+
+
+@pytest.mark.parametrize("bind", ["10.8.0.2", "10.8.0.2:29511", "oslo"])
+def test_an_address_with_and_without_a_port(bind):
+    assert IslandsConfig(bind=bind).bind == bind

@@ -14,6 +14,7 @@ OUTER_MEMORIES = ("host", "device")
 SECONDS = Range(0, 86_400, above=True)
 MOST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class IslandsConfig(Settings):
         default=None, metadata={"help": "file with the fleet's secret, the same on all islands, readable by you alone"}
     )
     bind: str = field(
-        default="127.0.0.1", metadata={"help": "this host's address, at which the other islands reach it"}
+        default="127.0.0.1",
+        metadata={"help": "HOST or HOST:PORT at which the other islands reach this host; no port: any that is free"},
     )
     minimum: int = field(
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
@@ -99,6 +101,13 @@ class IslandsConfig(Settings):
         if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
             raise KeyedError(
                 "lighthouse", f"is {shown(self.lighthouse)}", "; it has to be HOST:PORT, for example 10.0.0.2:29510."
+            )
+        if not (bind := _BIND.fullmatch(self.bind)) or int(bind[1] or 0) >= 2**16 or self.bind.startswith("0.0.0.0"):
+            raise KeyedError(
+                "bind",
+                f"is {shown(self.bind)}",
+                "; it has to be HOST or HOST:PORT, an address at which the other islands reach this host, "
+                "for example 10.8.0.2:29511.",
             )
         if self.token_file is not None:
             check_path("token_file", self.token_file)
