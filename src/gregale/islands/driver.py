@@ -17,11 +17,9 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands.asking import Asking
 from gregale.islands.engine.coordinator import Coordinator
-from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.exchange import exchanged
+from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.guide import Down
 from gregale.islands.hands import Hands
-from gregale.islands.healing import newest
 from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
@@ -324,19 +322,9 @@ class Driver:
         self.post(exchanged(action, self.member, self.worker, self.token, self.report))
 
     def _heal(self, action: protocol.Heal) -> None:
-        began, sources = time.monotonic(), action.sources
-        whole = self.pace.schedule.fragments == 1  # a round changes all of the state
         with self._lock:
             self._book.begin()
-        try:
-            outer = newest(lambda settled: self.worker.heal(sources, settled), whole, self.worker.timeouts.reduce)
-        except TransferFailed as error:
-            self.seconds.healing += time.monotonic() - began
-            self.post(protocol.HealFailed(str(error)))
-            return
-        self.worker.inherit(sources)
-        self.seconds.healing += time.monotonic() - began
-        self.post(protocol.Healed(outer))
+        self.post(fetched(action, self.worker, self.pace, self.seconds))
 
     def _tick(self) -> None:
         while not self._closed:

@@ -1,11 +1,15 @@
-"""An island's part in the reduce of a round, while it is watched whether the others answer."""
+"""What an island exchanges with its peers, and what the protocol is told of it: the reduce of a round, and healing."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from gregale.islands.engine.group import GroupFailed
+from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.hands import Hands
+from gregale.islands.healing import newest
+from gregale.islands.orders import Pace, Seconds
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.member import Member
 from gregale.islands.watching import Watch
@@ -28,3 +32,22 @@ def exchanged(
         report(f"Round {action.round} is tried again: {watch.reason() or error}", False)
         return protocol.ReduceFailed(action.key, tuple(watch.silent))
     return protocol.Reduced(action.key, digest)
+
+
+def fetched(
+    action: protocol.Heal, worker: Hands, pace: Pace, seconds: Seconds
+) -> protocol.Healed | protocol.HealFailed:
+    """Fetches the state of peers, and their inner optimizer if it is wanted; returns what the protocol has to be told.
+
+    - `seconds`: gets the time that it takes
+    """
+    began, sources, is_whole = time.monotonic(), action.sources, pace.schedule.fragments == 1
+    try:
+        # With one fragment a round changes all of the state.
+        outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
+        worker.inherit(sources)
+        return protocol.Healed(outer)
+    except TransferFailed as error:
+        return protocol.HealFailed(str(error))
+    finally:
+        seconds.healing += time.monotonic() - began

@@ -187,7 +187,7 @@ def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
     assert isinstance(plan, Form)
     assert plan.voters == 2
     assert plan.leaving == {"c/s"}
-    assert ("c", "s", 33, True) in plan.reports
+    assert ("c", "s", 33, True, 1) in plan.reports
 
 
 def test_in_lock_step_a_round_waits_for_all_that_live(header):

@@ -237,19 +237,6 @@ def test_one_that_saw_every_view_while_it_waited_knows_that_nobody_went_on():
     assert only(turned, m.Publish).outer.generation.number == 2
 
 
-def test_one_that_heals_while_the_others_reduce_waits_for_their_result():
-    a, b = begun(member("a"), member("b"))
-    joiners = member("c"), member("d")
-    for joiner in joiners:
-        joiner.handle(m.Tick(0.0))
-    a.handle(m.Due(0))
-    a.handle(m.Snapshot(0, 0.0, 0))
-    assert not only(joiners[0].handle(view(a, b, joiners[0])), m.Heal).ends  # nobody brings anything
-    b.handle(m.Due())
-    b.handle(m.Snapshot(0, 1.0, 1))
-    assert only(joiners[1].handle(view(a, b, joiners[1])), m.Heal).ends
-
-
 def alone_after_a_heal():
     """An island that has healed, was asked for its message before its first step, and has lost its peers."""
     a, b = begun(member("a"), member("b"))
