@@ -45,13 +45,8 @@ SLOW = (
     *("audit/test_traffic.py", "communication/test_quantised.py", "communication/test_network.py", "huggingface/"),
     *("islands/engine/test_lighthouse.py", "islands/engine/test_transfer.py", "islands/simulator/test_simulator.py"),
     *("services/test_roll_call.py", "services/test_checkpoint.py", "services/test_checkpoint_objects.py"),
-    *(
-        "infra/test_slurm_daemons.py",
-        "services/test_peers.py",
-        "services/test_odd_values.py",
-        "storage/test_faults.py",
-        "data/test_build.py",
-    ),
+    *("services/test_peers.py", "services/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
+    *("infra/test_slurm_daemons.py",),
 )
 
 
