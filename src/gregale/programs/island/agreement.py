@@ -11,8 +11,8 @@ from gregale.programs.run.setup import Setup
 from gregale.services.agreement import to_text
 from gregale.services.handshake import data_terms, is_trained_on, matches, terms_of
 
-# Keys of the configuration. The order of examples is the fleet's. Batches may be of different sizes: messages are weighed
-# by their tokens, and data is leased in batches of each island's own size.
+# Keys of the configuration. The order of examples is the fleet's. Batches may be of different sizes: messages are
+# weighed by their tokens, and data is leased in batches of each island's own size.
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
