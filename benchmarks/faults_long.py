@@ -7,12 +7,13 @@ import random
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from fleet import Fleet, Island, Seconds, metrics
 from latency import delayed
@@ -30,6 +31,7 @@ LEAST_SPEED = 0.95
 FRAGMENTS = 2
 SOAK_FAULTS = ("step", "reduce", "held", "now", "two", "stop", "lighthouse", "link")
 ROW_TOKENS = 4 * 32
+TOLD_WITHIN = 3.0
 
 
 @dataclass
@@ -70,6 +72,38 @@ class Life:
     def goodput(self) -> float:
         """The share of their time in which they neither waited nor healed."""
         return 1 - (self.waited + self.healed) / self.lived
+
+
+@dataclass
+class Quiet:
+    """Times without a round of the fleet, and those of them of which no island has said a word.
+
+    - `longest`: seconds
+    - `untold`: after three usual round times and `TOLD_WITHIN` seconds, no living island's log had a line
+    """
+
+    longest: float = 0.0
+    untold: list[str] = field(default_factory=list)
+    _newest: int = -1
+    _since: float = field(default_factory=time.monotonic)
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=15))
+    _lines: int = 0
+    _is_judged: bool = False
+
+    def see(self, fleet: Fleet) -> None:
+        """Looks at the fleet once."""
+        now, newest = time.monotonic(), fleet.newest()
+        lines = sum(island.said().count("No round for") for island in fleet.islands.values())
+        if newest != self._newest:
+            self._gaps.append(now - self._since)
+            self._newest, self._since, self._lines, self._is_judged = newest, now, lines, False
+            return
+        self.longest = max(self.longest, now - self._since)
+        limit = max(3 * median(self._gaps), 1.0) + TOLD_WITHIN
+        if len(self._gaps) > 3 and not self._is_judged and now - self._since > limit:
+            self._is_judged = True
+            if lines == self._lines:
+                self.untold.append(f"after round {newest}: {now - self._since:.1f} s, allowed {limit:.1f} s")
 
 
 def tokens(fleet: Fleet) -> float:
@@ -121,7 +155,7 @@ def network_of(options: argparse.Namespace) -> AbstractContextManager[Network | 
 def soak(options: argparse.Namespace, folder: Path) -> int:
     """A random fault every few seconds; 1 if goodput or loss are worse than they should be, or states differ."""
     source, paces = random.Random(options.seed), dict.fromkeys(NAMES, options.pace)
-    life, begun, faults = Life(), time.monotonic(), 0
+    life, quiet, begun, faults = Life(), Quiet(), time.monotonic(), 0
     with network_of(options) as network, started(folder / "soak", options, paces, network) as fleet:
         token = read_token(fleet.token, "islands.token_file")
         kinds = [each for each in options.faults if network is not None or each != "link"]
@@ -132,6 +166,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
             until = time.monotonic() + source.uniform(*options.every)
             while time.monotonic() < until:
                 revive(fleet, options.pace)
+                quiet.see(fleet)
                 for island in fleet.living:
                     life.see(island, token)
                 time.sleep(0.5)
@@ -141,14 +176,16 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         f"\n{faults} faults in {options.soak:g} minutes; {compared} rounds compared, none differs.\n"
         f"Goodput of the living: {life.goodput:.1%} of {life.lived:.0f} s (waited {life.waited:.0f} s, healed "
         f"{life.healed:.0f} s); {life.joined} times a process joined, {life.joining / max(1, life.joined):.1f} s after "
-        "its server answered.",
+        "its server answered.\n"
+        f"Longest time without a round: {quiet.longest:.1f} s. Times without a round and without a line that says why: "
+        f"{len(quiet.untold)}. {'; '.join(quiet.untold)}",
         flush=True,
     )
     if options.skip_undisturbed:
-        return int(life.goodput < LEAST_GOODPUT)
+        return int(life.goodput < LEAST_GOODPUT or bool(quiet.untold))
     beside = undisturbed(folder / "beside", trained, partial(started, options=options, paces=paces), 60 * options.soak)
     print(f"Loss after {trained:,.0f} tokens: {disturbed:.4f}, undisturbed {beside:.4f}.")
-    return int(life.goodput < LEAST_GOODPUT or disturbed > MOST_LOSS * beside)
+    return int(life.goodput < LEAST_GOODPUT or bool(quiet.untold) or disturbed > MOST_LOSS * beside)
 
 
 def disturb(fleet: Fleet, source: random.Random, faults: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ def test_a_seed_gives_what_it_gave_before():
     assert (found.deaths, found.rounds, found.failed_reduces, found.generations) == (17, 29, 0, 0)
     assert found.goodput == pytest.approx(0.8870481089979139, rel=1e-12)
     assert found.lost == pytest.approx(0.02861925072776798, rel=1e-12)
-    assert found.joining == pytest.approx(0.020271597005322328, rel=1e-12)
+    assert found.joining == pytest.approx(0.02027673895419302, rel=1e-12)
     assert (found.state_bytes, found.waiting) == (296e9, 0.0)
     assert found.bytes_per_round == pytest.approx(1890359168.241966, rel=1e-12)
     times = [(each.mean_seconds, each.percentile_95_seconds) for each in (found.rejoin, found.commit)]
