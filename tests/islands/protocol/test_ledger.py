@@ -77,3 +77,10 @@ def test_a_lease_that_ends_before_it_begins_is_refused():
     value["leases"][0][3] = [[9, 2]]
     with pytest.raises(ValueError, match="not one that Gregale writes"):
         Ledger.from_json(value)
+
+
+def test_islands_are_leased_batches_of_their_own_size():
+    ledger = advance(Ledger(), [Report("a", "s", 0, batch=2), Report("b", "s", 0, batch=5)], LOT)
+    assert [lease.left() for lease in ledger.leases] == [20, 50]
+    ledger = advance(ledger, [Report("a", "s", 8, batch=2), Report("b", "s", 30, batch=5)], LOT)
+    assert [lease.left() for lease in ledger.leases] == [12, 20 + 50]  # a has 6 of its batches, b had 4
