@@ -143,6 +143,9 @@ def main() -> int:
     parser.add_argument("--unequal", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)
+    parser.add_argument(
+        "--join", type=float, default=0.5, help="of --soak and --unequal: the lighthouse's join_seconds"
+    )
     parser.add_argument("--pace", type=float, default=0.03)
     parser.add_argument(
         "--period", type=int, default=60, help="of --soak and --unequal: steps between two rounds of a fragment"

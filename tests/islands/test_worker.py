@@ -96,8 +96,8 @@ def test_one_heals_from_the_other_wherever_they_keep_it(make, tmp_path, source, 
     ("found", "seconds", "round"),
     [
         ([(3, True), (3, True)], 60.0, 3),
-        ([(3, False), (4, True), (4, True)], 60.0, 4),
-        ([(3, True), (4, True), (5, False), (5, True)], 60.0, 5),
+        ([(3, False), (4, True)], 60.0, 4),
+        ([(3, True), (4, False), (5, False), (5, True)], 60.0, 5),
         ([(3, False), (3, False)], 0.0, 3),  # a round that does not end is not waited for for ever
     ],
 )

@@ -30,10 +30,10 @@ class NotAsRecorded(TransferFailed):
 
 
 def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
-    """Return the record of a state that nobody is about to replace: what `heal` brings, again until it stays the same.
+    """Return the record of a state that nobody is about to replace.
 
-    To fetch the state of a large model may take longer than a round. Each call of `heal` fetches only what has changed
-    since, after the end of a round, so an island joins between two rounds.
+    To fetch the state of a large model may take longer than a round. The first call of `heal` brings the most of it, and
+    each later one fetches only what has changed since, after the end of a round, so an island joins between two rounds.
 
     - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
     - `waits`: the first call waits for the end of a round too, because a round changes everything
@@ -41,10 +41,11 @@ def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
 
     Raises what `heal` raises.
     """
-    until, found = time.monotonic() + seconds, heal(waits)
+    until = time.monotonic() + seconds
+    heal(waits)
     while True:
-        before, found = found.outer, heal(True)
-        if (found.settled and found.outer == before) or time.monotonic() >= until:
+        found = heal(True)
+        if found.settled or time.monotonic() >= until:
             return found.outer
 
 

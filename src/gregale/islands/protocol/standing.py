@@ -144,11 +144,11 @@ class Standing:
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
     def _awaited(self) -> bool:
-        """Whether rounds shall wait for this healing: after 2, 4, 8, ... in vain, for a bounded time in all."""
+        """Whether rounds shall wait for this healing: after 1, 2, 4, 8, ... in vain, for a bounded time in all."""
         return self._healing and self._in_vain_enough() and self._time_awaited() < self.timing.turnover_seconds
 
     def _in_vain_enough(self) -> bool:
-        return self._in_vain > 1 and self._in_vain & (self._in_vain - 1) == 0
+        return self._in_vain > 0 and self._in_vain & (self._in_vain - 1) == 0
 
     def _time_awaited(self) -> float:
         """Seconds for which rounds have waited since this member was last where the others are, failed tries too."""
