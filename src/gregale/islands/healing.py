@@ -32,8 +32,8 @@ class NotAsRecorded(TransferFailed):
 def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
     """Return the record of a state that nobody is about to replace.
 
-    To fetch the state of a large model may take longer than a round. The first call of `heal` brings the most of it, and
-    each later one fetches only what has changed since, after the end of a round, so an island joins between two rounds.
+    To fetch the state of a large model may take longer than a round. The first call of `heal` brings most of it. Each
+    later one fetches only what has changed since, after the end of a round, so an island joins between two rounds.
 
     - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
     - `waits`: the first call waits for the end of a round too, because a round changes everything
