@@ -355,3 +355,37 @@ def test_it_can_say_why_no_round_is_made():
     b.handle(m.Snapshot(0, 8.0, 2))
     assert "Reduce" in kinds(a.handle(view(a, b)))
     assert a.why() == "round 0 is being reduced by a, b"
+
+
+def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time_that_doubles():
+    """It heals from them and fails them again: each time the others stand still for two reduces."""
+    members = begun(*(member(name) for name in "abc"))
+    *others, bad = members
+    for each in members:
+        each.handle(m.Due())
+        each.handle(m.Snapshot(0, 1.0, 1))
+    for number in (1, 2):
+        seen = view(*members, id=1)
+        for each in members:
+            reduce = only(each.handle(seen), m.Reduce)
+        for each in members:
+            each.handle(m.ReduceFailed(reduce.key, ("a", "b") if each is bad else ("c",)))
+        assert bad._failures == number
+    seen = view(*members)
+    for each in others:
+        assert len(only(each.handle(seen), m.Reduce).members) == 2
+    assert kinds(bad.handle(seen)) == ["Ask"]
+    go_on = [replace(each.header, round=1, digest="d1", voters=2) for each in others]
+    now, pauses = 0.0, []
+    for number in range(400):
+        now += LAN.retry_seconds
+        bad.handle(m.Tick(now))
+        headers = [replace(each, asked=10 + number) for each in go_on]
+        actions = bad.handle(m.Seen(View(2 + number, (*headers, bad.header))))
+        if "Heal" in kinds(actions):
+            pauses.append(now)
+            break
+    assert LAN.turnover_seconds <= pauses[0] < LAN.turnover_seconds + 2 * LAN.retry_seconds
+    bad._failures = 2
+    bad._pause_if_shut_out()
+    assert bad._paused_until == now + 2 * LAN.turnover_seconds

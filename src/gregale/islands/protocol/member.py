@@ -10,11 +10,14 @@ from dataclasses import replace
 from typing import get_args
 
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import STUBBORN
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
 from gregale.islands.protocol.ledger import Ledger
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
+
+MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
 
 HANDLERS = {kind: f"_on_{kind.__name__.lower()}" for kind in get_args(m.Event)}
 
@@ -236,6 +239,14 @@ class Member(Standing):
             self._seen, self._ballot = view.id, plan.ballot
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
+        else:
+            self._pause_if_shut_out()
+
+    def _pause_if_shut_out(self) -> None:
+        """The others go on without this member, whose reduces failed: it joins them again after a time that doubles."""
+        if self._failures >= STUBBORN:
+            self._paused_until = self._now + self.timing.turnover_seconds * 2 ** min(self._shut_out, MOST_DOUBLINGS)
+            self._shut_out += 1
 
     def _settle(self, view: View, plan: Settle, decision: Decision) -> None:
         if self._holds(plan):
@@ -256,6 +267,7 @@ class Member(Standing):
         self._voter, self._attentive, self._group = not prepared.last, False, prepared.form.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
+        self._shut_out = 0 if len(prepared.form.members) > 1 else self._shut_out
         self._report_left_out(prepared.form)
         if prepared.last:
             self._leave(clean=True)
@@ -270,6 +282,7 @@ class Member(Standing):
 
     def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
         if self._me not in plan.there:
+            self._pause_if_shut_out()
             self._heal_later(decision)
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
@@ -299,6 +312,8 @@ class Member(Standing):
             same = self.outer.generation == top.generation
             self._commit(None, top.generation, top.voters)
             self._voter = same and not self._done
+        elif self._pauses(decision):
+            self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
             self._rename(top.generation, top.round, top.voters)
             self._voter, self._seen = False, 0
@@ -310,6 +325,11 @@ class Member(Standing):
             self._healing, self._wanted, self._healing_since = True, top, self._now
             self._sources = decision.sources
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
+
+    def _pauses(self, decision: Decision) -> bool:
+        """Whether this member keeps out of the others' rounds, which go on; it does not if they wait for somebody."""
+        waits = isinstance(decision.plan, Wait) and not decision.plan.idle
+        return self._now < self._paused_until and not waits
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:
         """The same state in another generation; the round that is due stays so."""

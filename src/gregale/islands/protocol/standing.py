@@ -76,6 +76,7 @@ class Standing:
             str, int
         ] = {}  # rounds in a row to which islands have contributed nothing, as they diverge
         self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
+        self._shut_out, self._paused_until = 0, 0.0  # times in a row that the others went on because its reduces failed
         self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
         self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
