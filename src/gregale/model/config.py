@@ -260,9 +260,7 @@ class ComputeConfig(Settings):
             "aliases": ("gradient_checkpointing", "activation_checkpointing", "checkpointing", "recompute"),
         },
     )
-    unroll: int | None = field(
-        default=None, metadata={"help": "layers unrolled in the scan; null: by backend", "range": whole(1)}
-    )
+    unroll: int | None = field(default=None, metadata={"help": "layers unrolled; null: by backend", "range": whole(1)})
     rules: str = field(
         default="auto",
         metadata={"help": "rules of differentiation; auto: the platform's own if it has any", "choices": RULES},

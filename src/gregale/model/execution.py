@@ -148,7 +148,16 @@ class Execution:
 
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
         """The same over one stretch; each layer of its pattern saves by the policy what it would alone."""
-        policy = REMAT_POLICIES[self.remat]
+        policy, Layers = REMAT_POLICIES[self.remat], Axis(LAYERS, part.repeats)
+        unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
+        if len(part.pattern) == 1:
+            (kind,) = part.pattern
+
+            def alone(carry, weights, *more):
+                return block(carry, weights, kind, *more)
+
+            carry, out = hax.scan(alone, Layers, remat=policy, unroll=unroll)(carry, *layers[0])
+            return carry, (out,)
 
         def one(kind: int) -> Callable:
             def layer(carry, weights, *more):
@@ -163,8 +172,7 @@ class Execution:
                 outs.append(out)
             return carry, tuple(outs)
 
-        unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
-        return hax.scan(pattern, Axis(LAYERS, part.repeats), unroll=unroll)(carry, *layers)
+        return hax.scan(pattern, Layers, unroll=unroll)(carry, *layers)
 
 
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:

@@ -10,14 +10,11 @@ from dataclasses import replace
 from typing import get_args
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import STUBBORN
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
 from gregale.islands.protocol.ledger import Ledger
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
-
-MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
 
 HANDLERS = {kind: f"_on_{kind.__name__.lower()}" for kind in get_args(m.Event)}
 
@@ -208,9 +205,9 @@ class Member(Standing):
         if isinstance(plan, Form):
             self._form(view, plan)
         elif isinstance(plan, Settle):
-            self._settle(view, plan, decision)
+            self._settle(view, plan)
         elif isinstance(plan, Turn):
-            self._turn(view, plan, decision)
+            self._turn(view, plan)
         else:
             self.outer = replace(self.outer, ledger=plan.ledger_after(Ledger(), self.rules))
             self._rename(plan.generation, 0, plan.voters)
@@ -242,17 +239,11 @@ class Member(Standing):
         else:
             self._pause_if_shut_out()
 
-    def _pause_if_shut_out(self) -> None:
-        """The others go on without this member, whose reduces failed: it joins them again after a time that doubles."""
-        if self._failures >= STUBBORN:
-            self._paused_until = self._now + self.timing.turnover_seconds * 2 ** min(self._shut_out, MOST_DOUBLINGS)
-            self._shut_out += 1
-
-    def _settle(self, view: View, plan: Settle, decision: Decision) -> None:
+    def _settle(self, view: View, plan: Settle) -> None:
         if self._holds(plan):
             self._commit(view)
         else:
-            self._heal_later(decision)
+            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
 
     def _holds(self, plan: Settle) -> bool:
         return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
@@ -280,10 +271,10 @@ class Member(Standing):
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
-    def _turn(self, view: View, plan: Turn, decision: Decision) -> None:
+    def _turn(self, view: View, plan: Turn) -> None:
         if self._me not in plan.there:
             self._pause_if_shut_out()
-            self._heal_later(decision)
+            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
         self._do(m.Note(text, loud=True))
@@ -295,10 +286,6 @@ class Member(Standing):
             self.handover.starved = False  # as far as is known: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
-
-    def _heal_later(self, decision: Decision) -> None:
-        """Others commit in this view what this member does not hold: the next view says from whom to heal."""
-        self._seen = 0
 
     def _catch_up(self, decision: Decision) -> None:
         self._attentive, top = True, decision.top
@@ -325,11 +312,6 @@ class Member(Standing):
             self._healing, self._wanted, self._healing_since = True, top, self._now
             self._sources = decision.sources
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
-
-    def _pauses(self, decision: Decision) -> bool:
-        """Whether this member keeps out of the others' rounds, which go on; it does not if they wait for somebody."""
-        waits = isinstance(decision.plan, Wait) and not decision.plan.idle
-        return self._now < self._paused_until and not waits
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:
         """The same state in another generation; the round that is due stays so."""

@@ -11,6 +11,8 @@ from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer
 from gregale.islands.protocol.plans import NO_ASKS, Decision, Form, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
+MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -136,6 +138,17 @@ class Standing:
             used=self._used,
             step_seconds=self._step_seconds,
         )
+
+    def _pause_if_shut_out(self) -> None:
+        """The others go on without this member, whose reduces failed: it joins them again after a time that doubles."""
+        if self._failures >= decisions.STUBBORN:
+            self._paused_until = self._now + self.timing.turnover_seconds * 2 ** min(self._shut_out, MOST_DOUBLINGS)
+            self._shut_out += 1
+
+    def _pauses(self, decision: Decision) -> bool:
+        """Whether this member keeps out of the others' rounds, which go on; it does not if they wait for somebody."""
+        waits = isinstance(decision.plan, Wait) and not decision.plan.idle
+        return self._now < self._paused_until and not waits
 
     def _waited(self) -> bool:
         """Whether there is no use in waiting any more for who made the last round."""
