@@ -57,4 +57,5 @@ def test_both_write_the_same_files(imported, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     outputs = exported(imported, tmp_path / "out")
     assert [code for code, _, _ in outputs] == [2, 2], outputs
-    assert all("exists already" in err for _, _, err in outputs)
+    assert "exists already" in outputs[0][2]
+    assert "process 0 ended the run and gave the reason" in outputs[1][2]
