@@ -46,7 +46,7 @@ def test_nothing_is_left_of_one_that_is_interrupted(monkeypatch, tmp_path):
 
 
 def test_a_mistake_of_ours_is_not_hidden():
-    told = r"(?s)compiles the program 'step' ended with exit status 1 before .*no-such-chip.* a fault of the compiler or of"
+    told = r"(?s)the program 'step' ended with exit status 1 before .*no-such-chip.* a fault of the compiler or"
     with pytest.raises(UserError, match=told):
         reported(Request(TrainConfig(name="any", steps=1), 257, "no-such-chip:2x2", 1), "step", 0)
 
