@@ -207,7 +207,7 @@ class Worker:
         """What this host has of the state of peers. Raises TransferFailed."""
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-            held = {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
+            held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
             self._fetcher = Fetcher(self.token, expected, held)
         addresses = [source.hosts[self.host] for source in sources]
         fetched = self._fetcher.fetch(addresses, self.timeouts.heal, settled)

@@ -219,7 +219,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            self._send_all(bytes_of(shelf.bring(name, arrays[name]))[start:stop])
+            shelf.keep(name, arrays[name])
+            self._send_all(bytes_of(arrays[name])[start:stop])
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _send_all(self, content: bytes | memoryview) -> None:

@@ -36,7 +36,6 @@ from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.methods.island_store import store_of
 from gregale.programs.island.agreement import agreement, shards_of
 from gregale.programs.island.hosts import by_all, followed, hands_of
 from gregale.programs.island.loop import IslandLoop, Sides
@@ -187,7 +186,7 @@ def joined(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, store_of(islands.outer_memory, lambda _, shape, dtype: shm.empty(shape, dtype)))
+    outer = HostOuter(island, shm.empty)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
