@@ -9,6 +9,7 @@ import pytest
 from gregale.islands import files
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
+from gregale.islands.hands import Hands
 from gregale.islands.healing import Found, newest
 from gregale.islands.protocol.headers import Generation, Outer, Peer, seed
 from gregale.islands.worker import Timeouts, Worker
@@ -59,11 +60,12 @@ def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make
     assert at_round(spoilt, 3, change=1.0) == at_round(other, 3, change=1.0) == record
     sources = [peer(spoilt, "spoilt"), peer(other, "other"), peer(sound, "sound")]
     before = joiner.outer.digest
+    hands = Hands(joiner)
     with pytest.raises(TransferFailed, match=r"round 3 of spoilt have the digest .*, their record has"):
-        joiner.heal(sources[:1], settled=False)
-    assert joiner.heal(sources, settled=False).outer == record
+        hands.heal(sources[:1], settled=False)
+    assert hands.heal(sources, settled=False).outer == record
     assert joiner.outer.digest == before, "nothing is taken over before `install`"
-    joiner.install(record)
+    hands.install(record)
     assert joiner.outer.digest == record.digest == sound.outer.digest
 
 
@@ -72,13 +74,13 @@ def test_a_record_that_is_none_is_not_the_end(make):
     record = at_round(sound, 3)
     at_round(spoilt, 4)
     spoilt.server.publish(replace(spoilt.server.shelf._snapshot, facts={"outer": "garbage"}))
-    assert joiner.heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
+    assert Hands(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 
 def test_one_heals_from_the_other_and_saves_what_it_has_taken_over(make, tmp_path):
     peers, joins = make(), make()
     record = at_round(peers, 3)
-    assert joins.heal([peer(peers, "peer")], settled=False).outer == record
+    assert Hands(joins).heal([peer(peers, "peer")], settled=False).outer == record
     joins.install(record)
     assert joins.outer.digest == record.digest
     files.write(tmp_path, record, joins.outer.leaves())

@@ -33,11 +33,10 @@ class Recovery:
         self._restart(False)
         if peers and not self._has_inherited:
             self._has_inherited = True
-            self._worker.heir.want()
+            self._worker.wants_inner = True
             self._in_thread(lambda: self._inherit(peers))
 
     def _inherit(self, peers: Sequence[Peer]) -> None:
         self._worker.inherit(peers)
-        if self._worker.heir.is_ready:
-            self._worker.heir.settle()
+        if self._worker.takes_inner():
             self._restart(True)

@@ -197,8 +197,6 @@ def joined(
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
-    if saved is None:
-        worker.heir.want()
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -211,7 +209,7 @@ def joined(
         follower = followed(worker, token, pace)
         follower.start()
         return Sides(outer, follower, folder, seen)
-    hands = hands_of(worker, token, config.distributed.timeout_seconds)
+    hands = hands_of(worker, token, config.distributed.timeout_seconds, wants_inner=saved is None)
     write_bytes(run.path / ADDRESS, server.address.encode())
     note_stalled(run, None)
     session = secrets.token_hex(8)

@@ -10,7 +10,7 @@ import jax
 
 from gregale.errors import UserError
 from gregale.islands.follower import Follower
-from gregale.islands.hands import AllHands, Hands
+from gregale.islands.hands import Hands
 from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.orders import Pace
 from gregale.islands.worker import Worker
@@ -19,14 +19,14 @@ from gregale.services.checkpoint.processes import first_message
 T = TypeVar("T")
 
 
-def hands_of(worker: Worker, token: bytes, seconds: float) -> Hands:
+def hands_of(worker: Worker, token: bytes, seconds: float, wants_inner: bool) -> Hands:
     """The hosts of this island, in process 0; `followed` is what the others call at the same time."""
     if jax.process_count() == 1:
-        return worker
+        return Hands(worker, wants_inner=wants_inner)
     word = secrets.token_hex(16)
     door = Door(worker.server.host, key_of(token, word))
     first_message(f"{door.address} {word}")
-    return AllHands(worker, door.hosts(jax.process_count() - 1, seconds))
+    return Hands(worker, door.hosts(jax.process_count() - 1, seconds), wants_inner)
 
 
 def followed(worker: Worker, token: bytes, pace: Pace) -> Follower:

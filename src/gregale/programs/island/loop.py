@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.guide import Guide
+from gregale.islands.driver import Driver
+from gregale.islands.follower import Follower
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.batches import LeasedBatches
 from gregale.programs.island.recorder import Recorder
@@ -30,13 +31,14 @@ class Sides:
     """What an island has beside the state of its devices.
 
     - `outer`: theta and the outer optimizer, in host memory
+    - `guide`: leads the trainer: the driver on host 0, a follower on each other host, with the same orders and batches
     - `folder`: where they are saved
     - `seen`: tokens by fragment since the island last contributed to it, at the start
     - `record`: of its rounds; None: another host of this island keeps it
     """
 
     outer: HostOuter
-    guide: Guide
+    guide: Driver | Follower
     folder: Place
     seen: list[float]
     record: Recorder | None = None
