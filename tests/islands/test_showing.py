@@ -11,12 +11,11 @@ import pytest
 
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import Hands
+from gregale.islands.hands import Hands, Recovery
 from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Pace, Restart, Show
 from gregale.islands.protocol.headers import Peer
-from gregale.islands.recovery import Recovery
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.schedule import Schedule
 

@@ -19,7 +19,7 @@ from gregale.islands.asking import Asking
 from gregale.islands.engine.client import Refused
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.exchange import exchanged, fetched
-from gregale.islands.hands import COPY_SECONDS, Hands
+from gregale.islands.hands import COPY_SECONDS, Hands, Recovery
 from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Down, Finish, Order, Pace, Restart, Seconds, Show
@@ -27,11 +27,9 @@ from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.recovery import Recovery
 from gregale.islands.round_book import RoundBook
 from gregale.islands.stalls import Stalls
-from gregale.islands.telling import Telling
-from gregale.islands.watching import dead
+from gregale.islands.watching import Telling, dead
 from gregale.islands.worker import OuterSide
 
 TICK_SECONDS = 0.1

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gregale.programs.island.recorder import Recorder
+from gregale.programs.island.loop import Recorder
 from gregale.services.entries import read_entries
 from gregale.services.history import ROUNDS
 from gregale.storage import write_bytes

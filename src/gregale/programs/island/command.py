@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
@@ -20,13 +21,16 @@ from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.driver import Driver, Pace
+from gregale.islands.driver import Driver
 from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
-from gregale.islands.hands import joint_digest
+from gregale.islands.follower import Follower
+from gregale.islands.hands import Hands, joint_digest
+from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
+from gregale.islands.orders import Pace
 from gregale.islands.patience import REDUCES
 from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.ledger import Lot
@@ -37,9 +41,7 @@ from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.hosts import by_all, followed, hands_of
-from gregale.programs.island.loop import IslandLoop, Sides
-from gregale.programs.island.recorder import Recorder
+from gregale.programs.island.loop import IslandLoop, Recorder, Sides
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -48,7 +50,7 @@ from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import agreed, by_first_process, messages_of_all
+from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -65,6 +67,7 @@ from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -290,3 +293,32 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
+
+
+def hands_of(worker: Worker, token: bytes, seconds: float, wants_inner: bool) -> Hands:
+    """The hosts of this island, in process 0; `followed` is what the others call at the same time."""
+    if jax.process_count() == 1:
+        return Hands(worker, wants_inner=wants_inner)
+    word = secrets.token_hex(16)
+    door = Door(worker.server.host, key_of(token, word))
+    first_message(f"{door.address} {word}")
+    return Hands(worker, door.hosts(jax.process_count() - 1, seconds), wants_inner)
+
+
+def followed(worker: Worker, token: bytes, pace: Pace) -> Follower:
+    """This host in the hands of process 0."""
+    address, word = (first_message(None) or "").split()
+    return Follower(worker, connect(address, key_of(token, word), worker.host), pace)
+
+
+def by_all(action: Callable[[], T]) -> T:
+    """What `action` returns in this process, if it fails in none; raises `UserError` in all if it does in one."""
+    done, failed = None, None
+    try:
+        done = action()
+    except UserError as error:
+        failed = str(error)
+    if failed := first_message(failed):
+        raise UserError(failed)
+    assert done is not None
+    return done
