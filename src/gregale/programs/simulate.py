@@ -1,14 +1,12 @@
-"""`gregale simulate`: which bandwidth each method needs, from a model of the timeline; and what failures cost."""
+"""`gregale simulate`: which bandwidth each method needs, from a model of the timeline."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from gregale.errors import UserError
-from gregale.programs import failures
-from gregale.programs.failures import FleetConfig, Scenario
 from gregale.services.command import Command
 from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
@@ -23,7 +21,6 @@ from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_ba
 
 MOST_STEPS = 1_000_000
 MOST_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
-TIMELINE_ONLY = ("links", "site_step_seconds", "drop_out", "timeline")
 SECONDS = Range(0, 1e9, above=True)
 GBIT_PER_SECOND = Range(0, 1e9, above=True)
 
@@ -119,22 +116,8 @@ class SimulateConfig(Settings):
     drop_out: list[str] = field(
         default_factory=list, metadata={"help": "SITE:STEP pairs (site from 0): the site is gone from that step on."}
     )
-    failures: float | None = field(
-        default=None,
-        metadata={
-            "help": "Mean hours between failures of one site: what they cost islands and data-parallel.",
-            "range": Range(0, 1e9, above=True),
-            "aliases": ("mtbf", "mtbf_hours"),
-        },
-    )
-    fleet: FleetConfig = field(default_factory=FleetConfig, metadata={"help": "What `failures` simulates."})
     json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
-    plot: Path | None = field(
-        default=None,
-        metadata={
-            "help": "Draw utilisation against bandwidth, with `failures` goodput against their hours: .svg or .png."
-        },
-    )
+    plot: Path | None = field(default=None, metadata={"help": "Draw utilisation against bandwidth: .svg or .png."})
     timeline: Path | None = field(
         default=None, metadata={"help": "Draw compute and transfers of a few steps: .svg or .png."}
     )
@@ -214,8 +197,6 @@ def main(config: SimulateConfig) -> int:
         UserError: something in the config does not fit together.
     """
     workload = workload_of(config)
-    if config.failures is not None:
-        return _with_failures(config, config.failures, workload)
     check_length(config, workload)
     fleet = fleet_of(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
@@ -242,23 +223,6 @@ def main(config: SimulateConfig) -> int:
         title = f"{_title(workload, config.sites)}, {config.timeline_bandwidth:g} Gbit/s"
         plot_timeline(config.timeline, intervals, config.timeline_steps, title)
     return 0
-
-
-def _with_failures(config: SimulateConfig, mtbf_hours: float, workload: Workload) -> int:
-    """What `failures` asks for; the timeline's own options have no meaning with it."""
-    for each in fields(config):
-        if each.name in TIMELINE_ONLY and getattr(config, each.name) not in (None, []):
-            raise UserError(f"{each.name}: it does not go with failures, which draws the islands, links and deaths.")
-    scenario = Scenario(
-        workload=workload,
-        islands=config.sites,
-        period_steps=config.period_steps,
-        overlap_steps=config.overlap_steps,
-        codec=config.codec or METHODS["diloco"].codec,
-        gbit_per_second=config.bandwidth or [config.timeline_bandwidth],
-        latency_seconds=config.latency_seconds,
-    )
-    return failures.main(config.fleet, mtbf_hours, scenario, config.json, config.plot)
 
 
 def _title(workload: Workload, sites: int) -> str:

@@ -56,32 +56,6 @@ def plot_utilisation(path: Path, gbit_per_second: np.ndarray, curves: Mapping[st
     save_figure(figure, path)
 
 
-def plot_goodput(path: Path, mtbf_hours: Sequence[float], curves: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw goodput against the hours between two failures of an island, a line for each way of training.
-
-    Args:
-        path: the picture, .svg or .png.
-        mtbf_hours: rising, drawn on a logarithmic axis.
-        curves: by label, the goodput at each of them.
-        title: heading.
-
-    Raises:
-        UserError: matplotlib is not installed, or the suffix is another.
-    """
-    figure = new_figure(path, (7.5, 4.5))
-    axes = _draw_shares(figure, mtbf_hours, curves, title, marker="o")
-    axes.set_xticks(mtbf_hours, [short(each) for each in mtbf_hours])
-    axes.minorticks_off()
-    axes.set_xlabel("mean hours between two failures of an island")
-    axes.set_ylabel("goodput")
-    save_figure(figure, path)
-
-
-def short(number: float) -> str:
-    """Three digits of it, for an axis or a heading: 21.5, 1,000."""
-    return f"{float(f'{number:.3g}'):,g}"
-
-
 def _draw_shares(
     figure: "Figure",
     x: np.ndarray | Sequence[float],
