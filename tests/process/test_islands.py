@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.fleet import Fleet, Seconds
 from gregale import storage
 from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
@@ -30,6 +29,7 @@ from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from gregale.services.run_places import RunPlaces
 from gregale.services.run_summary import State, summary_of
+from tests.fleet import Fleet, Seconds
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, saved_state, write_config, write_inputs

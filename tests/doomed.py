@@ -1,6 +1,6 @@
 """`gregale` as it is, in a process that kills itself at a moment that no signal from outside could hit.
 
-    DOOM=FILE python benchmarks/doomed.py island CONFIG ...
+    DOOM=FILE python tests/doomed.py island CONFIG ...
 
 As long as there is no FILE nothing happens. Once there is, the word in it says where this process dies of SIGKILL:
 
