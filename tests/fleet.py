@@ -152,8 +152,8 @@ class Fleet:
         self.lighthouse = self._process([*command, "--join_seconds", join], self.folder / "lighthouse.log", {})
         return self.lighthouse
 
-    def start(self, name: str, *options: str, pace: float | None = None, version: str | None = None) -> Island:
-        """Starts an island, or one that has ended again; `pace` and `version`: see `doomed.py`."""
+    def start(self, name: str, *options: str, pace: float | None = None) -> Island:
+        """Starts an island, or one that has ended again; `pace`: see `doomed.py`."""
         if self.network and name not in self.sites:
             self.sites[name] = self.network.sites[len(self.sites)]
         site = self.sites.get(name, Site((), "127.0.0.1"))
@@ -174,7 +174,7 @@ class Fleet:
         output = self.folder / f"{name}.log"
         doom = output.with_suffix(".doom")
         doom.unlink(missing_ok=True)
-        more = {"DOOM": str(doom), "PACE": str(pace or self._pace)} | ({"VERSION": version} if version else {})
+        more = {"DOOM": str(doom), "PACE": str(pace or self._pace)}
         process = self._process([*command, *self._options, *options], output, more)
         runs = place(url) if url else self.folder / "runs"
         self.islands[name] = Island(name, runs / name, output, process)
