@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.islands.engine.namespaces import Network, Site
 from gregale.programs.islands.processes import end, make_token
 from gregale.services.entries import Entry, read_entries
 from gregale.services.history import ROUNDS
 from gregale.storage import Place, Remote, place
+from tests.namespaces import Network, Site
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 1.0
