@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # $(call prepare,SET,STEPS): makes .venv, or mends it; quick if nothing is missing.
 prepare = python=$$(infra/find_python.sh "$(PYTHON)") && "$$python" infra/environment.py $(1) $(2)
 
-.PHONY: setup setup-dev demo test quick lint docs clean
+.PHONY: setup setup-dev demo test quick soak lint docs clean
 
 setup:
 	@$(call prepare,core,2)
@@ -28,6 +28,10 @@ test: lint
 
 quick: lint
 	$(SUITE) -m "not slow"
+
+# What takes minutes: many kills and long schedules of faults. `make test` has a short form of each.
+soak: setup-dev
+	$(SUITE) -m soak
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,10 +1,10 @@
 """What a fleet does when something breaks: real islands on this machine, disturbed in every way that DESIGN names.
 
-    python benchmarks/faults.py                          # each fault once: a table, exit code 1 if a check fails
-    python benchmarks/faults.py --only reduce stop       # some of them
-    python benchmarks/faults.py --soak 20                # a random fault every 20 s, beside an undisturbed fleet
-    python benchmarks/faults.py --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
-    python benchmarks/faults.py --unequal                # three islands, one of which has a third of the others' speed
+    python -m benchmarks.faults                          # each fault once: a table, exit code 1 if a check fails
+    python -m benchmarks.faults --only reduce stop       # some of them
+    python -m benchmarks.faults --soak 20                # a random fault every 20 s, beside an undisturbed fleet
+    python -m benchmarks.faults --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
+    python -m benchmarks.faults --unequal                # three islands, one of which has a third of the others' speed
 
 Four islands with a small model; a step takes at least `--pace` seconds, as if the device were not the processor that
 all of them share. As root they are in network namespaces, so that a link can be cut. What a busy machine needs beyond
@@ -26,11 +26,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from faults_long import SOAK_FAULTS, soak, unequal
-from faults_of_a_fleet import FAULTS, Fault, Run
-from fleet import Fleet, Late, Seconds
-
-from gregale.islands.engine.namespaces import rate_limited
+from benchmarks.faults_long import SOAK_FAULTS, soak, unequal
+from benchmarks.faults_of_a_fleet import FAULTS, Fault, Run
+from tests.fleet import Fleet, Late, Seconds
+from tests.namespaces import rate_limited
 
 NAMES = ("a", "b", "c", "d")
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]

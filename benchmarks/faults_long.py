@@ -15,12 +15,11 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-from fleet import Fleet, Island, Seconds, metrics
-from latency import delayed
-
-from gregale.islands.engine.namespaces import Network, rate_limited
+from benchmarks.latency import delayed
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.services.signing import read_token
+from tests.fleet import Fleet, Island, Seconds, metrics
+from tests.namespaces import Network, rate_limited
 
 NAMES = ("a", "b", "c", "d")
 ANSWERS_WITHIN = 5.0  # between two answers of one that lives

@@ -1,6 +1,6 @@
 """`gregale` as it is, in a process that kills itself at a moment that no signal from outside could hit.
 
-    DOOM=FILE python benchmarks/doomed.py island CONFIG ...
+    DOOM=FILE python tests/doomed.py island CONFIG ...
 
 As long as there is no FILE nothing happens. Once there is, the word in it says where this process dies of SIGKILL:
 
@@ -11,8 +11,7 @@ As long as there is no FILE nothing happens. Once there is, the word in it says 
     healing        when a part of a peer's state has arrived
 
 The file is removed first, so that the next process of that island lives. With PACE=SECONDS in the environment a step
-takes at least so long, as if the device were not this machine's processor, for which all islands compete. With VERSION
-it says that it is this version of Gregale.
+takes at least so long, as if the device were not this machine's processor, for which all islands compete.
 """
 
 import os
@@ -23,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gregale
 from gregale.cli import main
 from gregale.islands.driver import Driver
 from gregale.islands.engine.server import Handler
@@ -71,6 +69,5 @@ if __name__ == "__main__":
         dies_after(owner, name, point)
     if float(os.environ.get("PACE", "0")) > 0:
         pace(float(os.environ["PACE"]))
-    gregale.__version__ = os.environ.get("VERSION", gregale.__version__)
     sys.argv[0] = "gregale"
     sys.exit(main())
