@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 from benchmarks.faults_long import SOAK_FAULTS, soak, unequal
 from benchmarks.faults_of_a_fleet import FAULTS, Fault, Run
-from gregale.islands.engine.namespaces import rate_limited
 from tests.fleet import Fleet, Late, Seconds
+from tests.namespaces import rate_limited
 
 NAMES = ("a", "b", "c", "d")
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]

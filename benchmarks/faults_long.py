@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.latency import delayed
-from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.services.signing import read_token
 from tests.fleet import Fleet, Island, Seconds, metrics
+from tests.namespaces import Network, rate_limited
 
 NAMES = ("a", "b", "c", "d")
 ANSWERS_WITHIN = 5.0  # between two answers of one that lives

@@ -19,9 +19,9 @@ import time
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.islands.engine.namespaces import bits_per_second, rate_limited
 from gregale.islands.engine.server import Leaf, Server, Snapshot
 from gregale.islands.engine.transfer import fetch
+from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"
 

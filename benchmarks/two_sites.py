@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.faults import write_inputs
 from benchmarks.latency import delayed
-from gregale.islands.engine.namespaces import Network, Site, rate_limited, run
 from tests.fleet import GREGALE, Fleet, Seconds
+from tests.namespaces import Network, Site, rate_limited, run
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "islands.md"
 NAMES = ("oslo", "turin")

@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.islands.engine.namespaces import Network, Site
 from gregale.programs.islands.processes import end, make_token
-from gregale.programs.islands.rounds import Round, rounds_of
+from gregale.services.entries import Entry, read_entries
+from gregale.services.history import ROUNDS
 from gregale.storage import Place, Remote, place
+from tests.namespaces import Network, Site
 
 POLL_SECONDS = 0.05
 STORE_SECONDS = 1.0
@@ -204,7 +205,7 @@ class Fleet:
                     int(each["round"]),
                     int(each["generation"]),
                     str(each["digest"]),
-                    tuple(each["members"]),  # type: ignore[arg-type]
+                    tuple(each["members"]),
                     bool(each["healed"]),
                     each["ended"],
                     each["weight"],
@@ -212,13 +213,13 @@ class Fleet:
                 self._history.setdefault((seen.island, seen.round, seen.digest), seen)
         return sorted(self._history.values(), key=lambda seen: seen.round)
 
-    def _rounds_of(self, island: Island) -> list[Round]:
+    def _rounds_of(self, island: Island) -> Sequence[Entry]:
         """Its rounds; none if they are in a store that was asked less than a second ago."""
         if isinstance(island.run, Remote):
             if time.monotonic() - self._read[island.name] < STORE_SECONDS:
                 return []
             self._read[island.name] = time.monotonic()
-        return rounds_of(island.run)
+        return read_entries(island.run / ROUNDS, number="round").entries
 
     def newest(self, *names: str) -> int:
         """The newest round that one of these islands has committed, or any; -1: none."""

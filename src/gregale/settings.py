@@ -16,10 +16,10 @@ error messages read the same metadata (`gregale.services.fields`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from gregale.errors import KeyedError
 from gregale.streams import printable
@@ -106,8 +106,25 @@ class Fixed:
         return before != now and (self.at is ... or self.at in (before, now))
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A key of earlier versions. Saved configurations may hold its default; any other value is refused.
+
+    - `default`: that it had
+    - `instead`: how the program behaves now, for the message
+    """
+
+    default: Any
+    instead: str
+
+
 class Settings:
-    """A configuration dataclass whose fields are checked against what they state."""
+    """A configuration dataclass whose fields are checked against what they state.
+
+    - `dropped`: keys that earlier versions had, by name
+    """
+
+    dropped: ClassVar[Mapping[str, Dropped]] = {}
 
     def __post_init__(self):
         check(self)

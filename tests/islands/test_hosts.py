@@ -14,11 +14,10 @@ from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
-from gregale.islands.guide import Down
-from gregale.islands.hands import AllHands, joint_digest
+from gregale.islands.hands import Hands, joint_digest
 from gregale.islands.healing import Found, NotAsRecorded
 from gregale.islands.hosts import Door, connect, key_of
-from gregale.islands.orders import Arrive, Finish, Pace, Restart, Show, Take
+from gregale.islands.orders import Arrive, Down, Finish, Pace, Restart, Show, Take
 from gregale.islands.protocol.headers import Peer, seed
 from gregale.islands.worker import Count, NotFinite, OuterSide, Timeouts
 from gregale.methods.island_outer import Moment
@@ -79,7 +78,7 @@ def island():
     coming.join()
     follower = Follower(workers[1], links[0], PACE)
     follower.start()
-    hands = AllHands(workers[0], hosts)
+    hands = Hands(workers[0], hosts)
     yield hands, workers, follower
     hands.close()
     follower.close()

@@ -81,7 +81,7 @@ class Host:
         self._taken: Queue[bool] = Queue()
         self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
         self._numbers, self._lock, self._is_lost = itertools.count(), Lock(), False
-        self._changed, self._shown = Condition(self._lock), ("", -1)
+        self._changed, self._shown = Condition(self._lock), -1
         Thread(target=self._listen, daemon=True, name=f"host-{number}").start()
 
     def tell(self, what: str, arguments: list[Any]) -> None:
@@ -108,14 +108,12 @@ class Host:
         if not self._taken.get():
             self._taken.put(False)  # for who asks next
 
-    def await_shown(self, step: int, seconds: float) -> str:
-        """Where the host shows its copy of the inner optimizer of that step, or of a later one; raises Refused."""
+    def await_shown(self, step: int, seconds: float) -> None:
+        """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost or self._shown[1] >= step, seconds)
-            address, shown = self._shown
-        if shown < step:
-            raise Refused(f"host {self.number} has shown nothing in time")
-        return address
+            self._changed.wait_for(lambda: self._is_lost or self._shown >= step, seconds)
+            if self._shown < step:
+                raise Refused(f"host {self.number} has shown nothing in time")
 
     def close(self) -> None:
         """Ends the connection."""
@@ -127,7 +125,7 @@ class Host:
                 self._taken.put(True)
             elif "shown" in message:
                 with self._changed:
-                    self._shown = message["shown"], message["step"]
+                    self._shown = message["shown"]
                     self._changed.notify_all()
             elif "failed" in message:
                 self._fail(message["ask"], message["failed"], message["kind"])

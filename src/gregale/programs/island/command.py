@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
@@ -20,13 +21,16 @@ from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.driver import Driver, Pace
+from gregale.islands.driver import Driver
 from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
-from gregale.islands.hands import joint_digest
+from gregale.islands.follower import Follower
+from gregale.islands.hands import Hands, joint_digest
+from gregale.islands.hosts import Door, connect, key_of
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
+from gregale.islands.orders import Pace
 from gregale.islands.patience import REDUCES
 from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.ledger import Lot
@@ -36,11 +40,8 @@ from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.methods.island_store import store_of
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.hosts import by_all, followed, hands_of
-from gregale.programs.island.loop import IslandLoop, Sides
-from gregale.programs.island.recorder import Recorder
+from gregale.programs.island.loop import IslandLoop, Recorder, Sides
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -49,7 +50,7 @@ from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import agreed, by_first_process, messages_of_all
+from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -66,6 +67,7 @@ from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def joined(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, store_of(islands.outer_memory, lambda _, shape, dtype: shm.empty(shape, dtype)))
+    outer = HostOuter(island, shm.empty)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
@@ -198,8 +200,6 @@ def joined(
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
-    if saved is None:
-        worker.heir.want()
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -212,7 +212,7 @@ def joined(
         follower = followed(worker, token, pace)
         follower.start()
         return Sides(outer, follower, folder, seen)
-    hands = hands_of(worker, token, config.distributed.timeout_seconds)
+    hands = hands_of(worker, token, config.distributed.timeout_seconds, wants_inner=saved is None)
     write_bytes(run.path / ADDRESS, server.address.encode())
     note_stalled(run, None)
     session = secrets.token_hex(8)
@@ -293,3 +293,32 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
+
+
+def hands_of(worker: Worker, token: bytes, seconds: float, wants_inner: bool) -> Hands:
+    """The hosts of this island, in process 0; `followed` is what the others call at the same time."""
+    if jax.process_count() == 1:
+        return Hands(worker, wants_inner=wants_inner)
+    word = secrets.token_hex(16)
+    door = Door(worker.server.host, key_of(token, word))
+    first_message(f"{door.address} {word}")
+    return Hands(worker, door.hosts(jax.process_count() - 1, seconds), wants_inner)
+
+
+def followed(worker: Worker, token: bytes, pace: Pace) -> Follower:
+    """This host in the hands of process 0."""
+    address, word = (first_message(None) or "").split()
+    return Follower(worker, connect(address, key_of(token, word), worker.host), pace)
+
+
+def by_all(action: Callable[[], T]) -> T:
+    """What `action` returns in this process, if it fails in none; raises `UserError` in all if it does in one."""
+    done, failed = None, None
+    try:
+        done = action()
+    except UserError as error:
+        failed = str(error)
+    if failed := first_message(failed):
+        raise UserError(failed)
+    assert done is not None
+    return done

@@ -59,8 +59,7 @@ def memory_chart(report: Report) -> Bars:
     trees = [(key, label) for key, label in MEMORY_ROWS.items() if key not in NOT_TREES and memory[key]]
     rows = ["memory of the chip", "by tree", *(f"peak: {name}" for name in programs)]
     blank = [0.0] * len(programs)
-    beside = memory["outer"] + memory["in_flight"]
-    peaks = [each["peak"] + beside for each in programs.values()]
+    peaks = [each["peak"] + memory["in_flight"] for each in programs.values()]
     parts = [
         (f"memory of the chip ({report['chip']})", [memory["chip"], 0.0, *blank]),
         ("the compiler's peak", [0.0, 0.0, *peaks]),

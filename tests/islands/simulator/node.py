@@ -1,19 +1,15 @@
 """An island in the simulated world: a real member, with a model of its engine and of its trainer."""
 
 import hashlib
+import math
 import random
-from typing import TYPE_CHECKING
 
 from gregale.islands.orders import Arrive, Restart
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.standing import Identity
-from gregale.islands.simulator.process import Process
-from gregale.islands.simulator.trainer import Trainer
-
-if TYPE_CHECKING:
-    from gregale.islands.simulator.world import World
+from tests.islands.simulator.trainer import Trainer
 
 SEED = "seed"
 LEAST_TICK_SECONDS = 0.01
@@ -24,16 +20,20 @@ def hashed(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
-class Node(Process):
-    """A process of an island whose engine and trainer are modelled. It may be paused, and hears nothing then."""
+class Node:
+    """A process of an island, which ends with its death or when it left. It may be paused, and hears nothing then.
 
-    def __init__(self, world: "World", name: str, session: str, step_seconds: float):
-        self.world = world
+    - `world`: the `World` in which it runs
+    - `asking`: the number of the ask whose answer is awaited; 0: of none
+    """
+
+    def __init__(self, world, name: str, session: str, step_seconds: float):
+        self.world, self.name, self.identity = world, name, f"{name}/{session}"
         identity = Identity(name, session, "config", "1", (name,))
-        member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules, decide=world.decide)
-        super().__init__(world, member, LEAST_TICK_SECONDS)
+        self.member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules)
         self.trainer = Trainer(self, world.pace, step_seconds)
-        self.paused = False
+        self.alive, self.paused = True, False
+        self.asking = 0
         self.doom: str | None = None  # the kind of action at which it dies
         self.kept: list[m.Event] = []  # what happened while it was paused
         self.previous = self.member.outer  # the record before the newest one
@@ -42,6 +42,7 @@ class Node(Process):
         self.prepared: dict[str, str] = {}
         self.reducing: str | None = None
         self.cut_off_at: float | None = None
+        self._wake_at = math.inf
 
     def tell(self, event: m.Event) -> None:
         """An event reaches the member; its actions are carried out."""
@@ -51,6 +52,8 @@ class Node(Process):
             self.kept.append(event)
             return
         world = self.world
+        if isinstance(event, m.Seen):
+            world.seen(event.view)
         actions = self.member.handle(m.Tick(world.now))
         actions += self.member.handle(event)
         if world.trace is not None:
@@ -62,22 +65,42 @@ class Node(Process):
             if not self.alive:
                 return
             getattr(self, f"_do_{kind.lower()}")(action)
-        self.wake_in_time()
+        self._wake_in_time()
         self.trainer.wake()
 
     def tick(self) -> None:
         """Nothing happens but that time has passed."""
         self.tell(m.Tick(self.world.now))
 
+    def _wake_in_time(self) -> None:
+        """The member hears of the time when it needs to, if nothing else happens before."""
+        at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
+        if self.alive and at < self._wake_at:
+            self._wake_at = at
+            self.world.later(at - self.world.now, lambda: self._woken(at))
+
+    def _woken(self, at: float) -> None:
+        if at == self._wake_at:
+            self._wake_at = math.inf
+            self.tick()
+
     def _do_ask(self, action: m.Ask) -> None:
         self.promised = action.header.weight, self.trainer.message
         self.world.ask(self, action.header)
-        self.begin_to_ask(action.header.asked)
+        number = self.asking = action.header.asked
+        self.world.later(self.member.timing.ask_seconds, lambda: self.give_up(number))
+
+    def give_up(self, number: int) -> None:
+        """No answer comes, or none that is heard."""
+        if self.asking == number:
+            self.asking = 0
+            self.tell(m.NoView("no answer"))
 
     def answer(self, number: int, event: m.Seen) -> None:
-        """As any process's; a paused one does not hear it."""
-        if not self.paused:
-            super().answer(number, event)
+        """The coordinator's answer to an ask arrives; a paused process does not hear it."""
+        if self.asking == number and not self.paused:
+            self.asking = 0
+            self.tell(event)
 
     def _do_tellpeers(self, action: m.TellPeers) -> None:
         for name in action.addresses:

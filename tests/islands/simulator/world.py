@@ -20,13 +20,12 @@ from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View
 from gregale.islands.protocol.ledger import Lot
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
-from gregale.islands.protocol.plans import Begin, Decision, Form, Turn, Wait
+from gregale.islands.protocol.plans import Begin, Form, Turn
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.simulator.invariants import BrokenError, Invariants
-from gregale.islands.simulator.node import SEED, Node, hashed, shuffled
-from gregale.islands.simulator.process import Clock
 from gregale.methods.schedule import Schedule
+from tests.islands.simulator.invariants import BrokenError, Invariants
+from tests.islands.simulator.node import SEED, Node, hashed, shuffled
 
 TIMING = Timing(
     heartbeat_seconds=1.0,
@@ -54,7 +53,7 @@ class Weather:
     delay: float = 0.01
 
 
-class World(Clock):
+class World:
     """One schedule. `member_class` and `side_class` let tests plant mistakes.
 
     - `bad`: islands whose data path is bad, while they reach the coordinator: they reach no other island
@@ -66,7 +65,8 @@ class World(Clock):
     side_class: type[TrainerSide] = TrainerSide
 
     def __init__(self, number: int, member_class: type[Member] = Member, trace: list[str] | None = None):
-        super().__init__()
+        self.now, self._count = 0.0, 0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
@@ -93,7 +93,7 @@ class World(Clock):
         self.restarts = self.starts = 0
         self.coordinator = self._membership()
         self.committed_at = 0.0
-        self.decided: tuple[View | None, Decision] = (None, Decision(Wait(""), None, frozenset(), (), {}))
+        self.newest_view: View | None = None
 
     def _some_pace(self) -> Pace:
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
@@ -105,6 +105,11 @@ class World(Clock):
         """For whoever replays the schedule."""
         if self.trace is not None:
             self.trace.append(f"{self.now:7.3f} {line}")
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Something happens after a while; what happens at one time does so in this order."""
+        self._count += 1
+        heapq.heappush(self.queue, (self.now + seconds, self._count, what))
 
     def run_until(self, end: float) -> None:
         """Everything that happens before `end`."""
@@ -323,20 +328,19 @@ class World(Clock):
         self.invariants.publish(outer)
         self.states[node.identity] = outer
 
-    def decide(self, view: View, rules: Rules) -> Decision:
-        """The members' decision, once for a view."""
-        if view is not self.decided[0]:
-            decision = decide(view, rules)
-            self.decided = (view, decision)
-            plan = decision.plan
-            if isinstance(plan, Form) and (sound := self._sound(plan)):
-                raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
-            if isinstance(plan, Turn) and decision.top:
-                self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
-            elif isinstance(plan, Begin):
-                living = any(node.alive and self._has_state(node) for node in self.nodes.values())
-                self.invariants.begin(plan.generation, living)
-        return self.decided[1]
+    def seen(self, view: View) -> None:
+        """A member sees a view: what it means is checked, once."""
+        if view is self.newest_view:
+            return
+        self.newest_view, decision = view, decide(view, self.rules)
+        plan = decision.plan
+        if isinstance(plan, Form) and (sound := self._sound(plan)):
+            raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
+        if isinstance(plan, Turn) and decision.top:
+            self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
+        elif isinstance(plan, Begin):
+            living = any(node.alive and self._has_state(node) for node in self.nodes.values())
+            self.invariants.begin(plan.generation, living)
 
     def _sound(self, plan: Form) -> list[str]:
         """Members whose message is left out, and that have not diverged, as far as their process lives."""

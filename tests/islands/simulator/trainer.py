@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Arrive, Order, Pace, Restart, Take
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import Outer
 from gregale.islands.protocol.trainer_side import TrainerSide
-
-if TYPE_CHECKING:
-    from gregale.islands.simulator.node import Node
 
 BATCH = 2  # examples of a step
 LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens
@@ -20,12 +15,13 @@ LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens
 class Trainer:
     """The loop of one process.
 
+    - `node`: the `Node` of the process
     - `side`: what is real of it
     - `message`: names the content of the newest message
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
-    def __init__(self, node: Node, pace: Pace, step_seconds: float):
+    def __init__(self, node, pace: Pace, step_seconds: float):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
         self.side: TrainerSide = node.world.side_class(pace, node.member.handover, node.world.now)
         self._leases = Leases(node.name, node.member.holder, BATCH)

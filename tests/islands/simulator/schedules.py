@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import PARTING
 from gregale.islands.protocol.member import Member
-from gregale.islands.simulator.invariants import BrokenError
-from gregale.islands.simulator.node import Node
-from gregale.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
+from tests.islands.simulator.invariants import BrokenError
+from tests.islands.simulator.node import Node
+from tests.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
 
 FAULT_SECONDS = 10.0
 CALM_SECONDS = 120.0  # after the last fault: some more rounds by then, and all that live have the same state
