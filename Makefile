@@ -29,9 +29,11 @@ test: lint
 quick: lint
 	$(SUITE) -m "not slow"
 
-# What takes minutes: many kills and long schedules of faults. `make test` has a short form of each.
+# What takes an hour: many kills, many schedules of faults, a disturbed fleet. `make test` has a short form of each.
 soak: setup-dev
 	$(SUITE) -m soak
+	$(BIN)/python -m tests.islands.simulator
+	$(BIN)/python -m benchmarks.faults --soak 20
 
 lint: setup-dev
 	$(BIN)/ruff check .

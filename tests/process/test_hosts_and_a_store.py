@@ -1,4 +1,4 @@
-"""Hosts that have nothing in common but a store: one is told to end, one is killed, and the run goes on bit for bit."""
+"""Hosts that have nothing in common but a store: one is killed, and the run goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -77,39 +77,22 @@ def ends(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def wait_for_a_checkpoint(processes: list[subprocess.Popen], run: Remote) -> None:
-    """Return as soon as there is a checkpoint that was not there before."""
-    before = checkpoint_steps(run)
-    while checkpoint_steps(run) == before and processes[0].poll() is None:
-        time.sleep(0.02)
-
-
 def test_a_run_of_hosts_without_a_shared_disk_goes_on_to_the_last_bit(tmp_path, inputs, one, s3):
     for path in sorted((inputs / "text").iterdir()):
         (s3 / "text" / path.name).write_bytes(path.read_bytes())
     run = s3 / "runs" / "tiny"
 
     processes = start_hosts(tmp_path, s3)
-    wait_for_a_checkpoint(processes, run)
-    processes[1].send_signal(signal.SIGTERM)
-    (first, out, _), (second, *_) = ends(processes)
-    assert (first, second) == (143, 143), "a signal to one saves and ends both"
-    (stopped_at,) = re.findall(
-        r"Stopped by SIGTERM after step (\d+) and saved; the same command goes on from there", out
-    )
-    assert checkpoint_steps(run)[-1] == losses(run)[-1][0] == int(stopped_at) < STEPS
-
-    processes = start_hosts(tmp_path, s3)
-    wait_for_a_checkpoint(processes, run)
+    while not checkpoint_steps(run) and processes[0].poll() is None:
+        time.sleep(0.02)
     processes[1].send_signal(signal.SIGKILL)
-    (code, out, err), _ = ends(processes)
+    (code, _, err), _ = ends(processes)
     assert code == EXIT_CODE == 75, err
-    assert f"Going on after step {stopped_at} of {STEPS}." in out
     saved = checkpoint_steps(run)
     lost = rf"process 1 \([\w.-]+, pid {processes[1].pid}\) was lost: its connection closed"
     goes_on = rf"The newest checkpoint is that of step {saved[-1]}; the same command goes on from there"
     assert re.fullmatch(rf"gregale: error: {lost}\. {goes_on}\.\n", err), err
-    assert int(stopped_at) < saved[-1] < STEPS
+    assert 0 < saved[-1] < STEPS
     assert [find_damage(run / "checkpoints" / folder_name(step)) for step in saved] == [None] * len(saved)
 
     (code, out, err), (other, _, said) = ends(start_hosts(tmp_path, s3))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gregale.cli import main
 from tests.ports import free_port
 from tests.programs.tiny import finished, lines, losses, saved_state, start_train, write_inputs
 
@@ -34,8 +35,9 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(inputs) -> Path:
-    code, _, err = finished(start_train(inputs, *SETTINGS, "--runs", "one"))
-    assert code == 0, err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(inputs)
+        assert main(["train", "tiny.yaml", *SETTINGS, "--runs", "one"]) == 0
     return inputs / "one" / "tiny"
 
 
