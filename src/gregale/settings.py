@@ -9,6 +9,12 @@ The statements are metadata of a dataclass field, beside its help text:
 - `aliases`: what others call it, for who writes that
 - `fixed`: a `Fixed`, if a run that goes on from a checkpoint may not change it
 
+A class may name keys that it once had, each with its old default and what to do without it:
+
+    RETIRED: ClassVar = {"warmup": (0, "Give schedule.warmup.")}
+
+A configuration that still holds such a key at its old default is read, any other value is refused.
+
 A class that derives from `Settings` checks ranges and choices when it is made, from YAML or in Python. Help, docs and
 error messages read the same metadata (`gregale.services.fields`).
 """

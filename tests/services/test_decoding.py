@@ -138,3 +138,10 @@ def test_elements_of_a_list_can_be_added_on_the_command_line(tmp_path):
 @pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])
 def test_yaml_without_a_bottom_is_refused(text):
     assert "too deep in one another" in refusal("--data", text)
+
+
+def test_a_key_that_is_gone_is_read_at_its_old_default_alone(tmp_path):
+    (tmp_path / "old.yaml").write_text("name: a\nsteps: 100\ndata: {order: whole}\n")
+    assert load(TrainConfig, tmp_path / "old.yaml") == load(TrainConfig, None, RUN)
+    refused = refusal("--data.order", "parts")
+    assert refused.startswith("`data.order` is 'parts' (on the command line), and this key is gone. Training in the")

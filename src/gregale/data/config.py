@@ -2,24 +2,22 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 from gregale.data.build import Cache, NamedSource, build_store
 from gregale.data.disk import Disk
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
-from gregale.data.late import DoneParts, LateParts, Parts, open_parts
 from gregale.data.mixtures import ReplicaExamples, check_mixtures, replica_examples
-from gregale.data.notes import notes_on, uncounted
-from gregale.data.order import PART_FORMAT, LateExamples, Split, WholeStreams, content_of, training_by_parts
+from gregale.data.notes import notes_on
 from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import TokenStore, json_sha256
-from gregale.data.stream import DocumentStream, Stream
+from gregale.data.stream import DocumentStream
 from gregale.data.tokenizers import (
     BpeConfig,
     BytesConfig,
@@ -34,13 +32,20 @@ from gregale.storage import place
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
-WHOLE, PARTS = ORDERS = ("whole", "parts")
 SOURCES, VALIDATION = "sources", "validation"
 
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
     """Which text to train on, and how it becomes examples."""
+
+    RETIRED: ClassVar = {
+        "order": (
+            "whole",
+            "Training in the order by parts is gone: all text is tokenized before the first step (`gregale tokenize` "
+            "does it ahead of time, on hosts without accelerators too). Remove the key, and begin a new run.",
+        )
+    }
 
     sources: dict[str, SourceConfig] = field(
         default_factory=dict, metadata={"help": "documents, by a name of your choice"}
@@ -73,10 +78,6 @@ class DataConfig(Settings):
     )
     cache: str = field(default="cache", metadata={"help": "folder or URL; tokenized text for later runs"})
     local_cache: str = field(default=AUTO, metadata={"help": "of pieces read of a URL; auto: ~/.cache/gregale"})
-    order: str = field(
-        default=WHOLE,
-        metadata={"help": "shuffle all, or by parts as they are ready", "choices": ORDERS, "fixed": ORDER},
-    )
     workers: int = field(
         default=0, metadata={"help": "processes that tokenize; 0: one for each core", "range": whole(0, 4096)}
     )
@@ -89,16 +90,6 @@ class DataConfig(Settings):
             if "" in getattr(self, key):
                 raise KeyedError(key, "has a source whose name is empty", "; give it a name, for example `books`.")
         check_mixtures(self.replica_mixtures, self.sources)
-        if self.order == PARTS and self.replica_mixtures:
-            raise UserError(
-                "data.order: parts, and data.replica_mixtures cuts a source by its whole length, which is not known "
-                "before all of it is tokenized. Leave one of them out."
-            )
-        if self.order == PARTS and isinstance(self.tokenizer, BpeConfig):
-            raise UserError(
-                "data.order: parts begins to train before all of the text is read, and data.tokenizer: bpe is trained "
-                "on all of it. Give a tokenizer that is there: save this one's tokenizer.json and use type file."
-            )
         for name, source in self.validation.items():
             if source.weight != 1:
                 raise UserError(
@@ -131,7 +122,6 @@ class Corpus:
         held_out_streams: by source, the tokens that are held out.
         validation_streams: by validation source, all of its tokens.
         stores: every token store, by the key of its source (`sources.books`, `validation.news`).
-        parts: by source, its parts, if they are trained on in the order by parts; they may still be encoded.
         fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
             data, and when a job resumes. Validation sources have no part in it.
         notes: lines that the user should see, such as how many documents were skipped.
@@ -141,32 +131,21 @@ class Corpus:
     held_out: Examples | None
     validation: dict[str, Examples]
     tokenizer: Tokenizer
-    train_streams: Mapping[str, Stream]
-    held_out_streams: Mapping[str, Stream]
+    train_streams: dict[str, DocumentStream]
+    held_out_streams: dict[str, DocumentStream]
     validation_streams: dict[str, DocumentStream]
     stores: dict[str, TokenStore]
     fingerprint: str
     notes: tuple[str, ...]
-    parts: Mapping[str, Parts] = field(default_factory=dict)
 
     @property
     def training_tokens(self) -> int:
-        """Tokens of one epoch of every source; waits for all that is still encoded."""
+        """Tokens of one epoch of every source."""
         return sum(map(len, self.train_streams.values()))
 
     @property
     def held_out_tokens(self) -> int:
         return sum(map(len, self.held_out_streams.values()))
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether a batch may wait for text that is still encoded."""
-        return any(isinstance(each, LateParts) for each in self.parts.values())
-
-    def close(self) -> None:
-        """Ends what is encoded in the background."""
-        for each in self.parts.values():
-            each.close()
 
     @property
     def validation_fingerprints(self) -> dict[str, str]:
@@ -186,8 +165,6 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     Raises:
         UserError: a source or the tokenizer is unfit, or there is not one window to train or to evaluate on.
     """
-    if config.order == PARTS:
-        return prepare_parts(config, sequence_length, seed, report)
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
     train = {name: each.train for name, each in splits.items()}
@@ -209,42 +186,6 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         # Cuts are named only if there are any, so that this is what it was for sources whose documents are held out.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
         notes=notes_on(by_key, tokenizer),
-    )
-
-
-def prepare_parts(config: DataConfig, sequence_length: int, seed: int, report: Report) -> Corpus:
-    """As `prepare`, in the order by parts: it waits for the first of them; the rest is encoded in the background."""
-    check_sources(config)
-    tokenizer = make_tokenizer(config, {}, report)
-    validating, validation = validation_of(config, tokenizer, report)
-    cores = config.workers or os.cpu_count() or 1
-    workers, cache, parts = max(1, cores // len(config.sources)), config.token_cache(), {}
-    with ExitStack() as opened:
-        for name, source in config.sources.items():
-            with naming(f"data.{SOURCES}.{name}"):
-                parts[name] = open_parts(NamedSource(name, source), tokenizer, cache, workers, report)
-            opened.callback(parts[name].close)
-        splits = {name: Split(name, each, config.held_out) for name, each in parts.items()}
-        weights = {name: source.weight for name, source in config.sources.items()}
-        cross, shuffled = config.cross_documents, seed if config.shuffle else None
-        train = training_by_parts(splits, weights, sequence_length, cross, shuffled)
-        opened.pop_all()
-    identities = {name: content_of(source) for name, source in config.sources.items()}
-    return Corpus(
-        train=train,
-        held_out=LateExamples(list(splits.values()), sequence_length, cross) if config.held_out else None,
-        validation={name: validation_windows(name, each, sequence_length, config) for name, each in validation.items()},
-        tokenizer=tokenizer,
-        train_streams=WholeStreams(splits, held_out=False),
-        held_out_streams=WholeStreams(splits, held_out=True),
-        validation_streams=validation,
-        stores={f"{VALIDATION}.{name}": store for name, store in validating.items()},
-        fingerprint=json_sha256([PARTS, PART_FORMAT, identities, tokenizer.fingerprint, config.held_out]),
-        notes=(
-            *notes_on({f"{VALIDATION}.{name}": store for name, store in validating.items()}, tokenizer),
-            *uncounted([each.store for each in parts.values() if isinstance(each, DoneParts)], tokenizer),
-        ),
-        parts=parts,
     )
 
 

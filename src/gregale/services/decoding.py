@@ -83,6 +83,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
+        self._drop_retired(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -118,6 +119,13 @@ class Decoder:
                 f"Valid choices: {names}."
             )
         return known[name]
+
+    def _drop_retired(self, kind: Any, given: dict, key: str) -> None:
+        """Drops keys that earlier versions had, where they hold their old defaults; see `gregale.settings`."""
+        for name, (default, advice) in getattr(kind, "RETIRED", {}).items():
+            if name in given and (value := self._read(given.pop(name), join(key, name))) != default:
+                inner = join(key, name)
+                raise UserError(f"`{inner}` is {_show(value)}{self._at(inner)}, and this key is gone. {advice}")
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]

@@ -16,7 +16,7 @@ from gregale.services.handshake import data_terms, is_trained_on, matches, terms
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
-    *("data.sources", "data.sources.*.weight", "data.held_out", "data.order", "data.shuffle", "data.cross_documents"),
+    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
     *("islands.minimum", "islands.start", "islands.lockstep", "islands.lease_steps"),
     "islands.outlier_factor",
 )

@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -112,9 +112,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     with ExitStack() as stack:
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = stack.enter_context(
-            closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
-        )
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(held(run, options.fresh, console.message))

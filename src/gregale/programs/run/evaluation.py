@@ -80,8 +80,7 @@ class Evaluator:
         """Sums over a text: loss in nats, targets, bytes of text that they stand for, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
         axes = self._setup.batch_axes
-        first = text.head(None if batches is None else batches * axes[0].size)  # the rest may not be tokenized yet
-        with GlobalBatches(first, axes, self._setup.layout) as read:
+        with GlobalBatches(text, axes, self._setup.layout) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))
