@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from gregale.data.examples import Windows
 from gregale.data.split import cut_of, end_cut, end_of, split_at
-from gregale.data.store import TOKENS_NAME, finish_store, open_store
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, train_bpe
+from tests.data.conftest import store_of
 
 BYTES = BytesTokenizer()
 SENTENCES = ["the wind, the sea, the gale ü ", "an island ", "north of the north "]
@@ -19,10 +19,8 @@ def numbered():
     """A store in which every token, the ends of documents too, is another number; of documents of given lengths."""
 
     def make(lengths, folder):
-        folder.mkdir()
-        np.arange(sum(lengths), dtype=np.uint16).tofile(folder / TOKENS_NAME)
-        finish_store(folder, np.cumsum([0, *lengths]), {"dtype": "uint16", "tokenizer": "none", "source": {}})
-        return open_store(folder)
+        tokens = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        return store_of(folder, [each.tolist() for each in tokens])
 
     return make
 
@@ -79,15 +77,11 @@ def test_the_end_of_one_document(numbered, tmp_path):
 @pytest.mark.parametrize("cut", [0, 1, 5, 31, 32, 40, 45, 56, 60])
 @pytest.mark.parametrize("other", [BYTES, BPE])
 def test_an_end_lies_where_it_was_in_the_text_for_another_tokenizer(tmp_path, other, cut):
-    def store_of(tokenizer, name):
-        documents = [np.append(tokenizer.encode(text), tokenizer.end_of_document) for text in SENTENCES]
-        (tmp_path / name).mkdir()
-        np.concatenate(documents).astype(np.uint16).tofile(tmp_path / name / TOKENS_NAME)
-        offsets = np.cumsum([0, *map(len, documents)])
-        finish_store(tmp_path / name, offsets, {"dtype": "uint16", "tokenizer": "none", "source": {}})
-        return open_store(tmp_path / name)
+    def encoded(tokenizer, name):
+        documents = [[*tokenizer.encode(text), tokenizer.end_of_document] for text in SENTENCES]
+        return store_of(tmp_path / name, documents)
 
-    before, after = store_of(BYTES, "before"), store_of(other, "after")
+    before, after = encoded(BYTES, "before"), encoded(other, "after")
     end = end_of(before, cut, BYTES)
     place = cut_of(after, end, other)
     text = b"".join(other.token_pieces[token] for token in after.tokens[place:])

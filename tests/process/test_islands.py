@@ -18,7 +18,7 @@ from benchmarks.fleet import Fleet, Seconds
 from gregale import storage
 from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.islands import files
 from gregale.islands.protocol.headers import Outer
 from gregale.methods.diloco import Diloco

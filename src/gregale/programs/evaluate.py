@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gregale.data.build import NamedSource, build_store
-from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
-from gregale.data.notes import uncounted
+from gregale.data.preparation import Corpus, prepare, token_cache
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
@@ -215,11 +214,9 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     """All of the text in some files."""
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
-    cache, workers = config.data.token_cache(), config.data.workers or 1
+    cache, workers = token_cache(config.data), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
-    for note in uncounted([store], tokenizer):
-        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:

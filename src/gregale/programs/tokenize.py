@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.tracking.console import Console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.islands.protocol.ledger import digest_of
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.run.setup import Setup

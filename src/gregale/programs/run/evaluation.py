@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.data.config import Corpus
 from gregale.data.examples import MORE_BYTES, Examples
+from gregale.data.preparation import Corpus
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 

@@ -13,7 +13,7 @@ import jax
 
 from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from haliax import NamedArray
 
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.methods.method import Method
