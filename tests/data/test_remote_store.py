@@ -65,9 +65,7 @@ def test_a_host_reads_what_its_rows_need_and_keeps_it(config, tmp_path, s3):
         if name.endswith(".bin"):
             (s3 / name).unlink()
     np.testing.assert_array_equal(corpus.train[5]["tokens"], first["tokens"])
-    with pytest.raises(
-        UserError, match=r"part-\d+\.bin is damaged .* Delete s3://bucket/\w+/\w+/manifest.json, and"
-    ):
+    with pytest.raises(UserError, match=r"part-\d+\.bin is damaged .* Delete s3://bucket/\w+/\w+/manifest.json, and"):
         corpus.train.rows(range(40))
 
 

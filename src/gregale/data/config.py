@@ -1,6 +1,7 @@
 """The data part of a configuration: which text to train on, and how it becomes examples."""
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, ClassVar
 
 from gregale.data.mixtures import check_mixtures
@@ -83,9 +84,7 @@ class DataConfig(Settings):
 
 
 def __getattr__(name: str) -> Any:
-    """Return `prepare`, which documented programs import from here; it is in `gregale.data.preparation`."""
-    if name != "prepare":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gregale.data.preparation import prepare
-
-    return prepare
+    """Return `prepare` of `gregale.data.preparation`, which programs import from here too."""
+    if name == "prepare":
+        return import_module("gregale.data.preparation").prepare
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

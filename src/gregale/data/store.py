@@ -102,16 +102,25 @@ class PartTokens:
         """Return the tokens at some places [place]; raise `UserError` if a part is not what was sealed."""
         if isinstance(places, slice):
             places = np.arange(*places.indices(len(self)))
-        part = np.searchsorted(self._bounds, places, side="right") - 1
-        chunk, within = np.divmod((places - self._bounds[part]) * self.dtype.itemsize, parts.CHUNK_BYTES)
-        found = np.empty(len(places), self.dtype)
-        others = np.flatnonzero((np.diff(part) != 0) | (np.diff(chunk) != 0)) + 1  # where another chunk begins
+        found, size = np.empty(len(places), self.dtype), parts.CHUNK_BYTES // self.dtype.itemsize
+        if not len(places):
+            return found
+        part, chunk = self._chunks(np.array([places.min(), places.max()]), size)
+        runs = [0, len(places)]  # of places in one chunk: mostly all of them
+        if part[0] != part[1] or chunk[0] != chunk[1]:
+            part, chunk = self._chunks(places, size)
+            runs[1:1] = (np.flatnonzero((np.diff(part) != 0) | (np.diff(chunk) != 0)) + 1).tolist()
         with mendable(self._reader.folder):
-            for start, stop in pairwise([0, *others.tolist(), len(places)]) if len(places) else ():
+            for start, stop in pairwise(runs):
                 data = self._reader.chunk(int(part[start]), int(chunk[start]))
                 tokens = np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize)
-                found[start:stop] = tokens[within[start:stop] // self.dtype.itemsize]
+                found[start:stop] = tokens[places[start:stop] - self._bounds[part[start]] - chunk[start] * size]
         return found
+
+    def _chunks(self, places: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part that each place lies in, and the chunk in that part, int64 [place]."""
+        part = np.searchsorted(self._bounds, places, side="right") - 1
+        return part, (places - self._bounds[part]) // size
 
 
 @dataclass(frozen=True)
