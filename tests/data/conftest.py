@@ -1,5 +1,7 @@
 """Small stores and files that the tests of the data layer share."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from gregale.data.disk import Disk
 from gregale.data.parts import CHUNK_BYTES, LENGTH, Seal, part_name, write_seal
 from gregale.data.store import TokenStore, complete_store, open_store
+from gregale.data.text_bytes import NONE, Corrections
 
 END = 9
 
@@ -31,14 +34,25 @@ def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
     return open_store(folder, Disk(folder / "pieces", 0))
 
 
+@dataclass(frozen=True)
+class InMemory:
+    """What a stream needs of a store."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    corrections: Corrections = NONE
+
+
+def in_memory(documents: Sequence[Sequence[int]]) -> InMemory:
+    """Documents [document][token] as they are, without ends of their own."""
+    tokens = np.array([token for each in documents for token in each], np.uint16)
+    return InMemory(tokens, np.array([0, *map(len, documents)]).cumsum())
+
+
 @pytest.fixture
-def make_store(tmp_path):
-    """A store of the given documents [document][token], each ended by END."""
-
-    def make(documents, name="store"):
-        return store_of(tmp_path / name, [[*document, END] for document in documents])
-
-    return make
+def make_store():
+    """What a stream needs of a store of the given documents [document][token], each ended by END."""
+    return lambda documents: in_memory([[*document, END] for document in documents])
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ def flip_byte(path, place):
     path.write_bytes(data)
 
 
-def test_what_is_written_is_read(make_store, contents):
-    found = make_store([[1, 2], [3]])
+def test_what_is_written_is_read(tmp_path, contents):
+    found = store_of(tmp_path / "store", [[1, 2, 9], [3, 9]])
     assert contents(found) == [[1, 2, 9], [3, 9]]
     assert found.tokens.dtype == np.uint16
     assert (found.manifest["tokens"], found.manifest["documents"]) == (5, 2)
@@ -49,8 +49,8 @@ def test_places_in_many_parts_and_chunks_are_read_in_any_order(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_byte_is_found_wherever_it_is(make_store, name):
-    path = make_store([[1, 2], [3]]).folder / name
+def test_a_flipped_byte_is_found_wherever_it_is(tmp_path, name):
+    path = store_of(tmp_path / "store", [[1, 2, 9], [3, 9]]).folder / name
     original = path.read_bytes()
     for place in range(len(original)):
         flip_byte(path, place)
@@ -76,8 +76,8 @@ def test_no_token_of_a_damaged_chunk_is_handed_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["documents.npy", "manifest.json"])
-def test_truncated_and_missing_files_are_found_on_opening(make_store, name):
-    path = make_store([[1, 2], [3]]).folder / name
+def test_truncated_and_missing_files_are_found_on_opening(tmp_path, name):
+    path = store_of(tmp_path / "store", [[1, 2, 9], [3, 9]]).folder / name
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"{path}: .*Delete the folder and it will be built again"):
         open_store(path.parent, NO_DISK)
@@ -86,8 +86,8 @@ def test_truncated_and_missing_files_are_found_on_opening(make_store, name):
         open_store(path.parent, NO_DISK)
 
 
-def test_another_version_of_the_format_is_refused(make_store):
-    path = make_store([[1]]).folder / MANIFEST_NAME
+def test_another_version_of_the_format_is_refused(tmp_path):
+    path = store_of(tmp_path / "store", [[1, 9]]).folder / MANIFEST_NAME
     manifest = json.loads(path.read_bytes()) | {"format": 0}
     del manifest["sha256"]
     path.write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))

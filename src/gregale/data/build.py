@@ -4,7 +4,7 @@ import hashlib
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from gregale.data.claims import once
@@ -17,7 +17,7 @@ from gregale.data.tokenizers import Tokenizer
 from gregale.data.workers import Workers
 from gregale.errors import UserError
 from gregale.files import machine, reason
-from gregale.storage import Place, Remote
+from gregale.storage import Place
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks at what other hosts have sealed
@@ -76,12 +76,7 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers
         build = Build(source, tokenizer, folder, workers, report)
         with writing(cache.place):
             folder.mkdir(parents=True, exist_ok=True)
-            try:
-                build()
-            finally:
-                if not isinstance(folder, Remote):
-                    with suppress(OSError):
-                        folder.rmdir()  # if nothing was finished
+            build()
     return open_store(folder, cache.disk)
 
 
@@ -115,7 +110,8 @@ class Build:
         self._identity = source.config.identity()
         self.host = hashlib.sha256(machine().encode()).hexdigest()[:8]
         self._sealed: set[int] = set()
-        self._looked, self._told = float("-inf"), 0
+        self._looked = float("-inf")
+        self._told = -1 if len(self._tasks) > 1 else 0  # one task is done at once
 
     def __call__(self) -> None:
         """Returns when the store is complete."""
