@@ -55,7 +55,7 @@ class PartReader:
         self._parts: dict[int, tuple[Seal, bytearray]] = {}  # with which chunks were checked
         self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
 
-    def chunk(self, number: int, chunk: int) -> bytes | np.ndarray:
+    def chunk(self, number: int, chunk: int) -> bytes | memoryview:
         """Return a chunk of a part; raise `Damaged` if it is not what was sealed."""
         seal, checked = self._part(number)
         sha256 = seal.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
@@ -78,9 +78,9 @@ class PartReader:
         return self._parts[number]
 
 
-def mapped(path: Path) -> np.ndarray:
-    """Map a file into memory, uint8 [byte]."""
-    return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+def mapped(path: Path) -> memoryview:
+    """Map a file into memory."""
+    return np.memmap(path, np.uint8, mode="r").data
 
 
 class PartTokens:
