@@ -131,6 +131,7 @@ def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherw
     ):
         load(TrainConfig, saved, RUN)
     assert "was removed" in refusal("--islands.outer_memory", "device")
+    assert "was removed" in refusal("--data.order", "parts")
 
 
 def test_elements_of_a_list_can_be_added_on_the_command_line(tmp_path):

@@ -83,7 +83,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
-        self._leave_out_dropped(kind, given, key)
+        self._discard_removed(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -120,13 +120,13 @@ class Decoder:
             )
         return known[name]
 
-    def _leave_out_dropped(self, kind: Any, given: dict, key: str) -> None:
+    def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
         """Removes keys of earlier versions at their defaults; raises `UserError` for one that has another value."""
-        for name, dropped in getattr(kind, "dropped", {}).items():
-            if name in given and (value := self._read(given.pop(name), join(key, name))) != dropped.default:
+        for name, removed in getattr(kind, "removed_keys", {}).items():
+            if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
                 raise UserError(
                     f"`{join(key, name)}` is {_show(value)}{self._at(join(key, name))}, but this key was removed: "
-                    f"{dropped.instead}. Remove it."
+                    f"{removed.instead}. Remove it."
                 )
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
