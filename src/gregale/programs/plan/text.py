@@ -16,7 +16,6 @@ MEMORY_ROWS = {
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
-    "delayed": "delayed gradients and updates",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
     "outer": "outer parameters and optimizer",

@@ -62,7 +62,7 @@ def schedule_of(run: Shown) -> Schedule | None:
 
 
 def schedule_chart(run: Shown) -> Spans | None:
-    """What replicas send when, over some periods: a row for each fragment, from each sending to where it is mixed in."""
+    """The sending and mixing in of fragments by replicas, over some periods: a row for each fragment."""
     schedule = schedule_of(run)
     if schedule is None:
         return None
