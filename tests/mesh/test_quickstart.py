@@ -5,13 +5,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from gregale.audit import audit, captured_compiler_warnings
+from gregale.audit import audit
 from gregale.axes.layout import is_named
 from gregale.data.tokenizers import vocabulary_size
 from gregale.programs.plan.shapes import abstract_batch
 from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
+from tests.audit.warnings import captured_compiler_warnings
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 
