@@ -14,11 +14,10 @@ from gregale.programs.island.stepper import IslandStepper
 from gregale.programs.island.turns import Turns
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.counts import Consumed, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.signals import StopRequest
 from gregale.storage import Place, StoreError

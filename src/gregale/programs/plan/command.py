@@ -16,9 +16,8 @@ from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import Asked, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, UNTIL, plan_step
-from gregale.programs.plan.text import print_report
+from gregale.programs.plan.text import print_report, print_search
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.settings import Settings, above, whole
