@@ -113,11 +113,11 @@ class Decoder:
             return known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
+            found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
+            if isinstance(name, str) and name in (gone := getattr(registry, "gone", {})):
+                raise UserError(f"{found} is gone: {gone[name]}")
             near = did_you_mean(get_close_matches(str(name), known))
-            raise UserError(
-                f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which is not a known choice.{near} "
-                f"Valid choices: {names}."
-            )
+            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
 
     def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
