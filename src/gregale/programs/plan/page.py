@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gregale.communication.pipeline.schedule import Schedule as PipelineSchedule
+from gregale.formatting import format_quantity as in_words
 from gregale.methods.schedule import Schedule
 from gregale.programs.plan.text import MEMORY_ROWS, size, with_settings
 from gregale.programs.report.synchronisation import MOST_SPANS, spans_of
-from gregale.programs.report.words import in_words
 from gregale.services.page import (
     Bars,
     Html,
