@@ -167,14 +167,11 @@ class Decoder:
             as_yaml = raw.startswith(("[", "{"))
             parts = [Text(part.strip()) for part in raw.split(",") if part.strip()]
             raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is a text too
-        if isinstance(raw, dict) and list(raw) == [str(i) for i in range(len(raw))] != []:
-            raw = list(raw.values())  # `--trackers.0.type wandb` where there was no list yet
         arguments = get_args(kind)
         if isinstance(raw, dict) and raw and is_dataclass(arguments[0]):
             one = shortened(", ".join(f"{name}: {_show(value)}" for name, value in raw.items()))
             raise UserError(
-                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`, or "
-                f"`--{key}.0.{next(iter(raw))}` on the command line."
+                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`."
             )
         if not isinstance(raw, list):
             raise self._wrong(kind, raw, key)
@@ -301,11 +298,6 @@ def _depth(key: str) -> int:
 def _shared_levels(key: str, other: str) -> int:
     pairs = zip(key.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def is_index(name: str) -> bool:
-    """Whether a part of a dotted key is the number of an element."""
-    return name.isascii() and name.isdecimal() and len(name) < 6
 
 
 def _field_names(kind: Any) -> set[str]:
