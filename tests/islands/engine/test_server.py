@@ -192,10 +192,10 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
 
 def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
     """The copy of an inner optimizer comes at the end of a step."""
-    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.6)
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.6)
+    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
     answered = threading.Event()
-    server = make_server(on_message=lambda message: {"late": not answered.wait(1.8)})
+    server = make_server(on_message=lambda message: {"late": not answered.wait(0.6)})
     assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 

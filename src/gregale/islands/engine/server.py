@@ -41,6 +41,7 @@ from gregale.services.signing import is_signed, sign
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 
 SEND_BYTES = 256 << 10
+POLL_SECONDS = 0.2  # between two looks at whether the server was closed
 SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
@@ -83,7 +84,9 @@ class Server:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
         self.address = f"{self.host}:{self.port}/{self.recipient}"
-        threading.Thread(target=self._http.serve_forever, args=(0.2,), name="gregale-server", daemon=True).start()
+        threading.Thread(
+            target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
+        ).start()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the state that is served. A joiner that has begun with the former one may finish it."""

@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ import jax
 
 import gregale
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -114,9 +114,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     with ExitStack() as stack:
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = stack.enter_context(
-            closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
-        )
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(held(run, options.fresh, console.message))

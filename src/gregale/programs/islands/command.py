@@ -10,7 +10,6 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.islands.engine.namespaces import Network, rate_limited
 from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
@@ -34,10 +33,6 @@ class IslandsOptions(Settings):
     """Options of the command, beside the configuration."""
 
     count: int = field(default=2, metadata={"help": "number of islands", "range": whole(1, 64)})
-    bandwidth: str | None = field(
-        default=None,
-        metadata={"help": "give each island a link of so much, for example 200mbit (network namespaces, as root)"},
-    )
     fresh: bool = field(default=False, metadata={"help": "do not resume: set existing runs aside and start anew"})
 
 
@@ -47,9 +42,8 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        network = stack.enter_context(rate_limited(options.count, options.bandwidth)) if options.bandwidth else None
         screen = stack.enter_context(Screen())
-        fleet = Fleet(options, config, folder, network, screen)
+        fleet = Fleet(options, config, folder, screen)
         stack.callback(fleet.end)
         return fleet.run()
 
@@ -63,10 +57,8 @@ def folder_of(config: TrainConfig) -> Path:
 class Fleet:
     """The lighthouse and the islands of one command."""
 
-    def __init__(
-        self, options: IslandsOptions, config: TrainConfig, folder: Path, network: Network | None, screen: Screen
-    ):
-        self._options, self._folder, self._network, self._screen = options, folder, network, screen
+    def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
+        self._options, self._folder, self._screen = options, folder, screen
         self._islands = config.islands
         self._token = folder / "token"
         make_token(self._token)
@@ -110,34 +102,31 @@ class Fleet:
         return path
 
     def _start(self) -> None:
-        bind = self._network.coordinator if self._network else "127.0.0.1"
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(f"{bind}:0", self._token, timing_of(self._islands), output)
+        self._lighthouse = start_lighthouse(self._token, timing_of(self._islands), output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
-        for number, name in enumerate(names):
-            self._members.append(self._started(number, name))
+        for name in names:
+            self._members.append(self._started(name))
         self._screen.message(
-            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}"
-            + (f", links of {self._options.bandwidth}" if self._options.bandwidth else "")
-            + f". What each says is in {self._folder}/<island>.log."
+            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
+            f"What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, number: int, name: str) -> Member:
+    def _started(self, name: str) -> Member:
         assert self._lighthouse is not None
-        site = self._network.sites[number] if self._network else None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
             *("--islands.lighthouse", self._lighthouse.address),
-            *("--islands.bind", site.address if site else "127.0.0.1"),
+            *("--islands.bind", "127.0.0.1"),
             *(["--fresh"] if self._options.fresh else []),
         ]
         output = self._folder / f"{name}.log"
         output.unlink(missing_ok=True)
-        return Member(name, run, output, start(command, output, site.command if site else ()))
+        return Member(name, run, output, start(command, output))
 
     def _watch(self) -> None:
         """Shows the fleet until all islands have ended."""

@@ -61,12 +61,12 @@ class Lighthouse:
     process: subprocess.Popen
 
 
-def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> subprocess.Popen:
+def start(command: Sequence[str], output: Path) -> subprocess.Popen:
     """Starts a process whose output goes to a file; signals from the terminal do not reach it, the fleet's own do."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         return subprocess.Popen(
-            [*prefix, *GREGALE, *command],
+            [*GREGALE, *command],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -76,11 +76,11 @@ def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> s
         )
 
 
-def start_lighthouse(bind: str, token: Path, timing: Timing, output: Path) -> Lighthouse:
+def start_lighthouse(token: Path, timing: Timing, output: Path) -> Lighthouse:
     """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
-    command = ["lighthouse", "--bind", bind, "--token_file", str(token), *seconds]
+    command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
     process = start(command, output)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
