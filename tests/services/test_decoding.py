@@ -121,6 +121,19 @@ def test_nothing_silly_is_suggested(key):
     assert "Did you mean" not in refusal(f"--{key}", "1")
 
 
+def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherwise(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("islands: {outer_memory: host}\n")
+    assert load(TrainConfig, saved, RUN).islands == load(TrainConfig, None, RUN).islands
+    saved.write_text("islands: {outer_memory: device}\n")
+    with pytest.raises(
+        UserError, match=r"islands.outer_memory` is 'device' .*line 1\), but this key was removed: .* Remove"
+    ):
+        load(TrainConfig, saved, RUN)
+    assert "was removed" in refusal("--islands.outer_memory", "device")
+    assert "was removed" in refusal("--data.order", "parts")
+
+
 @pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])
 def test_yaml_without_a_bottom_is_refused(text):
     assert "too deep in one another" in refusal("--data", text)

@@ -83,6 +83,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
+        self._discard_removed(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -112,12 +113,21 @@ class Decoder:
             return known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
+            found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
+            if isinstance(name, str) and name in (gone := getattr(registry, "gone", {})):
+                raise UserError(f"{found} is gone: {gone[name]}")
             near = did_you_mean(get_close_matches(str(name), known))
-            raise UserError(
-                f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which is not a known choice.{near} "
-                f"Valid choices: {names}."
-            )
+            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
+
+    def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
+        """Removes keys of earlier versions at their defaults; raises `UserError` for one that has another value."""
+        for name, removed in getattr(kind, "removed_keys", {}).items():
+            if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
+                raise UserError(
+                    f"`{join(key, name)}` is {_show(value)}{self._at(join(key, name))}, but this key was removed: "
+                    f"{removed.instead}. Remove it."
+                )
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]

@@ -62,16 +62,10 @@ def schedule_of(run: Shown) -> Schedule | None:
 
 
 def schedule_chart(run: Shown) -> Spans | None:
-    """What replicas send when, over some periods: a row for each fragment."""
+    """The sending and mixing in of fragments by replicas, over some periods: a row for each fragment."""
     schedule = schedule_of(run)
     if schedule is None:
         return None
-    names = [_fragment(schedule, number) for number in range(schedule.fragments)]
-    return spans_of(schedule, f"schedule-{run.place}", run.label, names)
-
-
-def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> Spans:
-    """The spans of a schedule's first periods, from each sending to where it is mixed in; `names`: of the fragments."""
     rows: list[list[Span]] = [[] for _ in range(schedule.fragments)]
     for step in range(1, PERIODS * schedule.period + 1):
         fragment = schedule.sent(step)
@@ -83,9 +77,9 @@ def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> 
     later = "1 step" if schedule.delay == 1 else f"{schedule.delay} steps"
     tau = f", mixed in {later} later" if schedule.delay else ""
     return Spans(
-        key,
-        f"Schedule of {label}",
-        [Row(name, spans) for name, spans in zip(names, rows, strict=True)],
+        f"schedule-{run.place}",
+        f"Schedule of {run.label}",
+        [Row(_fragment(schedule, number), spans) for number, spans in enumerate(rows)],
         ("under way",),
         ("Steps", ""),
         f"The first {PERIODS} of its periods: a fragment is sent every {schedule.period:,} steps{tau}.",
