@@ -271,7 +271,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(gregale, whole, monkeypatch
     ("arguments", "message"),
     [
         ([], "RUN"),
-        (["nowhere"], "nowhere is not a run directory"),
+        (["nowhere"], "nowhere is not a run directory: nowhere does not exist and runs/nowhere does not exist."),
         (["whole", "--top_p", "1.5"], "top_p is 1.5 (on the command line); it has to be above 0 and at most 1"),
         (["whole", "--stop", '["a", ""]'], "stop has an empty string"),
         (["whole", "--prompts", "nowhere.txt"], "nowhere.txt"),
