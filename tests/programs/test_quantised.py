@@ -114,10 +114,3 @@ def test_fewer_bytes_are_sent_than_by_an_exact_run(psdp, stopped, go_on):
     sent = [line["replica_bytes"] for line in lines(run) if "loss" in line]
     quantised, exact = sent[0], sent[-1] - sent[-2]
     assert exact / quantised > 4, "parameters are few here, so that blocks are not full"
-
-
-def test_an_unknown_codec_is_an_error(gregale, capsys):
-    assert gregale("train", "tiny.yaml", "--name", "wrong", "--reduce.codec=int3") == 2
-    error = capsys.readouterr().err
-    assert "reduce.codec is 'int3'" in error
-    assert "Valid choices: none, bfloat16, int8, int4" in error
