@@ -179,6 +179,14 @@ def test_methods_need_less_of_the_link_the_less_they_send(report):
     assert needed["psdp"] > needed["diloco"] >= needed["streaming"] >= needed["streaming_overlap"]
 
 
+def test_the_curve_of_a_method_ends_at_what_it_needs(report):
+    for each in report["methods"].values():
+        curve = dict(zip(each["curve"]["gbit_per_second"], each["curve"]["utilisation"], strict=True))
+        needed = each["needed_gbit_per_second"]
+        reached = [gbit for gbit, utilisation in curve.items() if utilisation >= 0.9]
+        assert (min(reached) == pytest.approx(needed, rel=1e-3)) if needed else not reached
+
+
 def test_the_link_can_be_given(planned):
     slow, fast = (report_of(planned, 257, gbit) for gbit in (1.0, 100.0))
     assert slow["roofline"]["link_seconds"]["between slices"] == pytest.approx(

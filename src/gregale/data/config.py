@@ -8,7 +8,7 @@ from gregale.data.mixtures import check_mixtures
 from gregale.data.sources import SourceConfig
 from gregale.data.tokenizers import BytesConfig, TokenizerConfig
 from gregale.errors import KeyedError, UserError
-from gregale.settings import Fixed, Range, Settings, at_least, check_path, whole
+from gregale.settings import Fixed, Range, RemovedKey, Settings, at_least, check_path, whole
 
 ORDER = Fixed("examples would come in another order, which repeats and leaves out some")
 AUTO = "auto"
@@ -19,11 +19,11 @@ SOURCES, VALIDATION = "sources", "validation"
 class DataConfig(Settings):
     """Which text to train on, and how it becomes examples."""
 
-    RETIRED: ClassVar = {
-        "order": (
+    removed_keys: ClassVar = {
+        "order": RemovedKey(
             "whole",
-            "Training in the order by parts is gone: all text is tokenized before the first step (`gregale tokenize` "
-            "does it ahead of time, on hosts without accelerators too). Remove the key, and begin a new run.",
+            "all text is tokenized before the first step (`gregale tokenize` does it ahead of time, on hosts without "
+            "accelerators too). A run in the order by parts cannot go on: begin a new one",
         )
     }
 

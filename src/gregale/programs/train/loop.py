@@ -18,14 +18,11 @@ from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
-from gregale.programs.train.consumed import Consumed
-from gregale.programs.train.inspection import Inspector
+from gregale.programs.train.counts import Consumed, Spent, Traffic
+from gregale.programs.train.inspection import Inspector, QuantisationFigures
 from gregale.programs.train.observers import Observers
-from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
-from gregale.programs.train.spent import Spent
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.progress import Doing
