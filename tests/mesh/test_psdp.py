@@ -15,12 +15,12 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit
 from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
 from tests.audit.warnings import captured_compiler_warnings
+from tests.conventional import conventional_step
 from tests.mesh.support import SMALL, executed, layout_of, named_leaves, placed, small_model, token_batch
 from tests.model import oracle
 

@@ -15,7 +15,8 @@ from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.data.config import DataConfig, prepare
+from gregale.data.config import DataConfig
+from gregale.data.preparation import prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.errors import UserError

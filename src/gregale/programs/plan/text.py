@@ -18,7 +18,6 @@ MEMORY_ROWS = {
     "outer_optimizer": "outer optimizer state",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
-    "outer": "outer parameters and optimizer",
     "in_flight": "a round's fragment and message",
     "peak": "compiler's peak",
     "closed_form": "the same in closed form",
@@ -223,7 +222,7 @@ def _island(island: dict[str, Any], console: Console) -> None:
     rows = [
         ("sent in a round, at most", size(island["bytes_per_round"])),
         (f"sent in {island['period']} steps", size(island["bytes_per_period"])),
-        _outer(island),
+        ("outer parameters and optimizer, in host memory", size(island["host_bytes"])),
         ("a round, in host memory, at most", size(island["host_bytes_in_flight"])),
         ("error feedback, on a device", size(island["device_bytes"])),
         ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
@@ -236,13 +235,6 @@ def _island(island: dict[str, Any], console: Console) -> None:
     ]
     title = f"Rounds over a host's link, with steps of {island['step_seconds']:.3g} s (the roofline's)"
     print_table(console, title, ("Gbit/s each way", "longest round", "utilisation"), rows)
-
-
-def _outer(island: dict[str, Any]) -> tuple[str, str]:
-    """Where theta and its optimizer's state are, and what they take there."""
-    if island["outer_device_bytes"]:
-        return "outer parameters and optimizer, on a device", size(island["outer_device_bytes"])
-    return "outer parameters and optimizer, in host memory", size(island["host_bytes"])
 
 
 def with_settings(name: str, method: dict[str, Any]) -> str:

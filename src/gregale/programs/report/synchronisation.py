@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
 from gregale.programs.report.figures import buckets_for, line
 from gregale.programs.report.runs import Shown
-from gregale.programs.report.words import duration, in_words
 from gregale.services.history import LARGEST, Column
 from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
 
@@ -110,7 +110,7 @@ def _round_spans(run: Shown, rounds: Sequence[Mapping[str, Any]], first: float) 
         text = _of_round(one, schedule)
         spans.append(Span(begin, end, 1 if one.get("healed") else 0, text))
         if waited >= SHORTEST_WAIT_SECONDS:
-            spans.append(Span(end - waited, end, 2, f"{duration(waited)}; {text}"))
+            spans.append(Span(end - waited, end, 2, f"{format_precise_duration(waited)}; {text}"))
     return spans
 
 
@@ -121,8 +121,8 @@ def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
     if schedule is not None and schedule.fragments > 1:
         what = f"fragment {schedule.round_fragment(one['round'])}, "
     return (
-        f"Round {one['round']:,}: {what}{who}, {duration(one['ended'] - one['began'])}, "
-        f"sent {in_words(one.get('bytes_sent', 0), 'bytes')}"
+        f"Round {one['round']:,}: {what}{who}, {format_precise_duration(one['ended'] - one['began'])}, "
+        f"sent {format_quantity(one.get('bytes_sent', 0), 'bytes')}"
     )
 
 
