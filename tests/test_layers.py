@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "files", "streams", "terminal", "storage", "axes"},
+    {"errors", "settings", "files", "formatting", "streams", "terminal", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication", "huggingface"},
     {"methods"},

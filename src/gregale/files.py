@@ -212,8 +212,9 @@ def holder_of(file: IO[str]) -> Holder | None:
     """Who wrote its name into a lock; None if nobody did, or not yet in full."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
+        found = json.loads(file.read())
+        return Holder(found["host"], found["pid"], found["since"])
+    except (ValueError, TypeError, KeyError):
         return None
 
 

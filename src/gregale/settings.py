@@ -9,6 +9,10 @@ The statements are metadata of a dataclass field, beside its help text:
 - `aliases`: what others call it, for who writes that
 - `fixed`: a `Fixed`, if a run that goes on from a checkpoint may not change it
 
+A class may name keys of earlier versions, each with its old default and what to do without it:
+
+    removed_keys: ClassVar = {"warmup": RemovedKey(0, "`schedule.warmup` takes its place")}
+
 A class that derives from `Settings` checks ranges and choices when it is made, from YAML or in Python. Help, docs and
 error messages read the same metadata (`gregale.services.fields`).
 """
@@ -107,7 +111,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class RemovedKey:
     """A key of earlier versions. Saved configurations may hold its default; any other value is refused.
 
     - `default`: that it had
@@ -121,10 +125,10 @@ class Dropped:
 class Settings:
     """A configuration dataclass whose fields are checked against what they state.
 
-    - `dropped`: keys that earlier versions had, by name
+    - `removed_keys`: keys of earlier versions, by name
     """
 
-    dropped: ClassVar[Mapping[str, Dropped]] = {}
+    removed_keys: ClassVar[Mapping[str, RemovedKey]] = {}
 
     def __post_init__(self):
         check(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
 from gregale.islands.hands import Hands, Recovery
-from gregale.islands.hosts import Door, connect, key_of
+from gregale.islands.hosts import Host, Link
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Pace, Restart, Show
 from gregale.islands.protocol.headers import Peer
@@ -28,14 +27,11 @@ class Island:
     """Two hosts without an outer side, whose trainers are after so many `steps`."""
 
     def __init__(self, stack: ExitStack, steps: tuple[int, int] = (5, 5)):
-        self.steps, self.has_lost_one = steps, False
+        self.steps = steps
         self.workers = [self._worker(host) for host in (0, 1)]
-        door, links = Door("127.0.0.1", key_of(TOKEN, "a word")), []
-        coming = Thread(target=lambda: links.append(connect(door.address, key_of(TOKEN, "a word"), 1)))
-        coming.start()
-        self.hands = Hands(self.workers[0], door.hosts(1, 20.0), wants_inner=True)
-        coming.join()
-        self.follower = Follower(self.workers[1], links[0], PACE)
+        self.hands = Hands(self.workers[0], [Host(1)], wants_inner=True)
+        link = Link(self.workers[0].server.address, TOKEN, 1)
+        self.follower = Follower(self.workers[1], link, PACE)
         self.follower.start()
         stack.callback(self.follower.close)
         stack.callback(self.hands.close)
@@ -48,12 +44,13 @@ class Island:
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""
+        if message["kind"] == "host":
+            return self.hands.heard(message)
         assert message == {"kind": "inner"}
         self.hands.ordered(Show())
         self.hands.show(optimizer(0, self.steps[0]))
-        if not self.has_lost_one:
-            assert self.follower.order() == Show()
-            self.follower.shown(optimizer(1, self.steps[1]))
+        assert self.follower.order() == Show()
+        self.follower.shown(optimizer(1, self.steps[1]))
         self.hands.await_copies(self.steps[0])
         return {}
 
@@ -115,8 +112,7 @@ def test_copies_of_different_steps_are_of_no_use(make):
 
 def test_another_source_gives_what_the_first_one_cannot(make):
     torn, lost, whole, joiner = make((5, 6)), make(), make((8, 8)), make()
-    lost.has_lost_one = True
-    lost.follower.close()
+    lost.workers[0].server.close()
     joiner.hands.inherit([each.peer() for each in (torn, lost, whole)])
     same(joiner.inherited()[1], optimizer(1, 8))
 

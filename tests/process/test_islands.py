@@ -15,7 +15,7 @@ import pytest
 
 from gregale import storage
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import prepare
+from gregale.data.preparation import prepare
 from gregale.islands import files
 from gregale.islands.protocol.headers import Outer
 from gregale.methods.island import Island

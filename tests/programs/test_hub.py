@@ -160,7 +160,7 @@ def on_from_it(inputs, imported) -> Path:
 
 
 def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub, on_from_it):
-    from gregale.data.config import prepare
+    from gregale.data.preparation import prepare
 
     trained = open_trained(str(on_from_it), None, None)
     config = trained.setup.config

@@ -6,7 +6,7 @@ host 0 is lost it waits, until `services.peers` ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from threading import Thread
@@ -62,7 +62,7 @@ class Follower:
 
         def down() -> None:
             self._worker.took(number, fetch_down().messages)
-            self._link.send({"took": number})
+            self._link.send({"took": True})
 
         self._exchange.submit(self._guarded, down)
 
@@ -100,7 +100,7 @@ class Follower:
     # What host 0 tells.
 
     def _listen(self) -> None:
-        while (message := self._link.receive()) is not None:
+        for message in self._received():
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
@@ -126,6 +126,10 @@ class Follower:
                 case "drop_group":
                     self._worker.drop_group()
 
+    def _received(self) -> Iterator[dict[str, Any]]:
+        while (messages := self._link.receive()) is not None:
+            yield from messages
+
     def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
         return self._worker.reduce(key, number, _peers(members), weights, name)
 
@@ -142,7 +146,7 @@ class Follower:
         try:
             value = work(*message["with"])
         except (GroupFailed, NotFinite, TransferFailed) as error:
-            self._link.send({"ask": message["ask"], "failed": str(error), "kind": type(error).__name__})
+            self._link.send({"ask": message["ask"], "failed": str(error), "error": type(error).__name__})
             return
         sent, received = count.sent - before[0], count.received - before[1]
         self._link.send({"ask": message["ask"], "value": value, "sent": sent, "received": received})

@@ -1,7 +1,7 @@
 """The hosts of an island, as its driver commands them: host 0's `Worker`, and a connection to each other host.
 
     hands = Hands(worker)                            # an island of one process
-    hands = Hands(worker, door.hosts(...))           # of several: each of the others has a `follower.Follower`
+    hands = Hands(worker, [Host(1), Host(2)])        # of several: each of the others has a `follower.Follower`
     driver = Driver(worker=hands, ...)
 
 Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
@@ -142,6 +142,7 @@ class Hands:
 
     def inherit(self, sources: Sequence[Peer]) -> None:
         """Fetches the inner optimizer of a peer if it is wanted: for all hosts, or for none."""
+        self._has_inner = False
         self._has_inner = self.wants_inner and any(self._inherit(source) for source in sources)
 
     def _inherit(self, source: Peer) -> bool:
@@ -175,6 +176,13 @@ class Hands:
     def inherited(self) -> Inner | None:
         """Host 0's shards of a peer's inner optimizer; given once."""
         return self._own.inherited()
+
+    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answers a message of another host. Raises Refused."""
+        for host in self._others:
+            if host.number == message.get("host"):
+                return host.heard(message)
+        raise Refused("this island has no such host")
 
     def close(self) -> None:
         """Ends what this process has of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gregale.errors import KeyedError
-from gregale.settings import Dropped, Range, Settings, at_least, check_path, shown, whole
+from gregale.settings import Range, RemovedKey, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
@@ -83,8 +83,10 @@ class IslandsConfig(Settings):
         },
     )
 
-    dropped: ClassVar = {
-        "outer_memory": Dropped("host", "outer parameters and their optimizer's state are always in this host's memory")
+    removed_keys: ClassVar = {
+        "outer_memory": RemovedKey(
+            "host", "outer parameters and their optimizer's state are always in this host's memory"
+        )
     }
 
     def __post_init__(self):

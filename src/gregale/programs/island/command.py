@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ import jax
 
 import gregale
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -27,7 +27,7 @@ from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
 from gregale.islands.hands import Hands, joint_digest
-from gregale.islands.hosts import Door, connect, key_of
+from gregale.islands.hosts import Host, Link
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
 from gregale.islands.orders import Pace
@@ -114,9 +114,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     with ExitStack() as stack:
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = stack.enter_context(
-            closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
-        )
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(held(run, options.fresh, console.message))
@@ -209,10 +207,11 @@ def joined(
     rehearse(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
-        follower = followed(worker, token, pace)
+        follower = Follower(worker, Link(addresses[0], token, host), pace)
+        first_message(None)  # from here on process 0 answers
         follower.start()
         return Sides(outer, follower, folder, seen)
-    hands = hands_of(worker, token, config.distributed.timeout_seconds, wants_inner=saved is None)
+    hands = Hands(worker, [Host(number) for number in range(1, jax.process_count())], wants_inner=saved is None)
     write_bytes(run.path / ADDRESS, server.address.encode())
     note_stalled(run, None)
     session = secrets.token_hex(8)
@@ -239,6 +238,7 @@ def joined(
         steps=saved.get("steps", 0) if saved else 0,
     )
     status.follow(driver)
+    first_message("it answers")
     driver.start()
     return Sides(outer, driver, folder, seen, recorder)
 
@@ -293,22 +293,6 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
-
-
-def hands_of(worker: Worker, token: bytes, seconds: float, wants_inner: bool) -> Hands:
-    """The hosts of this island, in process 0; `followed` is what the others call at the same time."""
-    if jax.process_count() == 1:
-        return Hands(worker, wants_inner=wants_inner)
-    word = secrets.token_hex(16)
-    door = Door(worker.server.host, key_of(token, word))
-    first_message(f"{door.address} {word}")
-    return Hands(worker, door.hosts(jax.process_count() - 1, seconds), wants_inner)
-
-
-def followed(worker: Worker, token: bytes, pace: Pace) -> Follower:
-    """This host in the hands of process 0."""
-    address, word = (first_message(None) or "").split()
-    return Follower(worker, connect(address, key_of(token, word), worker.host), pace)
 
 
 def by_all(action: Callable[[], T]) -> T:

@@ -22,11 +22,10 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.counts import Consumed, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.history import ROUNDS
 from gregale.services.lines import History, lines_at

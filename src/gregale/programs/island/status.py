@@ -75,6 +75,8 @@ class StatusTracker:
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
             self._driver.post(Due(message["round"]))
             return {}
+        if message.get("kind") == "host" and self._driver is not None:
+            return self._driver.worker.heard(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()
         raise Refused("unknown message")

@@ -1,32 +1,34 @@
-"""Several builders of one store: they share its parts, take over those of who is lost, and do nothing twice."""
+"""Several builders of one store: they share its parts, go on without one that is lost, and do nothing sealed again."""
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 import time
-from dataclasses import asdict, replace
 from threading import Thread
 
 import numpy as np
 import pytest
 
 from gregale.data import build as building
-from gregale.data import parts
-from gregale.data.build import Cache, NamedSource, Overtaken, build_store, sharing, store_key
+from gregale.data import claims, parts
+from gregale.data.build import Build, Cache, NamedSource, build_store, store_key
 from gregale.data.disk import Disk
 from gregale.data.parts import discard, make_tasks, read_part, read_seal
 from gregale.data.progress import silent
-from gregale.data.sharing import Crew, Note
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
-from gregale.files import machine
-from gregale.storage import write_bytes
 from tests.disk import largest_file
 
 FILES = 12
+
+
+class InOrder:
+    """Draws the order of the files."""
+
+    def shuffle(self, tasks: list) -> None:
+        tasks.reverse()  # the last one is taken first
+
+
 BYTES = BytesTokenizer()
 READ: list[str] = []  # files, as they are read
 FAILING: set[str] = set()
@@ -46,6 +48,9 @@ def source(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TextSource, "scan", watched)
     monkeypatch.setattr(parts, "TASK_BYTES", 1)
+    monkeypatch.setattr(building.random, "SystemRandom", InOrder)
+    monkeypatch.setattr(claims, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(claims, "POLL_SECONDS", 0.1)
     READ.clear()
     FAILING.clear()
     (tmp_path / "text").mkdir()
@@ -61,7 +66,7 @@ def build(source, cache, report=silent):
 
 
 def same(one, two) -> bool:
-    return one.manifest["files"] == two.manifest["files"] and np.array_equal(one.tokens, two.tokens)
+    return one.manifest["files"] == two.manifest["files"] and np.array_equal(one.tokens[:], two.tokens[:])
 
 
 @pytest.fixture
@@ -69,26 +74,32 @@ def whole(source, tmp_path, monkeypatch):
     """The store that one process makes of one part."""
     with monkeypatch.context() as patch:
         patch.setattr(parts, "TASK_BYTES", 1 << 20)
+        assert len(make_tasks(source)) == 1
         store = build(source, tmp_path / "whole")
     READ.clear()
     return store
 
 
-def names(read):
-    return sorted(os.path.basename(path) for path in read)
-
-
-def test_two_builders_share_the_parts_and_make_what_one_makes(source, whole, tmp_path):
+def build_as_two_hosts(source, cache, report):
+    """Builds a store in two threads, each of which is on a machine of its own."""
     made = []
-    threads = [Thread(target=lambda: made.append(build(source, tmp_path / "cache"))) for _ in range(2)]
+
+    def on_host(name: str) -> None:
+        builder = Build(NamedSource("x", source), BYTES, cache / store_key(source, BYTES), 1, report)
+        builder.host = name
+        builder()
+        made.append(build(source, cache))
+
+    threads = [Thread(target=on_host, args=(name,)) for name in ("one", "two")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 2
-    assert all(same(store, whole) for store in made)
-    assert len(READ) < 1.5 * FILES, "a race may have done a part twice, no more"
-    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [whole.folder.name]
+    return made
+
+
+def names(read):
+    return sorted(os.path.basename(path) for path in read)
 
 
 def test_what_is_finished_is_not_done_again(source, whole, tmp_path):
@@ -106,33 +117,13 @@ def test_what_is_finished_is_not_done_again(source, whole, tmp_path):
     assert (("x", total, total)) in told
 
 
-def test_who_comes_when_the_store_is_just_complete_takes_it(source, whole, tmp_path, monkeypatch):
-    folder = tmp_path / "cache" / whole.folder.name
-
-    def completed(parts, **options):
-        """Another process completes the store, and removes the parts, before this one is seen."""
-        if not folder.exists():
-            shutil.copytree(whole.folder, folder)
-        shutil.rmtree(parts)
-        return Crew(parts, **options)
-
-    monkeypatch.setattr(building, "Crew", completed)
-    assert same(build(source, tmp_path / "cache"), whole)
-    assert READ == []
-    with (
-        pytest.raises(Overtaken, match="another process has completed the token store of x at this very moment"),
-        sharing(NamedSource("x", source), BYTES, folder, 1, silent, reads=True),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("name", ["part-00000002.bin", "part-00000002.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], None])
 def test_a_damaged_part_is_done_anew(source, whole, tmp_path, name, damage):
     FAILING.add(str(tmp_path / "text" / "04.txt"))
     with pytest.raises(UserError):
         build(source, tmp_path / "cache")
-    path = tmp_path / "cache" / f"{store_key(source, BYTES)}.parts" / name
+    path = tmp_path / "cache" / store_key(source, BYTES) / name
     if damage is None:
         path.unlink()
     else:
@@ -144,61 +135,40 @@ def test_a_damaged_part_is_done_anew(source, whole, tmp_path, name, damage):
 
 
 def test_a_full_disk_is_said_and_what_was_finished_stays(source, whole, tmp_path):
-    with largest_file(90), pytest.raises(UserError, match=r"cache: the token store could not be written .*File too l"):
+    with largest_file(90), pytest.raises(UserError, match=r"data\.cache: .*cache cannot be written to \(File too l"):
         build(source, tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*.parts/*.tmp-*")), "nothing half-written takes up room"
+    assert not list((tmp_path / "cache").glob("*/*.tmp-*")), "nothing half-written takes up room"
     assert same(build(source, tmp_path / "cache"), whole)
 
 
-def note_of(crew: Crew, **fields) -> Note:
-    note = Note("other", "elsewhere", "another machine", 1, holds=(0,), done_bytes=10)
-    note = replace(note, **fields)
-    write_bytes(crew.place.with_name("other.json"), json.dumps(asdict(note)).encode())
-    return note
-
-
-def test_a_silent_builder_is_lost_after_a_while_and_one_that_lives_is_not(tmp_path):
-    with Crew(tmp_path, beat_seconds=10, lost_seconds=0.2) as crew:
-        note = note_of(crew)
-        assert [each.builder for each in crew.look()] == ["other"]
-        assert crew.claim(range(3), 2) == [1, 2]
-        time.sleep(0.25)
-        note_of(crew, beat=note.beat + 1)
-        assert crew.look(), "it has given a sign of life"
-        time.sleep(0.25)
-        assert not crew.look()
-        assert crew.claim(range(3), 2) == [0]
-
-
-def test_a_process_that_is_gone_from_this_host_is_lost_at_once(tmp_path):
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    with Crew(tmp_path) as crew:
-        note_of(crew, space=machine(), pid=int(gone.stdout))
-        assert not crew.look()
-        note_of(crew, space=machine(), pid=os.getppid())
-        assert [crew.is_parent(each) for each in crew.look()] == [True]
-        assert crew.neighbours() == 1
-    assert not list((tmp_path / "builders").glob(f"{crew.place.name}")), "who leaves takes its note with it"
-
-
-def test_of_two_that_take_the_same_part_one_yields(tmp_path):
-    with Crew(tmp_path) as one, Crew(tmp_path) as two:
-        assert one.claim(range(2), 1) == [0]
-        two._others = []  # it looked before
-        one_is_first = one._note.builder < two._note.builder
-        assert two.claim([0], 1) == ([] if one_is_first else [0])
-        assert two._note.holds == (() if one_is_first else (0,))
-
-
-def test_progress_says_what_other_hosts_have_done(source, tmp_path):
-    folder = tmp_path / "cache" / f"{store_key(source, BYTES)}.parts"
+def test_hosts_build_together_and_one_that_is_killed_stops_no_other(source, whole, tmp_path):
+    """Another host leaves its claims and some of its parts, in no order; then two hosts build."""
+    folder = tmp_path / "cache" / store_key(source, BYTES)
+    folder.mkdir(parents=True)
+    for number in (7, 2, 5):
+        parts.encode_part(make_tasks(source)[number], BYTES, folder)
+    for name in ("encoding-00000000.claim", "completing.claim"):
+        (folder / name).write_text(json.dumps({"machine": "elsewhere", "pid": 1, "token": "x", "beat": 3}))
+    READ.clear()
     told = []
-    with Crew(folder) as crew:
-        note_of(crew, holds=(FILES + 7,), done_bytes=77)
-        build(source, tmp_path / "cache", lambda *report: told.append(report))
-        crew.place.with_name("other.json").unlink()
-    assert {label for label, *_ in told} == {"x", "x on elsewhere", "putting together"}
-    assert ("x on elsewhere", 77) in {report[:2] for report in told}
+    made = build_as_two_hosts(source, tmp_path / "cache", lambda *report: told.append(report))
+    assert [same(store, whole) for store in made] == [True, True]
+    assert names(set(READ)) == [f"{number:02}.txt" for number in range(FILES) if number not in (7, 2, 5)]
+    total = sum(path.stat().st_size for path in (tmp_path / "text").iterdir())
+    assert ("x", total, total) in told
+    assert 0 < told[0][1] < total, "what other hosts have done counts"
+
+
+def test_one_process_of_a_machine_encodes_and_the_others_wait(source, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "LOST_SECONDS", 1000)
+    made = []
+    threads = [Thread(target=lambda: made.append(build(source, tmp_path / "cache"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [same(store, whole) for store in made] == [True, True]
+    assert len(READ) == FILES, "one of them has encoded"
 
 
 def test_documents_are_encoded_in_groups_and_come_in_order(tmp_path, monkeypatch):
@@ -215,8 +185,8 @@ def test_documents_are_encoded_in_groups_and_come_in_order(tmp_path, monkeypatch
 
 def test_a_part_is_read_in_blocks(source, tmp_path, monkeypatch):
     (task,) = make_tasks(TextSource(files=(f"{tmp_path}/text/11.txt",)))
-    monkeypatch.setattr(parts, "PIECE_BYTES", 16)
-    monkeypatch.setattr(parts, "PIECES_AT_ONCE", 3)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(parts, "CHUNKS_AT_ONCE", 3)
     parts.encode_part(task, BYTES, tmp_path)
     seal = read_seal(tmp_path, 0)
     blocks = list(read_part(tmp_path, 0, seal))
