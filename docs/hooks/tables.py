@@ -1,7 +1,7 @@
 """Fill the tables of two pages from the code, so that they cannot go stale.
 
-In configuration.md the line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options,
-and `<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics.
+In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics.
 """
 
 from __future__ import annotations
