@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # $(call prepare,SET,STEPS): makes .venv, or mends it; quick if nothing is missing.
 prepare = python=$$(infra/find_python.sh "$(PYTHON)") && "$$python" infra/environment.py $(1) $(2)
 
-.PHONY: setup setup-dev demo test quick lint docs clean
+.PHONY: setup setup-dev demo test quick soak lint docs clean
 
 setup:
 	@$(call prepare,core,2)
@@ -28,6 +28,12 @@ test: lint
 
 quick: lint
 	$(SUITE) -m "not slow"
+
+# What takes an hour: many kills, many schedules of faults, a disturbed fleet. `make test` has a short form of each.
+soak: setup-dev
+	$(SUITE) -m soak
+	$(BIN)/python -m tests.islands.simulator
+	$(BIN)/python -m benchmarks.faults --soak 20
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,10 +1,9 @@
 """What a fleet does when something breaks: real islands on this machine, disturbed in every way that DESIGN names.
 
-    python benchmarks/faults.py                          # each fault once: a table, exit code 1 if a check fails
-    python benchmarks/faults.py --only reduce stop       # some of them
-    python benchmarks/faults.py --soak 20                # a random fault every 20 s, beside an undisturbed fleet
-    python benchmarks/faults.py --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
-    python benchmarks/faults.py --unequal                # three islands, one of which has a third of the others' speed
+    python -m benchmarks.faults                          # each fault once: a table, exit code 1 if a check fails
+    python -m benchmarks.faults --only reduce stop       # some of them
+    python -m benchmarks.faults --soak 20                # a random fault every 20 s, beside an undisturbed fleet
+    python -m benchmarks.faults --soak 20 --every 9 16 --faults now link --bandwidth 50mbit --round_trip_ms 100  # root
 
 Four islands with a small model; a step takes at least `--pace` seconds, as if the device were not the processor that
 all of them share. As root they are in network namespaces, so that a link can be cut. What a busy machine needs beyond
@@ -21,16 +20,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from faults_long import SOAK_FAULTS, soak, unequal
-from faults_of_a_fleet import FAULTS, Fault, Run
-from fleet import Fleet, Late, Seconds
-
-from gregale.islands.engine.namespaces import rate_limited
+from benchmarks.faults_long import SOAK_FAULTS, soak
+from benchmarks.faults_of_a_fleet import FAULTS, Fault, Run
+from tests.fleet import Fleet, Late, Seconds
+from tests.namespaces import rate_limited
 
 NAMES = ("a", "b", "c", "d")
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]
@@ -140,32 +137,21 @@ def main() -> int:
     parser.add_argument("--bandwidth", help="of --soak: each site's link, as 50mbit; needs root")
     parser.add_argument("--round_trip_ms", type=float, default=0.0, help="of --soak: between two sites; needs root")
     parser.add_argument("--skip_undisturbed", action="store_true", help="of --soak: compare no losses")
-    parser.add_argument("--unequal", action="store_true")
     parser.add_argument("--heartbeat", type=float, default=2.0)
     parser.add_argument("--reduce", type=float, default=5.0)
-    parser.add_argument(
-        "--join", type=float, default=0.5, help="of --soak and --unequal: the lighthouse's join_seconds"
-    )
+    parser.add_argument("--join", type=float, default=0.5, help="of --soak: the lighthouse's join_seconds")
     parser.add_argument("--pace", type=float, default=0.03)
-    parser.add_argument(
-        "--period", type=int, default=60, help="of --soak and --unequal: steps between two rounds of a fragment"
-    )
+    parser.add_argument("--period", type=int, default=60, help="of --soak: steps between two rounds of a fragment")
     parser.add_argument("--allowance", type=float, default=3.0, help="seconds beyond the heartbeat")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds after which something is not awaited")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of --unequal")
     parser.add_argument("--keep", type=Path, help="folder for logs and runs, which stays")
     options = parser.parse_args()
     folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process of the fleet is left
-    what: Callable[[argparse.Namespace, Path], int] = faults
-    if options.soak is not None:
-        what = soak
-    elif options.unequal:
-        what = unequal
     try:
         write_inputs(folder)
-        return what(options, folder)
+        return (faults if options.soak is None else soak)(options, folder)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What `faults.py --soak` and `--unequal` measure: fleets that train for minutes."""
+"""What `faults.py --soak` measures: a fleet that trains for minutes, with a fault every few seconds."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-from fleet import Fleet, Island, Seconds, metrics
-from latency import delayed
-
-from gregale.islands.engine.namespaces import Network, rate_limited
+from benchmarks.latency import delayed
 from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.services.signing import read_token
+from tests.fleet import Fleet, Island, Seconds, metrics
+from tests.namespaces import Network, rate_limited
 
 NAMES = ("a", "b", "c", "d")
 ANSWERS_WITHIN = 5.0  # between two answers of one that lives
 LAST = 50  # steps over which losses are averaged
 LEAST_GOODPUT = 0.98
 MOST_LOSS = 1.03  # of the undisturbed one
-LEAST_SPEED = 0.95
 FRAGMENTS = 2
 SOAK_FAULTS = ("step", "reduce", "held", "now", "two", "stop", "lighthouse", "link")
-ROW_TOKENS = 4 * 32
 TOLD_WITHIN = 3.0
 
 
@@ -221,38 +218,3 @@ def revive(fleet: Fleet, pace: float) -> None:
     for island in list(fleet.islands.values()):
         if not island.lives:
             fleet.start(island.name, pace=pace)
-
-
-def unequal(options: argparse.Namespace, folder: Path) -> int:
-    """Three islands, one of which makes a third of the others' steps; 1 if the fleet is slower than they are alone."""
-    fast, slow = options.pace, 3 * options.pace
-    alone = {
-        pace: speed(folder / f"alone-{number}", options, {"a": pace})[0] for number, pace in enumerate((fast, slow))
-    }
-    paces = {"a": fast, "b": fast, "c": slow}
-    together, trained, found = speed(folder / "unequal", options, paces)
-    equal = partial(started, options=options, paces=dict.fromkeys(paces, fast))
-    beside = undisturbed(folder / "equal", trained, equal, 10 * options.seconds)
-    expected = 2 * alone[fast] + alone[slow]
-    print(
-        f"Alone: {alone[fast]:.0f} and {alone[slow]:.0f} tokens/s. The fleet: {together:.0f} tokens/s, "
-        f"{together / expected:.1%} of {expected:.0f}.\n"
-        f"Loss after {trained:,.0f} tokens: {found:.4f}, in a fleet of equals {beside:.4f}."
-    )
-    return int(together < LEAST_SPEED * expected or found > MOST_LOSS * beside)
-
-
-def speed(folder: Path, options: argparse.Namespace, paces: Mapping[str, float]) -> tuple[float, float, float]:
-    """Tokens a second of a fleet, all its tokens, and its loss."""
-    with started(folder, options, paces) as fleet:
-        time.sleep(5.0)
-        begun, steps = time.monotonic(), made(fleet)
-        time.sleep(options.seconds)
-        rate = (made(fleet) - steps) * ROW_TOKENS / (time.monotonic() - begun)
-        fleet.check()
-        return rate, tokens(fleet), loss(fleet)
-
-
-def made(fleet: Fleet) -> int:
-    """Steps of all islands."""
-    return sum(island.step() for island in fleet.islands.values())

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fleet import Fleet, Island
+from tests.fleet import Fleet, Island
 
 STOPPED_SECONDS = 10.0
 Times = tuple[float | None, float | None]

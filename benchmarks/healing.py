@@ -1,6 +1,6 @@
 """Seconds that a joiner needs to fetch an island's state over links with a delay (as root; see latency.py).
 
-    python benchmarks/healing.py --megabytes 0.92 --arrays 60 --bandwidth 50mbit --round_trip_ms 100
+    python -m benchmarks.healing --megabytes 0.92 --arrays 60 --bandwidth 50mbit --round_trip_ms 100
 
 The yardstick of the same run is one plain TCP connection that carries as many bytes. The aim is
 2 (bytes / bandwidth + 5 round trips).
@@ -15,17 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.latency import delayed  # noqa: E402
-from gregale.islands.engine.namespaces import bits_per_second, rate_limited  # noqa: E402
-from gregale.islands.engine.server import Leaf, Server, Snapshot  # noqa: E402
-from gregale.islands.engine.transfer import fetch  # noqa: E402
+from benchmarks.latency import delayed
+from gregale.islands.engine.server import Leaf, Server, Snapshot
+from gregale.islands.engine.transfer import fetch
+from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"
 
@@ -80,10 +76,10 @@ def measure(options: argparse.Namespace) -> None:
         *served, joiner = network.sites
         processes, addresses = [], []
         for site in served:
-            command = [*site.command, sys.executable, __file__, "--serve", site.address, *state]
+            command = [*site.command, sys.executable, "-m", "benchmarks.healing", "--serve", site.address, *state]
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             addresses.append(json.loads(processes[-1].stdout.readline()))
-        command = [*joiner.command, sys.executable, __file__, "--join", json.dumps(addresses), *state]
+        command = [*joiner.command, sys.executable, "-m", "benchmarks.healing", "--join", json.dumps(addresses), *state]
         done = subprocess.run([*command, "--times", str(options.times)], stdout=subprocess.PIPE, text=True, check=True)
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from gregale.islands.engine.namespaces import Network
+from tests.namespaces import Network
 
 TUNSETIFF = 0x400454CA
 IFF_TAP_NO_PI = 0x1002

@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/tokenizing.py --mb 16 --rounds 1
 
 The library has its text in memory, already read, and encodes it with a thread for each core (`encode_batch`); its ids
-are not even taken. `build_store` starts its processes, reads JSON lines, encodes, writes and checks the parts, puts
-them together and checks the store: all that `gregale tokenize` does. Both take turns, so that a busy machine is busy
+are not even taken. `build_store` starts its processes, reads JSON lines, encodes, writes and checks the parts
+and completes the store: all that `gregale tokenize` does. Both take turns, so that a busy machine is busy
 for both. Prints medians, in MB/s by the clock and in seconds of the processors, and the ratio.
 """
 

@@ -1,7 +1,7 @@
 """The recipe for two sites of `docs/two_sites.md` in network namespaces (as root, with wireguard-go and nftables).
 
-    python benchmarks/two_sites.py FOLDER                         # commits rounds through the tunnel, counts packets
-    python benchmarks/two_sites.py FOLDER --minimum 2 --cut 30    # cuts the link for 30 s, prints what the islands did
+    python -m benchmarks.two_sites FOLDER                         # commits rounds through the tunnel, counts packets
+    python -m benchmarks.two_sites FOLDER --minimum 2 --cut 30    # cuts the link for 30 s, prints what the islands did
 
 The page's WireGuard and nftables files are used as they are, but for keys and names. A second table of nftables counts
 the outer link's packets, and drops all but WireGuard's in both directions.
@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from faults import write_inputs
-from fleet import GREGALE, Fleet, Seconds
-from latency import delayed
-
-from gregale.islands.engine.namespaces import Network, Site, rate_limited, run
+from benchmarks.faults import write_inputs
+from benchmarks.latency import delayed
+from tests.fleet import GREGALE, Fleet, Seconds
+from tests.namespaces import Network, Site, rate_limited, run
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "two_sites.md"
 NAMES = ("oslo", "turin")

@@ -54,12 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """The user's cache directory is one of the tests', here and in every process that they start."""
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user_cache"))  # type: ignore[union-attr]
     config.addinivalue_line("markers", "slow: takes long; `make quick` leaves it out")
+    config.addinivalue_line("markers", "soak: takes minutes; only `make soak` runs it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_in_slow)
     for item in items:
-        if place_in_slow(item) < len(SLOW):
+        if place_in_slow(item) < len(SLOW) or item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.slow)
 
 

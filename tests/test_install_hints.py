@@ -41,7 +41,7 @@ def test_every_extra_that_is_named_exists():
     text = "".join(path.read_text() for path in [*PAGES, *SOURCES])
     named = set(re.findall(r"install_hint\([\"'](\w+)[\"']\)", text))
     named |= {extra for words in re.findall(r"--editable '\.\[([\w,]+)\]'", text) for extra in words.split(",")}
-    assert {"islands", "hf", "formats", "plot", "tpu", "cuda"} <= named <= set(EXTRAS)
+    assert {"islands", "hf", "formats", "tpu", "cuda"} <= named <= set(EXTRAS)
 
 
 def test_python_is_named_as_seen_from_the_clone(monkeypatch):

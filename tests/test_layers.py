@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "files", "streams", "terminal", "storage", "axes"},
+    {"errors", "settings", "files", "formatting", "streams", "terminal", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
     {"communication", "huggingface"},
     {"methods"},
@@ -44,20 +44,25 @@ def imported_folders(tree: ast.AST) -> set[str]:
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_down_the_layers(path):
-    own = LAYER_OF[folder_of(path)]
-    for folder in imported_folders(ast.parse(path.read_text())):
-        assert LAYER_OF[folder] <= own, f"{path} (layer {own}) imports gregale.{folder} (layer {LAYER_OF[folder]})"
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.AST]:
+    return {path: ast.parse(path.read_text()) for path in MODULES}
+
+
+def test_imports_point_down_the_layers(trees):
+    for path, tree in trees.items():
+        own = LAYER_OF[folder_of(path)]
+        for folder in imported_folders(tree):
+            assert LAYER_OF[folder] <= own, f"{path} (layer {own}) imports gregale.{folder} (layer {LAYER_OF[folder]})"
 
 
 def test_an_upward_import_is_found():
     assert imported_folders(ast.parse("def f():\n    from gregale.programs.train import main")) == {"programs"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_modules_stay_small(path):
-    assert len(path.read_text().splitlines()) <= LONGEST_MODULE_LINES
+def test_modules_stay_small():
+    long = {path: lines for path in MODULES if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE_LINES}
+    assert long == {}
 
 
 def prints(tree: ast.AST) -> list[int]:
@@ -72,11 +77,11 @@ def prints(tree: ast.AST) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_text_reaches_terminals_through_streams_and_terminal_alone(path):
+def test_text_reaches_terminals_through_streams_and_terminal_alone(trees):
     """Names in it may have characters that a terminal acts upon: `say` and `gregale.terminal.Console` show them."""
-    if str(path.relative_to(SOURCE)) not in ("streams.py", "cli/__init__.py", "islands/simulator/__main__.py"):
-        assert prints(ast.parse(path.read_text())) == []
+    may_print = ("streams.py", "cli/__init__.py")
+    found = {path: prints(tree) for path, tree in trees.items() if str(path.relative_to(SOURCE)) not in may_print}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def asked_kinds(tree: ast.AST) -> list[str]:
@@ -90,10 +95,9 @@ def asked_kinds(tree: ast.AST) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_only_methods_know_of_what_kind_a_method_is(path):
-    if folder_of(path) != "methods":
-        assert asked_kinds(ast.parse(path.read_text())) == []
+def test_only_methods_know_of_what_kind_a_method_is(trees):
+    found = {path: asked_kinds(tree) for path, tree in trees.items() if folder_of(path) != "methods"}
+    assert {path: kinds for path, kinds in found.items() if kinds} == {}
 
 
 def test_a_question_for_the_kind_is_found():

@@ -9,6 +9,10 @@ The statements are metadata of a dataclass field, beside its help text:
 - `aliases`: what others call it, for who writes that
 - `fixed`: a `Fixed`, if a run that goes on from a checkpoint may not change it
 
+A class may name keys of earlier versions, each with its old default and what to do without it:
+
+    removed_keys: ClassVar = {"warmup": RemovedKey(0, "`schedule.warmup` takes its place")}
+
 A class that derives from `Settings` checks ranges and choices when it is made, from YAML or in Python. Help, docs and
 error messages read the same metadata (`gregale.services.fields`).
 """
@@ -16,10 +20,10 @@ error messages read the same metadata (`gregale.services.fields`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from gregale.errors import KeyedError
 from gregale.streams import printable
@@ -106,8 +110,25 @@ class Fixed:
         return before != now and (self.at is ... or self.at in (before, now))
 
 
+@dataclass(frozen=True)
+class RemovedKey:
+    """A key of earlier versions. Saved configurations may hold its default; any other value is refused.
+
+    - `default`: that it had
+    - `instead`: how the program behaves now, for the message
+    """
+
+    default: Any
+    instead: str
+
+
 class Settings:
-    """A configuration dataclass whose fields are checked against what they state."""
+    """A configuration dataclass whose fields are checked against what they state.
+
+    - `removed_keys`: keys of earlier versions, by name
+    """
+
+    removed_keys: ClassVar[Mapping[str, RemovedKey]] = {}
 
     def __post_init__(self):
         check(self)

@@ -1,5 +1,8 @@
+"""What a compiled step sends, beside the closed form; and that it crosses `replica` once a step."""
+
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +12,17 @@ from gregale.communication.pipeline.config import PipelineConfig
 from gregale.methods.config import DilocoConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import step_transfers
+from gregale.programs.run.setup import set_up
+from gregale.services.config import TrainConfig
+from gregale.services.parsing import load
 from tests.audit.steps import audited, small_setup, small_step
+from tests.audit.warnings import captured_compiler_warnings
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")  # for what the compiler warns of
 
 MUON = {"optimizer": MuonConfig(iterations=1)}
+QUICKSTART = Path(__file__).parents[2] / "config" / "quickstart.yaml"
 SPREAD = {
-    "three axes, recomputed": ((2, 2, 2), 2, {"remat": "full"}, {}),
     "gathered once a step, four microbatches": ((1, 2, 4), 4, {"remat": "none", "gather": "per_step"}, {}),
     "bfloat16, biases, norms of heads, tied head": (
         (2, 2, 2),
@@ -49,10 +58,17 @@ SPREAD = {
 }
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize("name", ["the quickstart itself", *SPREAD])
 def test_closed_form_is_what_the_compiled_step_sends(name):
-    setup = small_setup(*SPREAD[name])
-    found = audited(setup)
+    setup = small_setup(*SPREAD[name]) if name in SPREAD else set_up(load(TrainConfig, QUICKSTART), 257)
+    with captured_compiler_warnings() as warnings:
+        found = audited(setup)
+    assert not warnings.rematerializations
+    assert not [each for each in found.over("replica") if each.loop]
+    permutes = [each for each in found.collectives if each.kind == "collective-permute"]
+    assert not permutes or setup.config.pipeline is not None
+    if name not in SPREAD:
+        assert [each for each in found.over("data") if each.loop], "the check finds what is there"
     expected = step_transfers(setup, CPU)
     assert {axes: size for axes, size in found.bytes_by_axes().items() if axes} == bytes_by_axes(expected)
 

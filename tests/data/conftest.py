@@ -1,29 +1,58 @@
 """Small stores and files that the tests of the data layer share."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gregale.data.store import TOKENS_NAME, finish_store, open_store
+from gregale.data.disk import Disk
+from gregale.data.parts import CHUNK_BYTES, LENGTH, Seal, part_name, write_seal
+from gregale.data.store import TokenStore, complete_store, open_store
+from gregale.data.text_bytes import NONE, Corrections
 
 END = 9
 
 
+def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
+    """A store of documents [part][document][token] as they are, without ends of their own."""
+    folder.mkdir()
+    seals = []
+    for number, documents in enumerate(parts):
+        lengths = [len(each) for each in documents]
+        tokens = np.array([token for each in documents for token in each], "<u2")
+        content = tokens.tobytes() + np.array(lengths, LENGTH).tobytes()
+        (folder / part_name(number)).write_bytes(content)
+        chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
+        digests = "".join(sha256(chunk).hexdigest() for chunk in chunks)
+        seals.append(Seal(len(documents), len(tokens), 2, {}, digests))
+        write_seal(folder, number, seals[-1])
+    complete_store(folder, seals, {"dtype": "uint16", "tokenizer": "none", "source": {}})
+    return open_store(folder, Disk(folder / "pieces", 0))
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """What a stream needs of a store."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    corrections: Corrections = NONE
+
+
+def in_memory(documents: Sequence[Sequence[int]]) -> InMemory:
+    """Documents [document][token] as they are, without ends of their own."""
+    tokens = np.array([token for each in documents for token in each], np.uint16)
+    return InMemory(tokens, np.array([0, *map(len, documents)]).cumsum())
+
+
 @pytest.fixture
-def make_store(tmp_path):
-    """A store of the given documents [document][token], each ended by END."""
-
-    def make(documents, name="store"):
-        folder = tmp_path / name
-        folder.mkdir()
-        ended = [[*document, END] for document in documents]
-        np.array([token for document in ended for token in document], np.uint16).tofile(folder / TOKENS_NAME)
-        offsets = np.cumsum([0, *map(len, ended)])
-        finish_store(folder, offsets, {"dtype": "uint16", "tokenizer": "none", "source": {}})
-        return open_store(folder)
-
-    return make
+def make_store():
+    """What a stream needs of a store of the given documents [document][token], each ended by END."""
+    return lambda documents: in_memory([[*document, END] for document in documents])
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ import draccus
 import numpy as np
 import pytest
 
-from gregale.data.config import DataConfig, build_stores, prepare
+from gregale.data.config import DataConfig
 from gregale.data.loader import batches
+from gregale.data.parts import json_sha256
+from gregale.data.preparation import build_stores, prepare
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.stream import held_out_documents
@@ -277,3 +279,17 @@ def test_too_little_text_is_refused_with_the_arithmetic(config, tmp_path):
     with pytest.raises(UserError, match=r"data\.held_out: .* 50 \+ 1 = 51 tokens; the held-out tokens are: book 0\."):
         prepare(book(tmp_path, "a" * 100), 50, 0)
     assert len(prepare(book(tmp_path, "a" * 101), 50, 0).held_out) == 1
+
+
+def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
+    corpus = prepare(config, 16, 0)
+    store = corpus.stores["sources.books"]
+    older = store.folder.with_name(json_sha256([1, store.manifest["source"], store.manifest["tokenizer"]])[:24])
+    store.folder.rename(older)
+    again = prepare(config, 16, 0)
+    assert again.fingerprint == corpus.fingerprint
+    (note,) = again.notes
+    assert note == (
+        f"data.sources.books: an older version of Gregale built {older}, all tokens in one file. It is not used any "
+        f"more: the tokens were built again in {store.folder}. Delete the older folder."
+    )

@@ -18,10 +18,10 @@ def stream_of(store):
     return DocumentStream(store, np.ones(len(store.offsets) - 1, bool))
 
 
-def numbered(make_store, count, first, name):
+def numbered(make_store, count, first):
     """A stream of `count` windows, window w beginning with token first + w."""
     tokens = [first + place // LENGTH for place in range(count * LENGTH)]
-    return stream_of(make_store([tokens], name))
+    return stream_of(make_store([tokens]))
 
 
 def slow_example(tokens, documents):
@@ -74,7 +74,7 @@ def first_tokens(examples, indices):
 
 
 def test_every_epoch_has_every_window_once_in_another_order(make_store):
-    windows = Windows([numbered(make_store, 50, 0, "a")], LENGTH, False)
+    windows = Windows([numbered(make_store, 50, 0)], LENGTH, False)
     examples = training_examples({"a": windows}, {"a": 1.0}, seed=3)
     assert examples.endless
     assert len(examples) == sys.maxsize
@@ -85,7 +85,7 @@ def test_every_epoch_has_every_window_once_in_another_order(make_store):
 
 
 def test_examples_depend_on_index_and_seed_alone(make_store):
-    windows = {name: Windows([numbered(make_store, 20, 0, name)], LENGTH, False) for name in "ab"}
+    windows = {name: Windows([numbered(make_store, 20, 0)], LENGTH, False) for name in "ab"}
     make = lambda seed: training_examples(windows, {"a": 1.0, "b": 2.0}, seed)  # noqa: E731
     forward = first_tokens(make(1), range(100))
     assert first_tokens(make(1), reversed(range(100))) == forward[::-1]
@@ -93,13 +93,13 @@ def test_examples_depend_on_index_and_seed_alone(make_store):
 
 
 def test_neighbouring_seeds_do_not_share_shifted_epochs(make_store):
-    windows = Windows([numbered(make_store, 50, 0, "a")], LENGTH, False)
+    windows = Windows([numbered(make_store, 50, 0)], LENGTH, False)
     second_epoch = first_tokens(training_examples({"a": windows}, {"a": 1.0}, 0), range(50, 100))
     assert second_epoch != first_tokens(training_examples({"a": windows}, {"a": 1.0}, 1), range(50))
 
 
 def test_without_a_seed_windows_come_in_order(make_store):
-    windows = Windows([numbered(make_store, 5, 0, "a")], LENGTH, False)
+    windows = Windows([numbered(make_store, 5, 0)], LENGTH, False)
     examples = training_examples({"a": windows}, {"a": 1.0}, seed=None)
     assert first_tokens(examples, range(12)) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
@@ -107,8 +107,8 @@ def test_without_a_seed_windows_come_in_order(make_store):
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.1, 0.3), (2.0, 1.0), (1.0, 1.25)])
 def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(make_store, weights):
     sizes = {"a": 7, "b": 31}
-    windows = {"a": Windows([numbered(make_store, 7, 0, "a")], LENGTH, False)}
-    windows["b"] = Windows([numbered(make_store, 31, 100, "b")], LENGTH, False)
+    windows = {"a": Windows([numbered(make_store, 7, 0)], LENGTH, False)}
+    windows["b"] = Windows([numbered(make_store, 31, 100)], LENGTH, False)
     examples = training_examples(windows, dict(zip("ab", weights, strict=True)), seed=0)
     drawn = first_tokens(examples, range(450))
     found = np.cumsum(np.array(drawn) < 100)
@@ -121,7 +121,7 @@ def test_mixtures_have_their_weights_all_along_and_each_source_its_own_epochs(ma
 
 
 def test_held_out_examples_are_all_windows_once_then_blank(make_store):
-    streams = {"a": numbered(make_store, 3, 0, "a"), "b": numbered(make_store, 2, 100, "b")}
+    streams = {"a": numbered(make_store, 3, 0), "b": numbered(make_store, 2, 100)}
     examples = held_out_examples(streams, LENGTH, False)
     assert not examples.endless
     assert first_tokens(examples, range(len(examples))) == [0, 1, 2, 100, 101]
@@ -135,13 +135,13 @@ def test_held_out_examples_are_all_windows_once_then_blank(make_store):
 
 
 def test_every_held_out_token_but_the_first_is_a_target_once(make_store):
-    stream = stream_of(make_store([[token] for token in range(8)], "x"))
+    stream = stream_of(make_store([[token] for token in range(8)]))
     examples = held_out_examples({"x": stream}, 5, True)
     targets = examples.rows(range(len(examples)))["targets"].ravel()
     assert Counter(targets.tolist()) == Counter([*range(1, 8), *[9] * 8])
 
 
 def test_too_little_held_out_text_is_refused_with_the_sum(make_store):
-    streams = {"a": stream_of(make_store([[1, 2, 3]], "a"))}
+    streams = {"a": stream_of(make_store([[1, 2, 3]]))}
     with pytest.raises(UserError, match=r"data\.held_out: .* takes 4 \+ 1 = 5 tokens; the held-out tokens are: a 4\."):
         held_out_examples(streams, LENGTH, False)

@@ -23,7 +23,7 @@ def sources(make_store):
     """Window w of a source begins with the source's first token + w."""
 
     def windows(name):
-        store = make_store([[FIRSTS[name] + place // LENGTH for place in range(COUNTS[name] * LENGTH)]], name)
+        store = make_store([[FIRSTS[name] + place // LENGTH for place in range(COUNTS[name] * LENGTH)]])
         return Windows([DocumentStream(store, np.ones(1, bool))], LENGTH, cross_documents=False)
 
     return {name: windows(name) for name in FIRSTS}

@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gregale.data import parts, remote_store
+from gregale.data import parts
 from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.config import DataConfig, prepare
+from gregale.data.config import DataConfig
 from gregale.data.disk import Disk
+from gregale.data.preparation import prepare
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer
 from gregale.errors import UserError
-from gregale.storage import files_below, read_range
+from gregale.storage import files_below, read_range, write_bytes
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]
 BYTES = BytesTokenizer()
@@ -22,8 +23,7 @@ BYTES = BytesTokenizer()
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """Several parts of several pieces."""
-    for module in (parts, remote_store):
-        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 64)
     monkeypatch.setattr(parts, "TASK_BYTES", 300)
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
@@ -47,7 +47,7 @@ def test_a_store_holds_what_one_on_a_disk_holds(config, tmp_path):
     assert all(np.array_equal(one[key], two[key]) for key in one)
     for key, store in far.stores.items():
         assert store.manifest == near.stores[key].manifest
-        np.testing.assert_array_equal(store.tokens[:], near.stores[key].tokens)
+        np.testing.assert_array_equal(store.tokens[:], near.stores[key].tokens[:])
         store.verify()
 
 
@@ -61,30 +61,33 @@ def test_a_host_reads_what_its_rows_need_and_keeps_it(config, tmp_path, s3):
     assert len(kept()) == 1, "where the documents begin"
     first = corpus.train[5]
     assert 1 <= len(kept()) - 1 <= 4
-    (folder,) = {name.partition("/")[0] for name in files_below(s3) if ".parts/" in name}
-    for name in files_below(s3 / folder):
+    for name in files_below(s3):
         if name.endswith(".bin"):
-            (s3 / folder / name).unlink()
+            (s3 / name).unlink()
     np.testing.assert_array_equal(corpus.train[5]["tokens"], first["tokens"])
-    with pytest.raises(UserError, match=r"\.parts: part \d+ is damaged or missing. Delete s3://bucket/\w+/\w+, and"):
+    with pytest.raises(UserError, match=r"part-\d+\.bin is damaged .* Delete s3://bucket/\w+/\w+/manifest.json, and"):
         corpus.train.rows(range(40))
 
 
-def test_damage_in_the_store_is_found_and_mended_when_it_is_told_to(source, s3, tmp_path):
-    store = build(source, s3, Disk(tmp_path / "one", 10**9))
-    folder = s3 / f"{store.folder.name}.parts"
-    place = folder / "part-00000001.bin"
-    data = bytearray(place.read_bytes())
+@pytest.mark.parametrize("at", ["a store", "a disk"])
+def test_damage_is_found_and_mended_when_it_is_told_to(source, s3, tmp_path, at):
+    cache = s3 if at == "a store" else tmp_path / "cache"
+    store = build(source, cache, Disk(tmp_path / "one", 10**9))
+    part = store.folder / "part-00000001.bin"
+    data = bytearray(part.read_bytes())
     data[70] ^= 1
-    place.write_bytes(bytes(data))
-    again = build(source, s3, Disk(tmp_path / "two", 10**9))
-    with pytest.raises(UserError, match="part 1 is damaged"):
+    write_bytes(part, bytes(data))
+    again = build(source, cache, Disk(tmp_path / "two", 10**9))
+    with pytest.raises(UserError, match=r"part-00000001\.bin is damaged or missing"):
         again.verify()
-    for name in ("manifest.json", "documents.npy"):
-        (store.folder / name).unlink()
-    build(source, s3, Disk(tmp_path / "two", 10**9)).verify()
+    with pytest.raises(UserError, match=r"part-00000001\.bin is damaged or missing"):
+        again.tokens[:]
+    (store.folder / "manifest.json").unlink()
+    mended = build(source, cache, Disk(tmp_path / "two", 10**9))
+    mended.verify()
+    assert mended.manifest == store.manifest
     data[70] ^= 1
-    assert place.read_bytes() == bytes(data)
+    assert part.read_bytes() == bytes(data)
 
 
 def test_a_bpe_is_trained_once_for_all_hosts(config, tmp_path, s3):
@@ -95,12 +98,12 @@ def test_a_bpe_is_trained_once_for_all_hosts(config, tmp_path, s3):
     assert told.count("training the tokenizer") > 0
     near = prepare(dataclasses.replace(config, cache=str(tmp_path / "near")), 16, 0)
     assert one.fingerprint == two.fingerprint == near.fingerprint
-    assert not [name for name in files_below(s3) if "builders/" in name], "who has done its share leaves nothing"
+    assert not [name for name in files_below(s3) if name.endswith(".claim")]
 
 
 def test_a_range_of_a_part_is_what_lies_there(source, s3, tmp_path):
     store = build(source, s3, Disk(tmp_path / "pieces", 10**9))
-    data = read_range(s3 / f"{store.folder.name}.parts" / "part-00000000.bin", 0, 40)
+    data = read_range(store.folder / "part-00000000.bin", 0, 40)
     np.testing.assert_array_equal(store.tokens[:20], np.frombuffer(data, "<u2"))
     np.testing.assert_array_equal(store.tokens[np.array([7, 3, 3])], store.tokens[:8][[7, 3, 3]])
     assert len(store.tokens) == store.offsets[-1]

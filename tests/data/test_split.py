@@ -1,30 +1,22 @@
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gregale.data.examples import Windows
 from gregale.data.split import cut_of, end_cut, end_of, split_at
-from gregale.data.store import TOKENS_NAME, finish_store, open_store
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, train_bpe
+from tests.data.conftest import in_memory
 
 BYTES = BytesTokenizer()
 SENTENCES = ["the wind, the sea, the gale ü ", "an island ", "north of the north "]
 BPE = train_bpe(BpeConfig(vocabulary=290), iter(SENTENCES))
 
 
-@pytest.fixture
-def numbered():
-    """A store in which every token, the ends of documents too, is another number; of documents of given lengths."""
-
-    def make(lengths, folder):
-        folder.mkdir()
-        np.arange(sum(lengths), dtype=np.uint16).tofile(folder / TOKENS_NAME)
-        finish_store(folder, np.cumsum([0, *lengths]), {"dtype": "uint16", "tokenizer": "none", "source": {}})
-        return open_store(folder)
-
-    return make
+def numbered(lengths):
+    """Documents of given lengths, in which every token, the ends too, is another number."""
+    return in_memory(np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]))
 
 
 def tokens_of(stream, length):
@@ -33,14 +25,12 @@ def tokens_of(stream, length):
     return {int(token) for n in range(len(windows)) for key in ("tokens", "targets") for token in windows[n][key]}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(
     lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5), fraction=st.floats(0, 0.9), length=st.integers(1, 9)
 )
-def test_no_token_is_in_a_training_window_and_in_one_that_is_held_out(
-    numbered, tmp_path_factory, lengths, fraction, length
-):
-    store = numbered(lengths, tmp_path_factory.mktemp("store") / "x")
+def test_no_token_is_in_a_training_window_and_in_one_that_is_held_out(lengths, fraction, length):
+    store = numbered(lengths)
     cut = end_cut(store, fraction, length)
     split = split_at(store, fraction, cut)
     train, held_out = (tokens_of(stream, length) for stream in split)
@@ -65,8 +55,8 @@ def test_no_token_is_in_a_training_window_and_in_one_that_is_held_out(
         )
 
 
-def test_the_end_of_one_document(numbered, tmp_path):
-    store = numbered([1000], tmp_path / "x")
+def test_the_end_of_one_document():
+    store = numbered([1000])
     assert not held_out_documents(1, 0.1).any()
     assert end_cut(store, 0.1, 10) == 1000 - (10 * 10 + 1)
     assert end_cut(store, 0.001, 10) == 1000 - (2 * 10 + 1)
@@ -78,16 +68,11 @@ def test_the_end_of_one_document(numbered, tmp_path):
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 31, 32, 40, 45, 56, 60])
 @pytest.mark.parametrize("other", [BYTES, BPE])
-def test_an_end_lies_where_it_was_in_the_text_for_another_tokenizer(tmp_path, other, cut):
-    def store_of(tokenizer, name):
-        documents = [np.append(tokenizer.encode(text), tokenizer.end_of_document) for text in SENTENCES]
-        (tmp_path / name).mkdir()
-        np.concatenate(documents).astype(np.uint16).tofile(tmp_path / name / TOKENS_NAME)
-        offsets = np.cumsum([0, *map(len, documents)])
-        finish_store(tmp_path / name, offsets, {"dtype": "uint16", "tokenizer": "none", "source": {}})
-        return open_store(tmp_path / name)
+def test_an_end_lies_where_it_was_in_the_text_for_another_tokenizer(other, cut):
+    def encoded(tokenizer):
+        return in_memory([[*tokenizer.encode(text), tokenizer.end_of_document] for text in SENTENCES])
 
-    before, after = store_of(BYTES, "before"), store_of(other, "after")
+    before, after = encoded(BYTES), encoded(other)
     end = end_of(before, cut, BYTES)
     place = cut_of(after, end, other)
     text = b"".join(other.token_pieces[token] for token in after.tokens[place:])

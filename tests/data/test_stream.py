@@ -1,16 +1,16 @@
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.data.stream import DocumentStream, held_out_documents
+from tests.data.conftest import in_memory
 
 DOCUMENTS = st.lists(st.tuples(st.lists(st.integers(0, 8), max_size=5), st.booleans()), min_size=1, max_size=8)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=DOCUMENTS, data=st.data())
-def test_a_stream_is_its_documents_in_a_row(make_store, tmp_path_factory, documents, data):
-    store = make_store([tokens for tokens, _ in documents], tmp_path_factory.mktemp("store") / "x")
+def test_a_stream_is_its_documents_in_a_row(documents, data):
+    store = in_memory([[*tokens, 9] for tokens, _ in documents])
     stream = DocumentStream(store, np.array([chosen for _, chosen in documents]))
     kept = [tokens for tokens, chosen in documents if chosen]
     expected = [(token, number) for number, tokens in enumerate(kept) for token in [*tokens, 9]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gregale.data.bigram import more_bytes_of
-from gregale.data.build import Cache, NamedSource, build_store, store_key
-from gregale.data.config import DataConfig, prepare
+from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.config import DataConfig
 from gregale.data.disk import Disk
-from gregale.data.notes import notes_on
+from gregale.data.preparation import prepare
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
-from gregale.data.store import finish_store
 from gregale.data.tasks.windows import SlidingWindows
 from gregale.data.text_bytes import Corrections
-from gregale.data.tokenizers import BytesTokenizer, FileConfig, LibraryTokenizer
-from gregale.storage import place
+from gregale.data.tokenizers import FileConfig, LibraryTokenizer
 
 END = "</s>"
 TEXTS = ["the café", "a", " the end ", "ﬁne\nWÖRD  𝔘x", "the the the", "▁a\tb", "x" * 40]
@@ -136,11 +133,10 @@ def corpus(folder: Path, name: str) -> tuple[DataConfig, list[str]]:
     return DataConfig({"x": source}, tokenizer, {"y": source}, 0.2, cache=str(folder / "cache"), workers=1), documents
 
 
-@pytest.mark.parametrize("order", ["whole", "parts"])
 @pytest.mark.parametrize("name", ["prefix-space", "nfkc-lower", "words"])
-def test_documents_and_windows_count_the_bytes_of_their_text(tmp_path, name, order):
+def test_documents_and_windows_count_the_bytes_of_their_text(tmp_path, name):
     config, documents = corpus(tmp_path, name)
-    for found in (prepare(replace(config, order=order), 16, 0), prepare(replace(config, order=order), 16, 0)):
+    for found in (prepare(config, 16, 0), prepare(config, 16, 0)):
         tokenizer, stream = found.tokenizer, found.validation_streams["y"]
         windows = SlidingWindows([stream], 16, 16, (0,), tokenizer.end_of_document)
         assert windows.text_bytes(tokenizer.token_bytes).tolist() == [len(each.encode()) for each in documents]
@@ -159,7 +155,6 @@ def test_documents_and_windows_count_the_bytes_of_their_text(tmp_path, name, ord
         counts = [SlidingWindows([each], 16, 16, (0,), 0).text_bytes(tokenizer.token_bytes) for each in streams]
         assert set(np.concatenate(counts).tolist()) <= {len(each.encode()) for each in documents}
         assert not found.notes
-        found.close()
 
 
 def test_the_bigram_model_counts_the_bytes_of_the_text(tmp_path):
@@ -177,25 +172,3 @@ def test_a_store_in_an_object_store_has_the_counts(tmp_path, s3):
     for _ in range(2):
         store = build_store(NamedSource("x", config.sources["x"]), tokenizer, cache, 1, silent)
         assert store.corrections.differences.tolist() == [-1 for each in documents if not each.startswith(" ")]
-
-
-def test_a_store_of_an_older_version_is_read_and_said_to_lack_the_counts(tmp_path):
-    config, _ = corpus(tmp_path, "prefix-space")
-    tokenizer, source = TOKENIZERS["prefix-space"], NamedSource("x", config.sources["x"])
-    cache = Cache(place(str(tmp_path / "cache")), Disk(tmp_path / "pieces"))
-    folder = tmp_path / "cache" / store_key(source.config, tokenizer)
-    new = build_store(source, tokenizer, cache, 1, silent)
-    described = {key: new.manifest[key] for key in ("dtype", "tokenizer", "source", "parts")}
-    (folder / "text_bytes.npy").unlink()
-    finish_store(folder, new.offsets, described)
-    old = build_store(source, tokenizer, cache, 1, silent)
-    (note,) = notes_on({"sources.x": old}, tokenizer)
-    assert str(folder) in note
-    assert "did not count the bytes of its text" in note
-    assert not notes_on({"sources.x": old}, BytesTokenizer()), "whose tokens say them"
-    assert not notes_on({"sources.x": new}, tokenizer)
-    assert old.content == new.content, "a run that goes on finds its data unchanged"
-    for order in ("whole", "parts"):
-        found = prepare(replace(config, order=order), 16, 0)
-        assert any("did not count the bytes" in note for note in found.notes)
-        found.close()

@@ -1,10 +1,16 @@
-"""Headers for tests of the protocol."""
+"""Headers for tests of the protocol, and servers that close at once."""
 
 import pytest
 
+from gregale.islands.engine import server
 from gregale.islands.protocol.headers import Generation, Header
 
 LINE = Generation(1, "line")
+
+
+@pytest.fixture(autouse=True)
+def servers_close_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(server, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
+from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
-from gregale.islands.guide import Down
-from gregale.islands.hands import AllHands, joint_digest
+from gregale.islands.hands import Hands, joint_digest
 from gregale.islands.healing import Found, NotAsRecorded
-from gregale.islands.hosts import Door, connect, key_of
-from gregale.islands.orders import Arrive, Finish, Pace, Restart, Show, Take
+from gregale.islands.hosts import Host, Link
+from gregale.islands.orders import Arrive, Down, Finish, Pace, Restart, Show, Take
 from gregale.islands.protocol.headers import Peer, seed
 from gregale.islands.worker import Count, NotFinite, OuterSide, Timeouts
 from gregale.methods.island_outer import Moment
@@ -27,7 +26,6 @@ from gregale.methods.schedule import Schedule
 PACE = Pace(Schedule(4, 1, 0, 1), 10, False, 1.0)
 PEERS = (Peer("a", "s", ("a:1", "a:2")), Peer("b", "s", ("b:1", "b:2")))
 OF_ALL = joint_digest(["digest of 0", "digest of 1"])
-KEY = key_of(b"a token", "a word")
 
 
 class Recorded:
@@ -72,17 +70,14 @@ class Recorded:
 def island():
     """All hands of two hosts, their workers, and the follower."""
     workers: Any = Recorded("0"), Recorded("1")
-    door, links = Door("127.0.0.1", KEY), []
-    coming = Thread(target=lambda: links.append(connect(door.address, KEY, 1)))
-    coming.start()
-    hosts = door.hosts(1, 20.0)
-    coming.join()
-    follower = Follower(workers[1], links[0], PACE)
+    hands = Hands(workers[0], [Host(1)])
+    workers[0].server = server = Server("127.0.0.1", b"a token", hands.heard)
+    follower = Follower(workers[1], Link(server.address, b"a token", 1), PACE)
     follower.start()
-    hands = AllHands(workers[0], hosts)
     yield hands, workers, follower
     hands.close()
     follower.close()
+    server.close()
 
 
 def test_the_others_are_told_the_same_in_the_same_order(island):
@@ -169,26 +164,24 @@ def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
     assert hands.heal(PEERS, True).outer.round == 7
 
 
-def test_a_host_that_is_lost_fails_what_is_asked_of_it(island):
-    hands, _, follower = island
-    follower.close()
-    with pytest.raises(GroupFailed, match="host 1 of this island: its connection has ended"):
-        hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
-    hands.took(4, {})  # does not wait
+def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(island):
+    hands, (own, _), follower = island
+    for number in range(20):
+        hands.granted(number)
+        if number % 5 == 0:
+            own.server._http.end_all()
+    assert [follower.take() for _ in range(20)] == list(range(20))
 
 
-def test_strangers_are_not_let_in():
-    door = Door("127.0.0.1", KEY)
-    address, port = door.address.split(":")
+def test_what_a_host_says_twice_counts_once():
+    host = Host(1)
+    answer = host.ask("reduce", [])
+    assert host.heard({"have": 0})["told"] == host.heard({"have": 0})["told"] != []
+    said = {"number": 0, "ask": 0, "value": "digest"}
+    assert host.heard(said) == host.heard(said) == {}
+    assert answer.result() == said
 
-    def come() -> None:
-        with socket.create_connection((address, int(port))) as silent:
-            silent.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            with pytest.raises(UserError, match="cannot reach host 0"):
-                connect(door.address, key_of(b"another token", "a word"), 1)
 
-    coming = Thread(target=come)
-    coming.start()
-    with pytest.raises(UserError, match="1 of the island's other 1 hosts did not come"):
-        door.hosts(1, 1.0)
-    coming.join()
+def test_a_host_that_does_not_reach_host_0_says_what_to_set():
+    with pytest.raises(UserError, match=r"host 1 of this island cannot reach host 0 .*islands.bind of process 0"):
+        Link("127.0.0.1:9/0", b"a token", 1)

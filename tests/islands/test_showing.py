@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import AllHands
-from gregale.islands.hosts import Door, connect, key_of
+from gregale.islands.hands import Hands, Recovery
+from gregale.islands.hosts import Host, Link
 from gregale.islands.inner import Inner
 from gregale.islands.orders import Pace, Restart, Show
 from gregale.islands.protocol.headers import Peer
-from gregale.islands.recovery import Recovery
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.schedule import Schedule
 
@@ -29,14 +27,11 @@ class Island:
     """Two hosts without an outer side, whose trainers are after so many `steps`."""
 
     def __init__(self, stack: ExitStack, steps: tuple[int, int] = (5, 5)):
-        self.steps, self.has_lost_one = steps, False
+        self.steps = steps
         self.workers = [self._worker(host) for host in (0, 1)]
-        door, links = Door("127.0.0.1", key_of(TOKEN, "a word")), []
-        coming = Thread(target=lambda: links.append(connect(door.address, key_of(TOKEN, "a word"), 1)))
-        coming.start()
-        self.hands = AllHands(self.workers[0], door.hosts(1, 20.0))
-        coming.join()
-        self.follower = Follower(self.workers[1], links[0], PACE)
+        self.hands = Hands(self.workers[0], [Host(1)], wants_inner=True)
+        link = Link(self.workers[0].server.address, TOKEN, 1)
+        self.follower = Follower(self.workers[1], link, PACE)
         self.follower.start()
         stack.callback(self.follower.close)
         stack.callback(self.hands.close)
@@ -45,31 +40,29 @@ class Island:
         server = Server("127.0.0.1", TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = Unused()
-        worker = Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
-        worker.heir.want()
-        return worker
+        return Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""
+        if message["kind"] == "host":
+            return self.hands.heard(message)
         assert message == {"kind": "inner"}
-        self.hands.showing.want()
         self.hands.ordered(Show())
-        self.hands.showing.put(optimizer(0, self.steps[0]))
-        if not self.has_lost_one:
-            assert self.follower.order() == Show()
-            self.follower.shown(optimizer(1, self.steps[1]))
-        return {"addresses": self.hands.copies()}
+        self.hands.show(optimizer(0, self.steps[0]))
+        assert self.follower.order() == Show()
+        self.follower.shown(optimizer(1, self.steps[1]))
+        self.hands.await_copies(self.steps[0])
+        return {}
 
     def peer(self) -> Peer:
         return Peer("peer", "session", tuple(worker.server.address for worker in self.workers))
 
     def inherited(self) -> list[Inner | None]:
         """What the trainers get with the state that is installed now."""
-        self.hands.heir.settle()
-        order = Restart(3, self.hands.heir.is_ready)
+        order = Restart(3, self.hands.takes_inner())
         self.hands.ordered(order)
         assert self.follower.order() == order
-        return [take() if order.inherits else None for take in (self.hands.heir.take, self.follower.inherited)]
+        return [take() if order.inherits else None for take in (self.hands.inherited, self.follower.inherited)]
 
 
 class Unused:
@@ -105,7 +98,7 @@ def test_each_host_gets_the_shards_of_its_counterpart(make):
     own, other = joiner.inherited()
     same(own, optimizer(0, 5))
     same(other, optimizer(1, 5))
-    assert not joiner.hands.heir.wants, "it has an optimizer of its own now"
+    assert not joiner.hands.wants_inner, "it has an optimizer of its own now"
     assert joiner.inherited() == [None, None]
 
 
@@ -114,20 +107,19 @@ def test_copies_of_different_steps_are_of_no_use(make):
     torn, joiner = make((5, 6)), make()
     joiner.hands.inherit([torn.peer()])
     assert joiner.inherited() == [None, None]
-    assert joiner.hands.heir.wants, "it may get one when it heals again"
+    assert joiner.hands.wants_inner, "it may get one when it heals again"
 
 
 def test_another_source_gives_what_the_first_one_cannot(make):
     torn, lost, whole, joiner = make((5, 6)), make(), make((8, 8)), make()
-    lost.has_lost_one = True
-    lost.follower.close()
+    lost.workers[0].server.close()
     joiner.hands.inherit([each.peer() for each in (torn, lost, whole)])
     same(joiner.inherited()[1], optimizer(1, 8))
 
 
 def test_what_one_host_cannot_fetch_none_uses(make):
     peer, joiner = make(), make()
-    joiner.workers[1].heir._expected["inner/nu|1"] = (2,), np.dtype(np.float32)
+    joiner.workers[1].inner["inner/nu|1"] = (2,), np.dtype(np.float32)
     joiner.hands.inherit([peer.peer()])
     assert joiner.inherited() == [None, None]
 
@@ -137,8 +129,8 @@ def test_one_that_has_diverged_inherits_once_until_it_has_contributed_again(make
     recovery = Recovery(diverged.hands, restarts.append, lambda work: work())
     recovery.begin([peer.peer()])
     assert restarts == [False, True]
-    same(diverged.hands.heir.take(), optimizer(0, 5))
-    assert not diverged.hands.heir.wants
+    same(diverged.hands.inherited(), optimizer(0, 5))
+    assert not diverged.hands.wants_inner
     recovery.begin([peer.peer()])
     assert restarts == [False, True, False]
     recovery.contributed()

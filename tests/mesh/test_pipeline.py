@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from gregale.audit import Audit, audit, captured_compiler_warnings
+from gregale.audit import Audit, audit
 from gregale.axes.layout import BATCH, REPLICA, is_named, vmap_over
 from gregale.communication.accumulate import split_batch
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.communication.pipeline.stack import Pipeline
 from gregale.communication.pipeline.stage import DATA, LAYER, STAGE, Fixed, Stages, loop_layout
+from tests.audit.warnings import captured_compiler_warnings
 from tests.communication.pipeline.test_stack import (
     TOLERANCE,
     Embed,

@@ -15,11 +15,12 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.conventional import conventional_step
-from gregale.audit import Audit, audit, captured_compiler_warnings
+from gregale.audit import Audit, audit
 from gregale.axes.layout import EMBED, REPLICA, TENSOR_PARALLEL, Layout
 from gregale.methods.psdp import Psdp
 from gregale.optim import AdamWConfig, ConstantSchedule, MuonConfig, OptimizerConfig
+from tests.audit.warnings import captured_compiler_warnings
+from tests.conventional import conventional_step
 from tests.mesh.support import SMALL, executed, layout_of, named_leaves, placed, small_model, token_batch
 from tests.model import oracle
 
@@ -219,16 +220,12 @@ def compiled(step, layout: Layout, *arguments) -> Program:
     return Program(audit(program, layout.mesh), warnings.rematerializations, layout)
 
 
-def compiled_psdp(optimizer: OptimizerConfig) -> Program:
-    layout = layout_of(2, 2, 2)
-    method = psdp(layout, 4, optimizer)
-    state = jax.jit(method.init)()
-    return compiled(method.step, layout, state, placed(token_batch(), layout, layout.compute))
-
-
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return compiled_psdp(ADAMW)
+    layout = layout_of(2, 2, 2)
+    method = psdp(layout, 4)
+    state = jax.jit(method.init)()
+    return compiled(method.step, layout, state, placed(token_batch(), layout, layout.compute))
 
 
 @pytest.fixture(scope="module")
@@ -309,17 +306,6 @@ def test_a_state_split_the_other_way_round_would_be_permuted():
     table = placed(small_model().embedding, layout, {EMBED: (REPLICA, "data")})
     program = jax.jit(lambda table: layout.constrain(table, layout.params)).lower(table).compile()
     assert "collective-permute" in {c.kind for c in audit(program, layout.mesh).collectives}
-
-
-def test_muon_sends_over_replica_what_adamw_sends(program):
-    muon = compiled_psdp(MuonConfig(schedule=ConstantSchedule()))
-    assert over_replica_in_loops(muon) == []
-    large = [
-        Counter((c.kind, c.bytes) for c in one.audit.over(REPLICA) if c.bytes >= SCALARS_BYTES)
-        for one in (muon, program)
-    ]
-    assert large[0] == large[1]
-    assert muon.rematerializations == []
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2, 1), (8, 1, 1)])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.conventional import conventional_step
 from gregale.audit import Audit, audit
 from gregale.audit.hlo import parse
 from gregale.audit.memory import compiler_memory
@@ -26,6 +25,7 @@ from gregale.programs.plan.shapes import abstract_batch, tree_bytes
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
 from gregale.programs.run.setup import set_up
 from gregale.services.config import BatchConfig, TrainConfig
+from tests.conventional import conventional_step
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.methods.config import OUTER, DelayedPsdpConfig, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
-from tests.mesh.support import layout_of
+from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 
 PLAIN_AVERAGE = replace(OUTER, learning_rate=1.0, momentum=0.0, nesterov=False)
 
@@ -24,11 +23,3 @@ def test_a_run_of_few_rounds_with_the_default_outer_optimizer_is_told_of_the_pla
 )
 def test_others_are_not(sync: SyncConfig):
     assert sync.remark_on_rounds(600) is None
-
-
-def test_a_delay_with_nothing_to_hide_is_remarked():
-    said = DelayedPsdpConfig().remark(layout_of(replica=1, data=2), 100)
-    assert said is not None
-    assert "mesh.replica is 1" in said
-    assert DelayedPsdpConfig().remark(layout_of(replica=2), 100) is None
-    assert DelayedPsdpConfig(warmup_steps=7).warm_up() == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -14,25 +13,22 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.fleet import Fleet, Seconds
 from gregale import storage
-from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import prepare
 from gregale.islands import files
 from gregale.islands.protocol.headers import Outer
-from gregale.methods.diloco import Diloco
-from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.programs.run.batches import Placement
-from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from gregale.services.run_places import RunPlaces
 from gregale.services.run_summary import State, summary_of
+from tests.fleet import Fleet, Seconds
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
-from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, saved_state, write_config, write_inputs
+from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, write_config, write_inputs
 from tests.stores import BUCKET, CREDENTIALS
 
 PATIENT = Seconds(heartbeat=20.0, reduce=60.0)
@@ -41,65 +37,36 @@ PATIENCE_SECONDS = 300.0
 QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
 ROWS = 4  # of an island's batch
 ISLAND = {"mesh": {"data": 1}, "batch__size": ROWS, "batch__microbatches": 1, "optimizer__epsilon": 1e-4}
-METHODS = {
-    "diloco": {"type": "diloco", "period": 3},
-    "streaming": {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5},
-}
+SYNC = {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5}
 FOUR_BITS = ["--reduce.codec", "int4", "--reduce.second_leg", "int4"]  # with the default feedback
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The text, and a configuration for each method; islands share what they compile."""
+    """The text and a configuration; islands share what they compile."""
     folder = write_inputs(tmp_path_factory.mktemp("islands"))
-    for name, sync in METHODS.items():
-        path = write_config(folder, f"{name}.yaml", **ISLAND)
-        path.write_text(f"{path.read_text()}\ncpu_devices: 1\nsync: {json.dumps(sync)}\n")
+    write_config(folder, "streaming.yaml", **ISLAND, cpu_devices=1, sync=SYNC)
     return folder
 
 
-def trained(folder, method: str, *options: str, killed: bool = False) -> tuple[files.Saved, list[str], int]:
-    """What two islands in lock step come to: their outer side at the end, their names, and the steps of each.
-
-    - `killed`: both are killed after their first checkpoint, and start again
-    """
-    steps = 2 * METHODS[method]["period"]
-    common = ["--islands.lockstep", "true", "--islands.start", "2", "--steps", str(steps)]
-    common += ["--islands.lease_steps", "50", *options]
-    names = [f"{method}{len(options)}-{own}" for own in "ab"]
-    with Fleet(folder, f"{method}.yaml", PATIENT, common, killed, environment=QUICK_TO_COMPILE) as fleet:
+def trained(folder, names: list[str], *options: str) -> files.Saved:
+    """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
+    common = ["--islands.lockstep", "true", "--islands.start", "2", "--islands.lease_steps", "50", *options]
+    with Fleet(folder, "streaming.yaml", PATIENT, common, True, environment=QUICK_TO_COMPILE) as fleet:
         for name in names:
-            fleet.start(name, pace=0.5 if killed else None)
-        if killed:
-            runs = [island.run for island in fleet.islands.values()]
-            fleet.wait(lambda: all(checkpoint_steps(run) for run in runs), PATIENCE_SECONDS, "a checkpoint of both")
-            for island in fleet.islands.values():
-                island.kill()
-            assert len({tuple(checkpoint_steps(run)) for run in runs}) == 1
-            for name in names:
-                fleet.start(name)
+            fleet.start(name, pace=0.5)
+        runs = [island.run for island in fleet.islands.values()]
+        fleet.wait(lambda: all(checkpoint_steps(run) for run in runs), PATIENCE_SECONDS, "a checkpoint of both")
+        for island in fleet.islands.values():
+            island.kill()
+        assert len({tuple(checkpoint_steps(run)) for run in runs}) == 1
+        for name in names:
+            fleet.start(name)
         codes = [island.process.wait(PATIENCE_SECONDS) for island in fleet.islands.values()]
         assert codes == [0, 0], fleet.tails()
-        assert fleet.check() >= METHODS[method].get("fragments", 1) * 2
-        return files.read(fleet.islands[names[0]].run / "outer", fleet.newest()), names, steps
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_islands_in_lock_step_do_what_diloco_does_in_one_mesh(folder, method, monkeypatch):
-    """Each island's batches are one replica's rows."""
-    saved, names, steps = trained(folder, method)
-    arrays = {name.partition("/theta/")[2].partition("|")[0]: array for name, array in saved.arrays.items()}
-    theta = {path: array for path, array in arrays.items() if path}
-    monkeypatch.chdir(folder)
-    expected = in_one_mesh(method, saved.outer, names, steps)
-    assert theta.keys() == expected.keys()
-    for path, array in theta.items():
-        np.testing.assert_allclose(array, expected[path], rtol=1e-6, atol=1e-6, err_msg=path)
-    run = folder / "runs" / names[0]
-    kept = saved_state(run, checkpoint_steps(run)[-1])  # it was this island's turn in the last round, too
-    for path, array in theta.items():
-        np.testing.assert_array_equal(kept[f"method/psdp/parameters/{path.replace('.', '/')}"], array, err_msg=path)
-    assert summary_of(RunPlaces(run)).state is State.COMPLETE
+        assert fleet.check() >= 2 * SYNC["fragments"]
+        assert all(summary_of(RunPlaces(run)).state is State.COMPLETE for run in runs)
+        return files.read(runs[0] / "outer", fleet.newest())
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
@@ -107,9 +74,13 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
 
     That this is what `Diloco` does in one mesh, where its blocks hold the same values, `test_island` shows.
     """
-    saved, names, steps = trained(folder, "streaming", *FOUR_BITS, "--checkpoint.every", "4", killed=True)
+    names, steps = ["a", "b"], 2 * SYNC["period"]
+    options = [*FOUR_BITS, "--steps", str(steps)]
+    saved = trained(folder, names, *options, "--checkpoint.every", "4")
     monkeypatch.chdir(folder)
-    setup, corpus = prepared("streaming", [*FOUR_BITS, "--islands.lighthouse", "by-hand:1", "--steps", str(steps)], 1)
+    config = load(TrainConfig, "streaming.yaml", [*options, "--islands.lighthouse", "by-hand:1"])
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
+    setup = set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:1]))
     assert isinstance(setup.method, Island)
     stepper, placement = setup.stepper(), Placement(setup.batch_axes, setup.layout)
     members = [Member(setup.method, stepper, setup.initial_state()) for _ in names]
@@ -124,33 +95,6 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     far = [np.ravel(np.abs(held.array - saved.arrays[name]) > 1e-6) for name, held in found.items()]
     # The processes' programs are compiled for one device: a value at the border of two codes may get the other one.
     assert np.mean(np.concatenate(far)) < 1e-3
-
-
-def prepared(method: str, options: list[str], devices: int) -> tuple[Setup, Corpus]:
-    """What a process of such a run has."""
-    config = load(TrainConfig, f"{method}.yaml", options)
-    corpus = prepare(config.data, config.batch.sequence_length, config.seed)
-    return set_up(config, corpus.tokenizer.vocabulary_size, make_mesh(config.mesh, jax.devices()[:devices])), corpus
-
-
-def in_one_mesh(method: str, outer: Outer, names: list[str], steps: int) -> dict[str, np.ndarray]:
-    """The outer parameters of `Diloco` after the same rounds, by fragment and path, on what the islands were leased."""
-    setup, corpus = prepared(method, ["--mesh.replica", "2", "--batch.size", "8", "--steps", str(steps)], 2)
-    assert isinstance(setup.method, Diloco)
-    state, stepper = setup.initial_state(), setup.stepper()
-    placement = Placement(setup.batch_axes, setup.layout)
-    for step in range(1, steps + setup.method.schedule.delay + 1):
-        parts = [corpus.train.batch(first + (step - 1) * ROWS, ROWS, range(ROWS)) for first in firsts(outer, names)]
-        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        state, _ = stepper(state, {name: placement.placed(array) for name, array in rows.items()}, step)
-    found = {}
-    for index in range(setup.method.schedule.fragments):
-        fragment = Fragment.at(setup.method.schedule, index, 0)
-        assert fragment is not None
-        taken = fragment.take(state.method.outer.parameters)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(taken, is_leaf=is_named)[0]:
-            found[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf.array)
-    return found
 
 
 def firsts(outer: Outer, names: list[str]) -> list[int]:
@@ -209,58 +153,52 @@ def test_survivors_of_a_kill_in_the_middle_of_a_reduce_go_on_and_the_dead_one_he
     assert any(each.island == "z" and each.healed for each in trio.observe())
 
 
-def test_one_that_is_told_to_leave_says_so_and_its_command_joins_again(trio):
-    assert trio.islands["z"].leave() == 128 + signal.SIGTERM
-    assert "Left the fleet by SIGTERM" in trio.islands["z"].said()
-    assert "Traceback" not in trio.islands["z"].said()
-    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest("z"))
-    trio.start("z", "--batch.size", str(ROWS // 2))  # of its own: weights are tokens, leases are whole batches of each
-    takes_part(trio, "z")
-
-
 def test_who_does_not_belong_to_the_fleet_is_refused_in_one_line_and_the_others_go_on(trio, folder):
     other = folder / "other_token"
     other.write_text(secrets.token_hex(32))
     other.chmod(0o600)
     stranger = trio.start("stranger", "--islands.token_file", str(other))
     seeded = trio.start("seeded", "--seed", "5")
-    newer = trio.start("newer", version="999.0")
     lonely = trio.start("lonely", "--islands.lighthouse", "127.0.0.1:9")  # where nobody listens
     host, port = trio.islands["x"].address.partition("/")[0].split(":")
     with socket.create_connection((host, int(port))) as garbage, socket.create_connection((host, int(port))):
         garbage.sendall(os.urandom(4096) + b"\r\n\r\n")  # the other connection says nothing
-        codes = [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded, newer)]
-        assert codes == [2, 2, 2], trio.tails()
+        codes = [each.process.wait(PATIENCE_SECONDS) for each in (stranger, seeded)]
+        assert codes == [2, 2], trio.tails()
         assert lonely.leave(PATIENCE_SECONDS) == 128 + signal.SIGTERM, lonely.said()
         trio.wait_for_members(TRIO, PATIENCE_SECONDS, trio.newest())
     assert "Traceback" not in lonely.said()
     seeds = "gregale: error: seed is 0 in the fleet, but 5 in this island; this island ends"
-    refused = [(stranger, "token"), (seeded, seeds), (newer, "the fleet runs Gregale 0")]
+    refused = [(stranger, "token"), (seeded, seeds)]
     for island, reason in refused:
         assert "Traceback" not in island.said()
         errors = [line for line in island.said().splitlines() if "error" in line]
         assert len(errors) == 1, island.said()
         assert reason in errors[0]
     assert "does not speak HTTP" in trio.islands["x"].said()
-    for name in ("stranger", "seeded", "newer", "lonely"):
+    for name in ("stranger", "seeded", "lonely"):
         del trio.islands[name]
     assert all(island.lives for island in trio.islands.values())
 
 
-def test_a_whole_fleet_goes_on_from_its_newest_round(trio):
-    trio.islands["z"].kill()
-    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest())
+def test_a_whole_fleet_that_is_told_to_leave_goes_on_from_its_newest_round(trio):
+    """One after the other; the one that leaves first had no part in the newest rounds."""
+    assert trio.islands["z"].leave() == 128 + signal.SIGTERM
+    assert "Left the fleet by SIGTERM" in trio.islands["z"].said()
+    assert "Traceback" not in trio.islands["z"].said()
+    trio.wait_for_members(["x", "y"], PATIENCE_SECONDS, trio.newest("z"))
     for name in ("x", "y"):
         trio.islands[name].process.terminate()
     assert [trio.islands[name].process.wait(PATIENCE_SECONDS) for name in ("x", "y")] == [143, 143], trio.tails()
     newest = trio.newest()
     for name in TRIO:
-        trio.start(name)
+        # A batch of its own: weights are tokens, leases are whole batches of each.
+        trio.start(name, *(["--batch.size", str(ROWS // 2)] if name == "z" else []))
     trio.wait_for_members(TRIO, 2 * PATIENCE_SECONDS, newest)
     assert not any("no state here" in trio.islands[name].said() for name in TRIO)
     after = [each.round for each in trio.observe() if each.round > newest and not each.healed]
     assert min(after) == newest + 1
-    trio.check()
+    takes_part(trio, "z")
 
 
 def test_who_has_its_run_in_a_store_has_nothing_of_it_on_a_disk(trio):

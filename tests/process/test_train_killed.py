@@ -14,7 +14,6 @@ import pytest
 from tests.programs.tiny import assert_same_state, checkpoint_steps, finished, lines, losses, start_train, write_inputs
 
 STEPS = 90
-KILLS = 10
 SETTINGS = ["--steps", str(STEPS), "--cpu_devices", "2", "--mesh.data", "1", "--mesh.model", "1", "--checkpoint.every"]
 
 
@@ -57,45 +56,34 @@ def wait_for_changes(process: subprocess.Popen, run: Path, count: int) -> None:
         time.sleep(0.001)
 
 
-def test_ten_kills_change_nothing(train, inputs, undisturbed):
-    run = inputs / "killed" / "tiny"
-    moments = random.Random(0)
-    reached = [0]
-    for _ in range(KILLS):
-        process = train("killed")
+STOPS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+ORDER = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("order", [ORDER, pytest.param(10 * (signal.SIGKILL,), marks=pytest.mark.soak)], ids=len)
+def test_signals_at_any_moment_change_nothing(train, inputs, undisturbed, order):
+    runs = f"disturbed-{len(order)}"
+    run, moments, reached = inputs / runs / "tiny", random.Random(0), [0]
+    for number in order:
+        process = train(runs)
         wait_for_changes(process, run, count=moments.randint(1, 8))
-        process.kill()
+        process.send_signal(number)
         code, out, err = finished(process)
-        assert code == -signal.SIGKILL, f"the run ended before it was killed\n{out}\n{err}"
-        assert "Traceback" not in err, err
         reached.append(max(checkpoint_steps(run), default=0))
-    code, out, err = finished(train("killed"))
+        if number == signal.SIGKILL:
+            assert code == -signal.SIGKILL, f"the run ended before it was killed\n{out}\n{err}"
+            assert "Traceback" not in err, err
+            continue
+        assert (code, err) == (STOPS[number], "")
+        saved = f"Stopped by {number.name} after step {reached[-1]} and saved; the same command goes on from there."
+        assert out.splitlines()[-1] == saved
+        assert reached[-2] < reached[-1] == losses(run)[-1][0] < STEPS, "it went on, and saved where it stopped"
+    code, out, err = finished(train(runs))
     assert code == 0, err
     assert f"Going on after step {reached[-1]} of {STEPS}." in out
-    assert reached == sorted(reached), "no kill took a checkpoint back"
+    assert reached == sorted(reached), "nothing took a checkpoint back"
     assert 0 < reached[-1] < STEPS
     assert_same_state(run, undisturbed, STEPS)
     assert losses(run) == losses(undisturbed)
     assert [line for line in lines(run) if "eval_loss" in line] == [lines(undisturbed)[-1]]
     assert not [path.name for path in (run / "checkpoints").iterdir() if "." in path.name], "nothing half-done is left"
-
-
-def test_sigterm_and_sigint_save_and_say_so(train, inputs, undisturbed):
-    run = inputs / "stopped" / "tiny"
-    stopped_at = 0
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = train("stopped")
-        wait_for_changes(process, run, count=2)
-        process.send_signal(number)
-        found, out, err = finished(process)
-        assert (found, err) == (code, "")
-        assert checkpoint_steps(run)[-1] > stopped_at, "it went on, and saved where it stopped"
-        stopped_at = checkpoint_steps(run)[-1]
-        message = f"Stopped by {number.name} after step {stopped_at} and saved; the same command goes on from there."
-        assert out.splitlines()[-1] == message
-        assert losses(run)[-1][0] == stopped_at < STEPS
-    code, out, err = finished(train("stopped"))
-    assert code == 0, err
-    assert f"Going on after step {stopped_at} of {STEPS}." in out
-    assert_same_state(run, undisturbed, STEPS)
-    assert losses(run) == losses(undisturbed)

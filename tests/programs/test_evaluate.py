@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.data.config import prepare
+from gregale.data.preparation import prepare
 from gregale.programs.run.trained import open_trained
 from gregale.services.run_directory import RunDirectory
 from tests.model import oracle

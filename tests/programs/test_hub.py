@@ -17,7 +17,6 @@ from threading import Thread
 import jax
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 from gregale.cli.invocation import invoke
 from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, load_tokenizer, tokenizer_from_file
@@ -92,6 +91,8 @@ def test_each_tensor_keeps_its_dtype(gregale, tmp_path, capsys, names):
     """Files with tensors in float32, some of them or all, whose config.json says bfloat16."""
     made("qwen3", tmp_path / "hub", SHARDED)
     for path in (tmp_path / "hub").glob("*.safetensors"):
+        from safetensors.torch import load_file, save_file  # here, since it imports PyTorch
+
         found = load_file(path)
         save_file({name: each if names in name else each.bfloat16() for name, each in found.items()}, path)
     saved = json.loads((tmp_path / "hub" / "config.json").read_text())
@@ -159,7 +160,7 @@ def on_from_it(inputs, imported) -> Path:
 
 
 def test_the_first_loss_is_that_of_transformers_on_the_same_tokens(gregale, hub, on_from_it):
-    from gregale.data.config import prepare
+    from gregale.data.preparation import prepare
 
     trained = open_trained(str(on_from_it), None, None)
     config = trained.setup.config

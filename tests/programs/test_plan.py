@@ -15,7 +15,8 @@ from gregale.audit.chips import chip
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.communication.pipeline.schedule import Schedule
-from gregale.data.config import DataConfig, prepare
+from gregale.data.config import DataConfig
+from gregale.data.preparation import prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
 from gregale.errors import UserError
@@ -176,6 +177,14 @@ def test_a_remedy_does_what_it_says(planned, found):
 def test_methods_need_less_of_the_link_the_less_they_send(report):
     needed = {name: each["needed_gbit_per_second"] or float("inf") for name, each in report["methods"].items()}
     assert needed["psdp"] > needed["diloco"] >= needed["streaming"] >= needed["streaming_overlap"]
+
+
+def test_the_curve_of_a_method_ends_at_what_it_needs(report):
+    for each in report["methods"].values():
+        curve = dict(zip(each["curve"]["gbit_per_second"], each["curve"]["utilisation"], strict=True))
+        needed = each["needed_gbit_per_second"]
+        reached = [gbit for gbit, utilisation in curve.items() if utilisation >= 0.9]
+        assert (min(reached) == pytest.approx(needed, rel=1e-3)) if needed else not reached
 
 
 def test_the_link_can_be_given(planned):

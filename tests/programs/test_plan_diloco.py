@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import jax
@@ -10,11 +11,13 @@ import pytest
 from gregale.audit.chips import chip
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
+from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
 from gregale.cli import main
 from gregale.errors import UserError
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
+from gregale.methods.fragments import Fragment
 from gregale.methods.schedule import Legs, Schedule
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.methods import methods_of
@@ -81,27 +84,55 @@ def plans():
 @pytest.mark.parametrize("case", WITH_PSDP)
 def test_every_program_sends_its_closed_form(plans, case):
     """By mesh axes, to the byte: the step, what joins the replicas, and the warm-up."""
-    report = report_of(plans(case), 257, None)
+    plan = plans(case)
+    report = report_of(plan, 257, None)
     assert json.loads(json.dumps(report)) == report
     assert report["programs"].keys() == WITH_PSDP[case][1]
     for program in report["programs"].values():
         compiled = {axes: size for axes, size in program["bytes_per_step"]["axes"].items() if axes}
         assert compiled == program["closed_form_bytes_per_step"]
     assert report["collectives"] == report["programs"]["step"]["collectives"]
+    slow = "island" if "islands" in case else "replica"
+    joining = [each for name in plan.programs for each in over(plan, name, slow) if name != "warm_up"]
+    assert joining
+    assert not [each for each in joining if each.loop]
+    assert {each.dtype for each in joining} == ({"u8"} if "four bits" in case else {"f32"})
+    assert plan.step.audit.over("data"), "the check finds what is there"
+
+
+def over(plan, program: str, axis: str):
+    """The collectives of a program over an axis."""
+    return plan.programs[program].audit.over(axis)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
     """Each array's collectives, by the bytes that the audit says a device sends; scalars are smaller than any."""
     plan, method = plans(case), plans(case).setup.method
-    legs = [program for name, program in plan.programs.items() if name not in ("step", "warm_up")]
-    sent = [
-        sum(each.bytes_sent for each in program.audit.collectives if each.axes == (method.axis,) and each.bytes > 48)
-        for program in legs
-    ]
+    legs = [name for name in plan.programs if name not in ("step", "warm_up")]
+    large = {
+        name: [e for e in over(plan, name, method.axis) if e.axes == (method.axis,) and e.bytes > 48] for name in legs
+    }
+    sent = [sum(each.bytes_sent for each in found) for found in large.values()]
     flags = "four bits" in case  # each leg's byte that says whether values were finite, too small for the list above
     assert max(sent) + flags == bytes_a_step(plan.setup)[1]
     assert plan.step.audit.over(method.axis) == ()
+
+
+@pytest.mark.parametrize(("case", "program"), [("diloco", "synchronise"), ("tau 2", "send"), ("tau 2", "apply")])
+def test_joining_sends_every_shard_of_a_fragment_once_each_way(plans, case, program):
+    """From shapes and mappings alone; the largest fragment of `tau 2` has two of the three layers."""
+    plan = plans(case)
+    layout, method = plan.setup.layout, plan.setup.method
+    index = 0 if case == "diloco" else 1
+    part = jax.eval_shape(Fragment.at(method.schedule, index, 0).take, method.inner.model)
+    expected = 0
+    for leaf in jax.tree.leaves(part, is_leaf=is_named):
+        expected += (
+            4 * leaf.size // prod(layout.mesh.shape[each] for each in layout.mesh_axes(leaf.axes, layout.params))
+        )
+    payload = sum(each.bytes for each in over(plan, program, "replica") if each.bytes > 48)
+    assert payload == (2 * expected if program == "synchronise" else expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -239,8 +270,9 @@ def test_the_table_says_what_each_method_sends(plans, capsys):
         assert each["bytes_per_step"]["average"] <= each["bytes_per_step"]["peak"]
 
 
-def test_command_prints_every_program(tmp_path, capsys):
+def test_command_prints_every_program(plans, tmp_path, monkeypatch, capsys):
     path = tmp_path / "step.hlo"
+    monkeypatch.setattr("gregale.programs.plan.command.plan_step", lambda *_: plans("diloco"))
     assert main(["plan", QUICKSTART, *SMALL, *CASES["diloco"][0], "--hlo", str(path)]) == 0
     text = capsys.readouterr().out
     for part in ("outer parameters", "of synchronise", "Collectives of warm_up between slices", "diloco (H 5, conf"):

@@ -1,8 +1,6 @@
 """`gregale plan` of an island: what crosses the network, host memory, and a fragment beside PSDP on the devices."""
 
-import io
 import json
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -67,28 +65,6 @@ def test_the_tables_say_nothing_of_replicas_that_are_missing(report, capsys):
     assert "One host of one of 3 islands" in text
     assert "in host memory" in text
     assert "no other replica" not in text
-
-
-def test_an_outer_side_on_the_devices_is_counted_there(report):
-    on_host, plan = report
-    config = as_island(config_of(*STREAMING, *FOUR_BITS, "--islands.outer_memory=device"), 3)
-    assert setup_of(LIGHTHOUSE, *STREAMING, "--islands.outer_memory=device").config.islands.outer_memory == "device"
-    plan = replace(plan, setup=replace(plan.setup, config=config))
-    on_device = report_of(plan, 257, 0.3, island_of(plan.setup, 3))
-    host, device = on_host["island"], on_device["island"]
-    assert (host["outer_device_bytes"], device["host_bytes"]) == (0, 0)
-    assert host["host_bytes"] / 8 <= device["outer_device_bytes"] < host["host_bytes"] / 7, "split over eight devices"
-    memory, before = on_device["memory"], on_host["memory"]
-    assert memory["outer"] == device["outer_device_bytes"]
-    beside = memory["outer"] + device["device_bytes_in_flight"] - host["device_bytes_in_flight"]
-    assert memory["peak"] == before["peak"] + beside
-    assert "on the devices" in on_device["notes"][-1]
-    assert "in host memory" in on_host["notes"][-1]
-    console = Console(width=110, record=True, file=io.StringIO())
-    print_report(on_device, console)
-    text = console.export_text()
-    assert "outer parameters and optimizer, on a device" in text
-    assert "outer parameters and optimizer, in host memory" not in text
 
 
 def test_four_bits_take_an_eighth_of_the_network():

@@ -18,8 +18,8 @@ from gregale.errors import UserError
 from gregale.programs.plan.candidates import Candidate, Weighed, weighed_candidates
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, Asked, _Compiler, scheduled_seconds, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
+from gregale.programs.plan.text import print_search
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 HEAVY = {"jax", "numpy", "haliax", "equinox", "optax", "draccus", "orbax", "grain", "tokenizers", "tensorstore", "rich"}
-EXTRAS = {"wandb", "trackio", "tensorboardX", "pyarrow", "datasets", "matplotlib"}
+EXTRAS = {"wandb", "trackio", "tensorboardX", "pyarrow", "datasets"}
 
 
 def imported_by(program: str) -> set[str]:

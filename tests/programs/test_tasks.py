@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.data.stream import Chain
 from gregale.data.tasks.continuations import encoded
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
@@ -203,7 +202,7 @@ def test_texts_are_scored_together(model, gregale):
     """With a program for each length, not for each text; the figures of each are its own."""
     trained = open_trained("mine", None, None)
     evaluation = SlidingEvaluation(trained.setup, BytesTokenizer(), CONTEXT, ())
-    texts = {"a": [stream_of(3), stream_of(70, 0)], "b": [Chain([stream_of(9), stream_of(40)])], "": [stream_of(5)]}
+    texts = {"a": [stream_of(3), stream_of(70, 0)], "b": [stream_of(9), stream_of(40)], "": [stream_of(5)]}
     found = evaluation(trained.model, texts)
     assert evaluation._scorer._sums._cache_size() == len(halves(CONTEXT))
     assert list(found) == list(texts)

@@ -6,7 +6,7 @@ import pytest
 
 from gregale.audit import chips
 from gregale.audit.chips import CHIPS, OF_KIND, of_device
-from gregale.programs.run.utilisation import peak_tokens_per_second
+from gregale.programs.train.step_log import peak_tokens_per_second
 from tests.audit.steps import small_setup
 from tests.programs.tiny import lines
 

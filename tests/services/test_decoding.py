@@ -121,18 +121,17 @@ def test_nothing_silly_is_suggested(key):
     assert "Did you mean" not in refusal(f"--{key}", "1")
 
 
-def test_elements_of_a_list_can_be_added_on_the_command_line(tmp_path):
-    one, two = "tensorboard", "trackio"
-    second = ["--trackers.1.type", two, "--trackers.1.project", "p"]
-    added = load(TrainConfig, None, [*RUN, "--trackers.0.type", one, *second])
-    assert [type(tracker).__name__ for tracker in added.trackers] == ["TensorBoardConfig", "TrackioConfig"]
-    path = tmp_path / "run.yaml"
-    path.write_text("name: a\nsteps: 1\ntrackers: [{type: tensorboard}]")
-    assert load(TrainConfig, path, second).trackers == added.trackers
-    path.write_text("name: a\nsteps: 1\ntrackers: []")
-    assert load(TrainConfig, path, ["--trackers.0.type", one]).trackers == added.trackers[:1]
-    with pytest.raises(UserError, match=r"`trackers` is a list of 0; it has none yet; `trackers.0` adds one"):
-        load(TrainConfig, path, ["--trackers.1.type", one])
+def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherwise(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("islands: {outer_memory: host}\n")
+    assert load(TrainConfig, saved, RUN).islands == load(TrainConfig, None, RUN).islands
+    saved.write_text("islands: {outer_memory: device}\n")
+    with pytest.raises(
+        UserError, match=r"islands.outer_memory` is 'device' .*line 1\), but this key was removed: .* Remove"
+    ):
+        load(TrainConfig, saved, RUN)
+    assert "was removed" in refusal("--islands.outer_memory", "device")
+    assert "was removed" in refusal("--data.order", "parts")
 
 
 @pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])

@@ -26,13 +26,6 @@ def test_the_host_has_a_name():
     assert IslandsConfig(name="oslo").own_name == "oslo"
 
 
-def test_the_outer_side_is_on_the_host_or_on_the_devices():
-    assert IslandsConfig().outer_memory == "host"
-    assert IslandsConfig(outer_memory="device").outer_memory == "device"
-    with pytest.raises(KeyedError, match="outer_memory"):
-        IslandsConfig(outer_memory="disk")
-
-
 def test_seconds_are_those_of_the_network_but_what_is_given():
     lan, wan = timing_of(IslandsConfig()), timing_of(IslandsConfig(network="wan", reduce_seconds=7.0))
     assert (lan.heartbeat_seconds, wan.heartbeat_seconds) == (2.0, 10.0)

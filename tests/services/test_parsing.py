@@ -182,7 +182,9 @@ def test_arguments_override(parse, arguments, changes):
 
 
 def test_arguments_go_on_top_of_the_file(parse):
-    run = parse("name: a\nmore: [{path: p}, {path: q}]\nshape: {type: bar, size: 5}", "--more.1.weight", "3")
+    run = parse(
+        "name: a\nmore: [{path: p}]\nshape: {type: bar, size: 5}", "--more", "[{path: p}, {path: q, weight: 3}]"
+    )
     assert run.more == (Source("p"), Source("q", 3.0))
     assert parse("name: a\nshape: {type: bar, size: 5}", "--shape.type", "disc").shape == Disc(size=5.0)
 
@@ -196,7 +198,6 @@ def test_arguments_go_on_top_of_the_file(parse):
         (["--shape", "{ends: [0, 9]}"], {"shape": Bar(5.0, (0.0, 9.0))}),
         (["--shape", "{type: bar, ends: [0, 9]}"], {"shape": Bar(5.0, (0.0, 9.0))}),
         (["--shape", "{type: disc, holes: 2}"], {"shape": Disc(1.0, 2)}),
-        (["--more.0", "{path: q}"], {"more": (Source("q", 4.0),)}),
         (["--sources.web", "{weight: 2}"], {"sources": {"web": Source("p", 2.0)}}),
         (["--sources", "{other: {path: q}}"], {"sources": {"other": Source("q")}}),
         (["--second_mesh", "{data: 3}"], {"second_mesh": Mesh(data=3)}),
@@ -272,7 +273,7 @@ MISTAKES = {
     "mapping for list": (
         "name: a\nmore: {path: p}",
         [],
-        "`more` (run.yaml, line 2) is one mapping; expected list of mapping: `more: [{path: 'p'}]`, or `--more.0.path`",
+        "`more` (run.yaml, line 2) is one mapping; expected list of mapping: `more: [{path: 'p'}]`.",
     ),
     "null for int": ("name: a\nsteps: null", [], "`steps` .* is null (nothing was given); expected int"),
     "value forgotten": (
@@ -296,7 +297,7 @@ MISTAKES = {
     "scalar for mapping": ("name: a\nsources: 5", [], "`sources` .* expected mapping of names to mapping"),
     "below a scalar": ("name: a\nsteps: 5", ["--steps.x", "1"], "`--steps.x` .* nothing lies below `steps`, .* '5'"),
     "below a scalar's default": ("name: a", ["--rate.x", "1"], "`rate` is of type float .* but `rate.x` was given"),
-    "no such element": ("name: a\nmore: [{path: p}]", ["--more.3.path", "q"], "`more` is a list of 1; .* `more.0`"),
+    "an element of a list": ("name: a", ["--more.0.path", "q"], "`more` is a list, .* as a whole: `--more '[...]'`."),
     "word without key": ("name: a", ["steps"], "'steps' on the command line belongs to no key"),
     "duplicate key": ("name: a\nsteps: 1\nname: b", [], "run.yaml: `name` stands twice, in line 1 and in line 3"),
     "duplicate below": ("name: a\nmesh: {data: 1, data: 1}", [], "`mesh.data` stands twice, in line 2 and in line 2"),

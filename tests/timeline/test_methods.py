@@ -8,19 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gregale.errors import UserError
-from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import (
     METHODS,
+    PAYLOADS,
     Cadence,
     data_parallel,
     diloco,
     islands,
-    method,
     psdp,
     streaming,
     streaming_overlap,
 )
-from gregale.timeline.model import PRESETS, Workload
+from gregale.timeline.model import PRESETS, Ring, Workload
 from gregale.timeline.simulate import simulate
 
 
@@ -63,7 +62,7 @@ def test_islands_wait_where_the_next_fragment_departs():
     compute = 1 - 1 / 12
     link = 2 * 4.0 * 8 / (spacing * compute) / 1e9  # two layers in the steps between two rounds
     at = np.array([link * 1.001, link / 2])
-    reached = simulate(workload, sent, Fleet.uniform(2), at, 60).utilisation
+    reached = simulate(workload, sent, Ring(2), at, 60).utilisation
     assert reached[0] > 0.999
     assert reached[1] < 0.9
 
@@ -106,7 +105,9 @@ def test_a_codec_shrinks_only_the_gradients_of_psdp():
     assert METHODS["diloco"].bytes_per_parameter("int4") == 0.53125
 
 
-def test_an_unknown_method_lists_the_choices():
-    with pytest.raises(UserError, match="methods: 'fedavg' is not a known method; choose among data_parallel, diloco"):
-        method("fedavg")
-    assert method("psdp") is METHODS["psdp"]
+@pytest.mark.parametrize(
+    ("codec", "expected"),
+    [("float32", 4), ("bfloat16", 2), ("int8", 1 + 2 / 64), ("int4", 0.5 + 2 / 64), ("e3m0", 0.53125), ("4bit", 0.5)],
+)
+def test_bytes_per_parameter(codec, expected):
+    assert PAYLOADS[codec].bytes_per_parameter == expected

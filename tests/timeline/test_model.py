@@ -1,9 +1,10 @@
-"""Workloads and presets."""
+"""Workloads, presets and the ring between sites."""
 
+import numpy as np
 import pytest
 
 from gregale.errors import UserError
-from gregale.timeline.model import PRESETS, Workload, preset
+from gregale.timeline.model import PRESETS, Ring, Workload
 
 
 def test_nodes_of_a_step():
@@ -21,9 +22,15 @@ def test_presets_are_the_papers():
     }
 
 
-def test_an_unknown_preset_lists_the_choices():
-    with pytest.raises(UserError, match="model: '2b' is not a preset; choose one of 1b, 10b, 100b"):
-        preset("2b")
+def test_two_sites_take_the_papers_time():
+    np.testing.assert_allclose(Ring(2).link_seconds(1e9 / 8, np.array([1e9, 4e9])), [1.0, 0.25])
+
+
+def test_eight_sites_send_seven_quarters():
+    ring = Ring(8, latency_seconds=0.01)
+    assert ring.sent_bytes(4.0) == 7.0
+    np.testing.assert_allclose(ring.link_seconds(4.0, np.array([28.0])), [2.0])
+    assert ring.delay_seconds == pytest.approx(0.14)
 
 
 @pytest.mark.parametrize("field", ["parameters", "layers", "step_seconds", "microbatches"])

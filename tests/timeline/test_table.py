@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import PAPER_METHODS, Cadence
-from gregale.timeline.model import PRESETS
+from gregale.timeline.model import PRESETS, Ring
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_method
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
@@ -44,7 +43,7 @@ def cell(gbit_per_second):
 
 def cells_off(model):
     """Cells of the grid between the model's value and the paper's, [method, goal]."""
-    runs = [run_method(name, PRESETS[model], Fleet.uniform(2), Cadence()) for name in PAPER_METHODS]
+    runs = [run_method(name, PRESETS[model], Ring(2), Cadence()) for name in PAPER_METHODS]
     needed = [needed_bandwidths(run.utilisation) for run in runs]
     return np.array(
         [[cell(v) - cell(p) for v, p in zip(*rows, strict=True)] for rows in zip(needed, PAPER[model], strict=True)]
@@ -76,9 +75,9 @@ def test_the_first_bandwidth_that_reaches_a_goal_is_read():
 
 
 def test_a_codec_in_place_of_the_methods_own():
-    workload, fleet, cadence = PRESETS["1b"], Fleet.uniform(2), Cadence()
-    own = run_method("streaming_overlap_4bit", workload, fleet, cadence)
-    other = run_method("streaming_overlap", workload, fleet, cadence, codec="4bit")
+    workload, ring, cadence = PRESETS["1b"], Ring(2), Cadence()
+    own = run_method("streaming_overlap_4bit", workload, ring, cadence)
+    other = run_method("streaming_overlap", workload, ring, cadence, codec="4bit")
     np.testing.assert_array_equal(own.utilisation, other.utilisation)
 
 
@@ -88,7 +87,7 @@ def test_the_documentation_shows_these_numbers():
     expected = []
     for model, table in PAPER.items():
         for name, published in zip(PAPER_METHODS, table, strict=True):
-            run = run_method(name, PRESETS[model], Fleet.uniform(2), Cadence())
+            run = run_method(name, PRESETS[model], Ring(2), Cadence())
             needed = [round(value or 0.0, 1) for value in needed_bandwidths(run.utilisation)]
             expected.append(list(zip(needed, published, strict=True)))
     assert shown == expected

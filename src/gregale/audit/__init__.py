@@ -10,6 +10,5 @@ the loop and, outside of it, that turn; the totals over `times` are exact.
 from gregale.audit.collectives import Collective
 from gregale.audit.loops import Loop
 from gregale.audit.report import Audit, audit
-from gregale.audit.warnings import CompilerWarnings, captured_compiler_warnings
 
-__all__ = ["Audit", "Collective", "CompilerWarnings", "Loop", "audit", "captured_compiler_warnings"]
+__all__ = ["Audit", "Collective", "Loop", "audit"]

@@ -247,12 +247,6 @@ def exact_averages(step: StepShape) -> list[Transfer]:
     return found
 
 
-def finiteness(step: StepShape) -> list[Transfer]:
-    """Whether a replica's gradients are finite, a number, agreed on by its devices and added up over replicas."""
-    inside = tuple(axis for axis in step.mesh if axis != REPLICA)
-    return [Transfer("finite", "all-reduce", axes, FLOAT32) for axes in (inside, (REPLICA,))]
-
-
 def agreement(step: StepShape, axis: str) -> list[Transfer]:
     """Two products of each replica's pseudo-gradient, added up over the devices inside it that share a weight."""
     found = []

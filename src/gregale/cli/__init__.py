@@ -46,9 +46,6 @@ PROGRAMS = {
     "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
-    "clean": Program(
-        "gregale.programs.clean", "list the token stores, tokenizers and programs of a cache folder, and delete them"
-    ),
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),

@@ -10,7 +10,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH, REPLICA, Layout, is_named, vmap_over
 from gregale.errors import UserError
@@ -62,34 +61,6 @@ def accumulate(
 
     sums = vmap_over(one_replica, REPLICA, layout)(split_batch(batch, layout, microbatches))
     return sums._replace(gradients=layout.constrain(sums.gradients, layout.params))
-
-
-def zero_sums(parameters: Tree, layout: Layout) -> Tree:
-    """No gradients yet: zeros [replica, ...], as `accumulate` returns gradients by these parameters."""
-
-    def one(leaf):
-        if isinstance(leaf, NamedArray):
-            return hax.zeros((layout.Replica, *leaf.axes), jnp.float32)
-        return jnp.zeros((layout.replicas, *leaf.shape), jnp.float32)
-
-    return layout.constrain(jax.tree.map(one, parameters, is_leaf=is_named), layout.params)
-
-
-def finite_replicas(sums: Tree, layout: Layout) -> NamedArray:
-    """1 for each replica all of whose sums are finite, else 0: [replica] float32; nothing crosses `replica` for it."""
-    leaves = jax.tree.leaves(sums, is_leaf=is_named)
-    specs = [layout.spec(leaf.axes, layout.params) if is_named(leaf) else PartitionSpec(REPLICA) for leaf in leaves]
-    inside = tuple(axis for axis in layout.mesh.axis_names if axis != REPLICA)
-
-    def on_device(shards: list[jax.Array]) -> jax.Array:
-        here = jnp.stack([jnp.isfinite(shard).all() for shard in shards]).all()
-        return jax.lax.pmin(here.astype(jnp.float32), inside)[None]
-
-    arrays = [leaf.array if is_named(leaf) else leaf for leaf in leaves]
-    run = jax.shard_map(
-        on_device, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(REPLICA), check_vma=False
-    )
-    return NamedArray(run(arrays), (REPLICA,))
 
 
 def _float32(tree: Tree) -> Tree:

@@ -30,16 +30,8 @@ def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
 
 def keys_here(path: str, shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
     """The keys of an array's shards on this host, each once."""
-    return list(places_here(path, shape, sharding))
-
-
-def places_here(path: str, shape: tuple[int, ...], sharding: NamedSharding) -> dict[str, Any]:
-    """The first device of this host that has each of an array's shards, by key, in their order."""
-    found: dict[str, Any] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        if index is not None:
-            found.setdefault(shard_key(path, index, shape), device)
-    return dict(sorted(found.items()))
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return sorted({shard_key(path, index, shape) for index in indices if index is not None})
 
 
 def shards_here(path: str, array: jax.Array) -> dict[str, jax.Array]:

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gregale.data.stream import Stream
+from gregale.data.stream import DocumentStream
 
 READ_TOKENS = 1 << 22
 
 
 def bigram_bits_per_byte(
-    training: Iterable[Stream],
-    held_out: Iterable[Stream],
+    training: Iterable[DocumentStream],
+    held_out: Iterable[DocumentStream],
     token_bytes: np.ndarray,
     cross_documents: bool = False,
 ) -> float:
@@ -55,7 +55,7 @@ def bigram_bits_per_byte(
     return float(min(bits) / ((times * token_bytes[target]).sum() + more_bytes))
 
 
-def unique_pairs(streams: Iterable[Stream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
+def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
     """The pairs of some streams, coded as first * vocabulary + second and sorted, and how often each occurs."""
     codes, counts = [], []
     for stream in streams:
@@ -67,19 +67,19 @@ def unique_pairs(streams: Iterable[Stream], vocabulary: int, cross: bool) -> tup
     return scored, np.bincount(places, np.concatenate(counts))
 
 
-def read_pairs(stream: Stream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def read_pairs(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Blocks of neighbouring tokens (first, second), int64 [pair] each."""
     for tokens, kept, _ in read_blocks(stream, cross):
         yield tokens[:-1][kept].astype(np.int64), tokens[1:][kept].astype(np.int64)
 
 
-def more_bytes_of(stream: Stream, cross: bool) -> int:
+def more_bytes_of(stream: DocumentStream, cross: bool) -> int:
     """How many bytes of text the second tokens of all pairs stand for beyond their pieces."""
     blocks = ((kept, start + 1) for _, kept, start in read_blocks(stream, cross))
     return sum(int(stream.more_bytes(first, first + len(kept))[kept].sum()) for kept, first in blocks)
 
 
-def read_blocks(stream: Stream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
+def read_blocks(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
     """Tokens [pair + 1], which of their pairs are scored [pair], and where they begin in the stream."""
     for start in range(0, len(stream) - 1, READ_TOKENS):
         tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.data.stream import DocumentStream, Stream
+from gregale.data.stream import DocumentStream
 from gregale.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Windows(Sequence[Rows]):
     """
 
     def __init__(
-        self, streams: Sequence[Stream], sequence_length: int, cross_documents: bool, *, evaluates: bool = False
+        self, streams: Sequence[DocumentStream], sequence_length: int, cross_documents: bool, *, evaluates: bool = False
     ):
         self._streams = streams
         self.sequence_length = sequence_length
@@ -62,7 +62,7 @@ class Windows(Sequence[Rows]):
         return example
 
 
-def window_count(stream: Stream, sequence_length: int) -> int:
+def window_count(stream: DocumentStream, sequence_length: int) -> int:
     """Windows of L + 1 tokens at a stride of L that fit in a stream: floor((tokens - 1) / L)."""
     return max(0, len(stream) - 1) // sequence_length
 
@@ -115,11 +115,6 @@ class Examples:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         return self._dataset[index]  # type: ignore[return-value]
-
-    def head(self, count: int | None) -> "Examples":
-        """Examples that begin with the same `count`, or with all; only these need be there."""
-        del count
-        return self
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""

@@ -1,15 +1,17 @@
-"""The parts that a token store is built of: each is encoded by one process, sealed, and kept until all are there.
+"""The parts of a token store: each is encoded by one process and then sealed.
 
-What the parts of a source are follows from its files alone, so any process on any host may encode any of them, and
-whoever comes later goes on from those that are sealed. A part is a file, `part-00000007.bin`: the ids of its documents,
-each ended by the end-of-document token, then the documents' lengths in tokens (int64), all little-endian. Its seal,
-`part-00000007.json`, is written behind it, and says what it holds, with a checksum of every piece.
+The parts of a source follow from its files alone. So any process on any host may encode any of them, and a later build
+goes on from those that are sealed. A part is a file, `part-00000007.bin`: the ids of its documents, each ended by the
+end-of-document token, then the documents' lengths in tokens (int64), all little-endian. Its seal, `part-00000007.json`,
+is written after it and says what it holds, with a checksum of every chunk.
 
 The worker processes import this module; it must never import JAX.
 """
 
 import hashlib
 import json
+import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,16 +21,17 @@ from typing import BinaryIO
 import numpy as np
 
 from gregale.data.sources import Document, Part, Skipped, SourceConfig
-from gregale.data.store import json_sha256
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.files import replacing
-from gregale.storage import Place, Remote, read_range, write_bytes
+from gregale.storage import Place, Remote, names, read_range, write_bytes
 
-TASK_BYTES = 8 << 20
-PIECE_BYTES = 256 << 10  # what is read of a part at least, and has a checksum of its own
-PIECES_AT_ONCE = 32
+TASK_BYTES = 64 << 20  # of input
+LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, so that there is one for each core
+CHUNK_BYTES = 256 << 10  # what is read of a part at least, and has a checksum of its own
+CHUNKS_AT_ONCE = 32
+DIGEST = 64  # characters
 BATCH_SIZE = 1 << 18  # characters that a tokenizer is given at once, or tokens
 LENGTH = np.dtype("<i8")
 
@@ -55,15 +58,15 @@ class Seal:
         tokens: how many, ends of documents included.
         itemsize: bytes of a token.
         skipped: the fields of `Skipped`.
-        pieces: the SHA-256 of every `PIECE_BYTES` of the file.
-        corrections: packed `Corrections`; None of a tokenizer that has none, or if an older version sealed the part.
+        chunks: the SHA-256 of every `CHUNK_BYTES` of the file, one after the other in hexadecimal digits.
+        corrections: packed `Corrections`; None of a tokenizer that has none.
     """
 
     documents: int
     tokens: int
     itemsize: int
     skipped: dict
-    pieces: tuple[str, ...]
+    chunks: str
     corrections: str | None = None
 
     @property
@@ -81,11 +84,13 @@ class Damaged(Exception):
 
 
 def make_tasks(source: SourceConfig) -> list[Task]:
-    """Groups the parts of a source into tasks of about `TASK_BYTES`."""
+    """Groups the parts of a source into tasks of about `TASK_BYTES`, or fewer if it is small."""
+    parts = source.parts()
+    wanted = min(TASK_BYTES, max(LEAST_TASK_BYTES, sum(part.size_bytes for part in parts) // MANY_TASKS))
     groups: list[list[Part]] = [[]]
     size = 0
-    for part in source.parts():
-        if size >= TASK_BYTES:
+    for part in parts:
+        if size >= wanted:
             groups.append([])
             size = 0
         groups[-1].append(part)
@@ -102,13 +107,15 @@ def seal_name(number: int) -> str:
 
 
 def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
-    """Encodes the documents of a task into a part and seals it.
+    """Encodes the documents of a task into a part and seals it, unless that is done.
 
     Args:
         task: what to encode.
         tokenizer: by what.
-        folder: where the store's parts lie.
+        folder: of the store.
     """
+    if read_seal(folder, task.number) is not None:  # another host was faster
+        return
     place = folder / part_name(task.number)
     if isinstance(place, Remote):
         with tempfile.TemporaryFile() as file:  # it has no name, and so goes however this process ends
@@ -118,9 +125,9 @@ def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
     else:
         with replacing(place) as temporary, temporary.open("w+b") as file:
             seal = write_part(task, tokenizer, file)
-    content = {key: value for key, value in asdict(seal).items() if value is not None}
-    sealed = json.dumps(content | {"sha256": json_sha256(content)}).encode()
-    write_bytes(folder / seal_name(task.number), sealed)
+            file.flush()
+            os.fsync(file.fileno())
+    write_seal(folder, task.number, seal)
 
 
 def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
@@ -135,16 +142,16 @@ def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
                     lengths.append(len(ids) + 1)
                     corrections.append(Corrections.of(more_bytes))
     output.write(np.array(lengths, LENGTH).data)
-    pieces = tuple(hashlib.sha256(piece).hexdigest() for piece in blocks(output))
+    chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in chunks_of(output))
     packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
-    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), pieces, packed)
+    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
 
 
-def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The pieces of a file, from its beginning."""
+def chunks_of(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the chunks of a file, from its beginning."""
     file.seek(0)
-    while block := file.read(PIECE_BYTES):
-        yield block
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -187,38 +194,54 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
 
 
+def write_seal(folder: Place, number: int, seal: Seal) -> None:
+    """Seal a part."""
+    content = {key: value for key, value in asdict(seal).items() if value is not None}
+    write_bytes(folder / seal_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
+
+
+def sealed_parts(folder: Place) -> set[int]:
+    """Return the numbers of the parts that have a seal."""
+    return {int(found[1]) for name in names(folder) if (found := re.fullmatch(r"part-(\d{8})\.json", name))}
+
+
 def read_seal(folder: Place, number: int) -> Seal | None:
     """The seal of a part; None if it has none, or a damaged one, so that it has to be encoded."""
     try:
         content = json.loads((folder / seal_name(number)).read_bytes())
         if content.pop("sha256") != json_sha256(content):
             return None
-        return Seal(**content | {"pieces": tuple(content["pieces"])})
+        return Seal(**content)
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def read_pieces(folder: Place, number: int, seal: Seal, first: int, count: int) -> bytes:
-    """Some pieces of a part, one after the other; raises `Damaged` if they are not what was sealed."""
-    start = first * PIECE_BYTES
+def read_chunks(folder: Place, number: int, seal: Seal, first: int, count: int) -> bytes:
+    """Read some chunks of a part, one after the other; raise `Damaged` if they are not what was sealed."""
+    start = first * CHUNK_BYTES
     try:
-        data = read_range(folder / part_name(number), start, min(start + count * PIECE_BYTES, seal.size_bytes))
+        data = read_range(folder / part_name(number), start, min(start + count * CHUNK_BYTES, seal.size_bytes))
     except FileNotFoundError:
         raise Damaged(number) from None
     view = memoryview(data)
-    found = [hashlib.sha256(view[at : at + PIECE_BYTES]).hexdigest() for at in range(0, len(data), PIECE_BYTES)]
-    if found != list(seal.pieces[first : first + count]):
+    found = [hashlib.sha256(view[at : at + CHUNK_BYTES]).hexdigest() for at in range(0, len(data), CHUNK_BYTES)]
+    if "".join(found) != seal.chunks[first * DIGEST : (first + count) * DIGEST]:
         raise Damaged(number)
     return data
 
 
 def read_part(folder: Place, number: int, seal: Seal) -> Iterator[bytes]:
-    """A whole part in blocks, every one of them checked; raises `Damaged`."""
-    for first in range(0, len(seal.pieces), PIECES_AT_ONCE):
-        yield read_pieces(folder, number, seal, first, PIECES_AT_ONCE)
+    """Read a whole part in blocks and check each of them; raise `Damaged`."""
+    for first in range(0, len(seal.chunks) // DIGEST, CHUNKS_AT_ONCE):
+        yield read_chunks(folder, number, seal, first, CHUNKS_AT_ONCE)
 
 
 def discard(folder: Place, number: int) -> None:
     """Forgets a part, so that it is encoded anew: the seal goes first."""
     for name in (seal_name(number), part_name(number)):
         (folder / name).unlink(missing_ok=True)
+
+
+def json_sha256(value) -> str:
+    """A hash of a JSON value that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,40 +1,126 @@
-"""A token store on disk: the tokens of one source, ready to be mapped into memory.
+"""A token store: the tokens of one source, in a folder on a disk or in an object store.
 
 A store is a folder with these files:
 
-- `tokens.bin`: the ids of all documents, one after the other, each ended by the end-of-document token, as little-endian
-  uint16 or uint32 (the smallest that holds the vocabulary)
-- `documents.npy`: int64 [document + 1], where in `tokens.bin` each document begins, and the end of the last
+- `part-00000000.bin` and so on: the tokens, little-endian uint16 or uint32 (the smallest that holds the vocabulary);
+  `part-00000000.json` and so on: what each part holds; see `gregale.data.parts`
+- `documents.npy`: int64 [document + 1], where each document begins among all tokens, and the end of the last
 - `text_bytes.npy`: int64 [2, correction], which tokens stand for other bytes of text than their pieces have; only where
   the tokenizer has such tokens, see `gregale.data.text_bytes`
-- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the others, and
-  what could not be read, where that was to be skipped
-- `verified.json`: which `tokens.bin` (size, time, inode) was last found to have the manifest's SHA-256
+- `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other files and
+  of all tokens, and what could not be read, where that was to be skipped. It is written last and completes the store
 """
 
 import hashlib
+import io
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from gregale.data import parts
+from gregale.data.disk import Disk
+from gregale.data.parts import DIGEST, LENGTH, Damaged, Seal, json_sha256, part_name, read_chunks, read_part, read_seal
 from gregale.data.progress import Report, silent
+from gregale.data.sources import Skipped
 from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
-from gregale.files import flush, replacing, write_bytes
-from gregale.storage import Place
+from gregale.files import flush
+from gregale.storage import Place, Remote, write_bytes
 
-FORMAT = 1
-TOKENS_NAME = "tokens.bin"
+FORMAT = 2
 DOCUMENTS_NAME = "documents.npy"
 TEXT_BYTES_NAME = "text_bytes.npy"
 MANIFEST_NAME = "manifest.json"
-VERIFIED_NAME = "verified.json"
-READ_BYTES = 16 << 20
+TOKENS = "tokens.bin"  # names all tokens in a manifest; format 1 had a file of that name, and runs remember its SHA-256
+MAPS_AT_HAND = 64  # of parts on a disk; each takes a file descriptor
 MENDING = "Delete the folder and it will be built again."
+
+
+class PartReader:
+    """Reads the parts of a store by chunks and checks each chunk when this process first reads it.
+
+    Args:
+        folder: of the store.
+        disk: keeps what is read of an object store. Parts on a disk are mapped into memory.
+    """
+
+    def __init__(self, folder: Place, disk: Disk):
+        self.folder, self._disk = folder, disk
+        self._parts: dict[int, tuple[Seal, bytearray]] = {}  # with which chunks were checked
+        self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
+
+    def chunk(self, number: int, chunk: int) -> bytes | memoryview:
+        """Return a chunk of a part; raise `Damaged` if it is not what was sealed."""
+        seal, checked = self._part(number)
+        sha256 = seal.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
+        if isinstance(self.folder, Remote):
+            return self._disk.get(sha256, lambda: read_chunks(self.folder, number, seal, chunk, 1))
+        try:
+            data = self._map(number)[chunk * parts.CHUNK_BYTES : (chunk + 1) * parts.CHUNK_BYTES]
+        except FileNotFoundError:
+            raise Damaged(number) from None
+        if not checked[chunk]:
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise Damaged(number)
+            checked[chunk] = True
+        return data
+
+    def _part(self, number: int) -> tuple[Seal, bytearray]:
+        if number not in self._parts:
+            seal = sealed(self.folder, number)
+            self._parts[number] = seal, bytearray(len(seal.chunks) // DIGEST)
+        return self._parts[number]
+
+
+def mapped(path: Path) -> memoryview:
+    """Map a file into memory."""
+    return np.memmap(path, np.uint8, mode="r").data
+
+
+class PartTokens:
+    """All tokens of a store, read as they are asked for.
+
+    Args:
+        reader: of the parts.
+        bounds: where each part begins among the tokens, and the end of the last, int64 [part + 1].
+        dtype: of a token.
+    """
+
+    def __init__(self, reader: PartReader, bounds: np.ndarray, dtype: np.dtype):
+        self._reader, self._bounds, self.dtype = reader, bounds, dtype
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
+        """Return the tokens at some places [place]; raise `UserError` if a part is not what was sealed."""
+        if isinstance(places, slice):
+            places = np.arange(*places.indices(len(self)))
+        found, size = np.empty(len(places), self.dtype), parts.CHUNK_BYTES // self.dtype.itemsize
+        if not len(places):
+            return found
+        part, chunk = self._chunks(np.array([places.min(), places.max()]), size)
+        runs = [0, len(places)]  # of places in one chunk: mostly all of them
+        if part[0] != part[1] or chunk[0] != chunk[1]:
+            part, chunk = self._chunks(places, size)
+            runs[1:1] = (np.flatnonzero((np.diff(part) != 0) | (np.diff(chunk) != 0)) + 1).tolist()
+        with mendable(self._reader.folder):
+            for start, stop in pairwise(runs):
+                data = self._reader.chunk(int(part[start]), int(chunk[start]))
+                tokens = np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize)
+                found[start:stop] = tokens[places[start:stop] - self._bounds[part[start]] - chunk[start] * size]
+        return found
+
+    def _chunks(self, places: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part that each place lies in, and the chunk in that part, int64 [place]."""
+        part = np.searchsorted(self._bounds, places, side="right") - 1
+        return part, (places - self._bounds[part]) // size
 
 
 @dataclass(frozen=True)
@@ -43,114 +129,123 @@ class TokenStore:
 
     Attributes:
         folder: where it lies.
-        tokens: ids [token], memory-mapped; see `gregale.data.remote_store` for those in an object store.
+        tokens: ids [token].
         offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
         manifest: the content of `manifest.json`.
         corrections: the tokens that stand for other bytes of text than their pieces have.
     """
 
     folder: Place
-    tokens: np.ndarray
+    tokens: PartTokens
     offsets: np.ndarray
     manifest: dict
     corrections: Corrections
 
     @property
-    def counts_text(self) -> bool:
-        """Whether the bytes of the text were counted when the store was built, where the tokens do not say them."""
-        return TEXT_BYTES_NAME in self.manifest["files"]
+    def content(self) -> dict:
+        """Sizes and SHA-256 of all tokens and of the file that says where documents begin."""
+        return {name: self.manifest["files"][name] for name in (TOKENS, DOCUMENTS_NAME)}
 
     @property
-    def content(self) -> dict:
-        """Sizes and SHA-256 of the files that tokens and documents are in."""
-        return {name: self.manifest["files"][name] for name in (TOKENS_NAME, DOCUMENTS_NAME)}
+    def skipped(self) -> Skipped:
+        """What was left out when the store was built."""
+        return Skipped(**self.manifest.get("skipped", {}))
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
-        """Reads everything and compares it with the manifest's checksums.
+        """Read every byte of every part and compare it with its checksum.
 
         Args:
             label: of the reports.
-            report: told the bytes of tokens read so far.
+            report: told the bytes read so far.
 
         Raises:
-            UserError: a file is not what was written; names the file.
+            UserError: a part is not what was written; names it.
         """
-        folder = Path(str(self.folder))
-        note, path = folder / VERIFIED_NAME, folder / TOKENS_NAME
-        seen = state_of(path)  # before it is read: a change meanwhile makes another state
-        for name in self.manifest["files"].keys() - {TOKENS_NAME}:
-            check_sha256(folder / name, self.manifest)
-        try:
-            check_sha256(path, self.manifest, lambda done: report(label, done, seen["bytes"]))
-        except UserError:
-            note.unlink(missing_ok=True)
-            raise
-        if read_note(note) != seen:
-            write_note(note, seen)
-
-    def verify_once(self, label: str, report: Report) -> None:
-        """Verifies unless this very `tokens.bin` was found to be right before: hashing takes a second a gigabyte.
-
-        What a disk turns over without a change of the file's time is left to `verify`.
-        """
-        folder = Path(str(self.folder))
-        if read_note(folder / VERIFIED_NAME) != state_of(folder / TOKENS_NAME):
-            self.verify(label, report)
+        with mendable(self.folder):
+            seals = [sealed(self.folder, number) for number in range(len(self.manifest["parts"]))]
+            _, found = read_parts(self.folder, seals, lambda done, total: report(label, done, total))
+        if found != self.manifest["files"][TOKENS]:
+            raise UserError(f"{self.folder}: its parts are not those that the manifest describes. {MENDING}")
 
 
-def state_of(path: Path) -> dict[str, int]:
-    """What tells a file from another, or from itself after a change."""
-    found = path.stat()
-    return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "inode": found.st_ino}
+def sealed(folder: Place, number: int) -> Seal:
+    """Return the seal of a part; raise `Damaged` if it has none."""
+    if (seal := read_seal(folder, number)) is None:
+        raise Damaged(number)
+    return seal
 
 
-def read_note(path: Path) -> dict | None:
-    """What was verified; None if nothing was, or the note is damaged."""
+@contextmanager
+def mendable(folder: Place) -> Iterator[None]:
+    """Say what to do about a damaged part of a complete store."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+        yield
+    except Damaged as damaged:
+        raise UserError(
+            f"{folder / part_name(damaged.number)} is damaged or missing, or its seal beside it is. Delete "
+            f"{folder / MANIFEST_NAME}, and the next run encodes this part again."
+        ) from None
 
 
-def write_note(path: Path, verified: dict[str, int]) -> None:
-    """Notes what was verified, whole or not at all. Where the store belongs to another user it is not noted."""
-    with suppress(OSError):
-        write_bytes(path, json.dumps(verified).encode())
+def read_parts(folder: Place, seals: Sequence[Seal], read: Callable[[int, int], None]) -> tuple[np.ndarray, dict]:
+    """Read and check all parts of a store.
+
+    - `read(done, total)`: is told the bytes that were read
+
+    Returns:
+        The documents' lengths, and what the manifest says of the tokens.
+
+    Raises:
+        Damaged: a part is not what was sealed.
+    """
+    digest, lengths = hashlib.sha256(), bytearray()
+    size, done, total = 0, 0, sum(seal.size_bytes for seal in seals)
+    for number, seal in enumerate(seals):
+        left = seal.tokens * seal.itemsize
+        size += left
+        for block in read_part(folder, number, seal):
+            digest.update(block[:left])
+            lengths.extend(block[left:])
+            left = max(left - len(block), 0)
+            done += len(block)
+            read(done, total)
+    return np.frombuffer(lengths, LENGTH), {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def open_store(folder: Path) -> TokenStore:
-    """Maps a finished store into memory; checks all but the tokens' checksum, see `verify` and `verify_once`.
+def open_store(folder: Place, disk: Disk) -> TokenStore:
+    """Open a complete store; tokens are checked when they are read.
+
+    Args:
+        folder: where it lies.
+        disk: keeps what is read of an object store.
 
     Raises:
         UserError: the store is missing, damaged or of another version; names the file.
     """
-    folder = Path(folder)
     manifest = read_manifest(folder / MANIFEST_NAME)
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing from the token store. {MENDING}")
-        if path.stat().st_size != expected["bytes"]:
-            size = path.stat().st_size
-            raise UserError(f"{path}: {size} bytes found, the manifest says {expected['bytes']}. {MENDING}")
-    for name in manifest["files"].keys() - {TOKENS_NAME}:
-        check_sha256(folder / name, manifest)  # short, and read in full anyway
-    offsets = np.load(folder / DOCUMENTS_NAME, allow_pickle=False)
-    has_corrections = TEXT_BYTES_NAME in manifest["files"]
-    corrections = Corrections(*np.load(folder / TEXT_BYTES_NAME, allow_pickle=False)) if has_corrections else NONE
-    tokens = np.memmap(folder / TOKENS_NAME, np.dtype(manifest["dtype"]).newbyteorder("<"), mode="r")
-    return TokenStore(folder, tokens, offsets, manifest, corrections)
 
+    def load(name: str) -> np.ndarray:
+        path, sha256 = folder / name, manifest["files"][name]["sha256"]
 
-def check_sha256(path: Path, manifest: dict, read: Callable[[int], None] = lambda done: None) -> None:
-    """Raises UserError if a file is not what was written; `read` is told the bytes read so far."""
-    expected = manifest["files"][path.name]["sha256"]
-    try:
-        found = file_sha256(path, read)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). {MENDING}") from error
-    if found != expected:
-        raise UserError(f"{path}: its SHA-256 is {found}, the manifest says {expected}. {MENDING}")
+        def read() -> bytes:
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:
+                raise UserError(f"{path}: missing from the token store. {MENDING}") from None
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror}). {MENDING}") from error
+            if (found := hashlib.sha256(content).hexdigest()) != sha256:
+                raise UserError(f"{path}: its SHA-256 is {found}, the manifest says {sha256}. {MENDING}")
+            return content
+
+        content = disk.get(sha256, read) if isinstance(folder, Remote) else read()
+        return np.load(io.BytesIO(content), allow_pickle=False)
+
+    offsets = load(DOCUMENTS_NAME)
+    corrections = Corrections(*load(TEXT_BYTES_NAME)) if TEXT_BYTES_NAME in manifest["files"] else NONE
+    bounds = offsets[np.concatenate([[0], manifest["parts"]]).cumsum(dtype=np.int64)]
+    dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+    return TokenStore(folder, PartTokens(PartReader(folder, disk), bounds, dtype), offsets, manifest, corrections)
 
 
 def read_manifest(path: Place) -> dict:
@@ -168,56 +263,55 @@ def read_manifest(path: Place) -> dict:
     return manifest
 
 
-def finish_store(
-    folder: Path,
-    offsets: np.ndarray,
-    description: dict,
-    tokens: dict | None = None,
-    corrections: Corrections | None = None,
-) -> None:
-    """Writes the offsets and, last, the manifest beside a complete `tokens.bin`, all of it flushed to the disk.
+def complete_store(folder: Place, seals: Sequence[Seal], description: dict, report: Report = silent) -> None:
+    """Read and check all parts, and write what makes them a store; the manifest comes last.
 
     Args:
-        folder: a temporary folder; the caller renames it.
-        offsets: int64 [document + 1].
+        folder: where the parts lie.
+        seals: of all parts.
         description: the fields of the manifest that say what the store is made of.
-        tokens: bytes and SHA-256 of `tokens.bin`, if they are known; it then need not be there.
-        corrections: of the tokens' bytes; None if there can be none, or they were not counted.
+        report: told the bytes of the parts that were read, as `putting together`.
+
+    Raises:
+        Damaged: a part is not what was sealed.
     """
-    if corrections is not None:
-        with replacing(folder / TEXT_BYTES_NAME) as temporary, temporary.open("wb") as file:
-            np.save(file, np.stack(corrections))
-    with replacing(folder / DOCUMENTS_NAME) as temporary, temporary.open("wb") as file:
-        np.save(file, offsets)
-    files = {TOKENS_NAME: tokens or summed(folder / TOKENS_NAME), DOCUMENTS_NAME: summed(folder / DOCUMENTS_NAME)}
-    if corrections is not None:
-        files[TEXT_BYTES_NAME] = summed(folder / TEXT_BYTES_NAME)
-    counts = {"documents": len(offsets) - 1, "tokens": int(offsets[-1])}
-    manifest = {"format": FORMAT, **counts, **description, "files": files}
-    content = json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1)
-    write_bytes(folder / MANIFEST_NAME, content.encode())
-    if (folder / TOKENS_NAME).exists():
-        write_note(folder / VERIFIED_NAME, state_of(folder / TOKENS_NAME))
-    for path in [*folder.iterdir(), folder]:
-        flush(path)
+    said = report if len(seals) > 1 else silent  # one takes no time
+    lengths, tokens = read_parts(folder, seals, lambda done, total: said("putting together", done, total))
+    offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
+    arrays = {DOCUMENTS_NAME: offsets}
+    if all(seal.corrections is not None for seal in seals):
+        joined = Corrections.joined((seal.tokens, Corrections.unpacked(seal.corrections or "")) for seal in seals)
+        arrays[TEXT_BYTES_NAME] = np.stack(joined)
+    manifest = {
+        "format": FORMAT,
+        "documents": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        **description,
+        "parts": [seal.documents for seal in seals],
+        "files": {TOKENS: tokens} | {name: write_array(folder / name, array) for name, array in arrays.items()},
+    }
+    write_flushed(folder / MANIFEST_NAME, json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1).encode())
 
 
-def summed(path: Path) -> dict:
-    """What a manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+def write_array(place: Place, array: np.ndarray) -> dict:
+    """Write an array; return what a manifest says of the file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    content = file.getvalue()
+    write_flushed(place, content)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def file_sha256(path: Path, read: Callable[[int], None] = lambda done: None) -> str:
-    """The SHA-256 of a file; `read` is told the bytes read so far."""
-    digest, done = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-            done += len(block)
-            read(done)
-    return digest.hexdigest()
+def write_flushed(place: Place, content: bytes) -> None:
+    """Write a file or an object, whole or not at all, and wait until it is on the disk."""
+    write_bytes(place, content)
+    if not isinstance(place, Remote):
+        flush(place)
+        flush(place.parent)
 
 
-def json_sha256(value) -> str:
-    """A hash of a JSON value that does not depend on the order of its keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def in_words(skipped: Skipped) -> list[str]:
+    """Return how many documents were left out and where the first few stand, a line each."""
+    more = skipped.count - len(skipped.first)
+    count = f"{skipped.count:,} bad document(s) skipped{', the first' if more else ''}:"
+    return [count, *skipped.first, *([f"and {more:,} more"] if more else [])]

@@ -1,7 +1,5 @@
 """Documents of a store, one after the other, as one long stream of tokens."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,60 +69,15 @@ class DocumentStream:
         return np.arange(start, stop) + self._shifts[documents], documents
 
 
-class Chain:
-    """Streams one after the other, as one.
-
-    Args:
-        streams: at least one.
-    """
-
-    def __init__(self, streams: Sequence[DocumentStream]):
-        self.streams = streams
-        self._starts = np.array(list(accumulate(map(len, streams), initial=0)), np.int64)
-        self._firsts = np.array(list(accumulate((len(each.starts) - 1 for each in streams), initial=0)), np.int64)
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `DocumentStream.read`; documents are numbered through."""
-        found = []
-        for number, begin, end in self._within(start, stop):
-            tokens, documents = self.streams[number].read(begin, end)
-            found.append((tokens, documents + self._firsts[number]))
-        tokens, documents = zip(*found, strict=True)
-        return np.concatenate(tokens), np.concatenate(documents)
-
-    def more_bytes(self, start: int, stop: int) -> np.ndarray:
-        """As `DocumentStream.more_bytes`."""
-        return np.concatenate([self.streams[n].more_bytes(*ends) for n, *ends in self._within(start, stop)])
-
-    def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The streams that have tokens from `start` to `stop`: their numbers, and from where to where they have."""
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        last = int(np.searchsorted(self._starts, stop, side="left"))
-        for number in range(first, last):
-            begin, end = int(self._starts[number]), int(self._starts[number + 1])
-            if begin < end:
-                yield number, max(start - begin, 0), min(stop, end) - begin
-
-
-Stream = DocumentStream | Chain
-
-
-def held_out_documents(count: int, fraction: float, first: int = 0) -> np.ndarray:
-    """Which of a source's documents are held out, bool [document], from the number `first` on.
+def held_out_documents(count: int, fraction: float) -> np.ndarray:
+    """Return which of a source's documents are held out, bool [document].
 
     A document is held out when a hash of its number (splitmix64) lies in the lowest `fraction` of all 64-bit numbers.
     So the choice is the same on every machine and for every tokenizer, and documents added at the end of a source
     leave those before them where they were.
     """
-    return scattered(first, count).astype(np.float64) < fraction * 2.0**64
-
-
-def scattered(first: int, count: int) -> np.ndarray:
-    """splitmix64 of consecutive numbers, uint64 [count]: different for each, and as good as random."""
-    mixed = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed.astype(np.float64) < fraction * 2.0**64

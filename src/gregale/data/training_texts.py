@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from gregale.data.build import once
+from gregale.data.build import writing
+from gregale.data.claims import once
+from gregale.data.config import DataConfig
+from gregale.data.parts import json_sha256
 from gregale.data.progress import Report
 from gregale.data.sources import Document, Skipped, SourceConfig
 from gregale.data.split import End
-from gregale.data.store import json_sha256
 from gregale.data.stream import held_out_documents
 from gregale.data.tokenizers import (
     SAVED_NAME,
@@ -22,9 +23,7 @@ from gregale.data.tokenizers import (
     train_bpe,
 )
 from gregale.errors import UserError
-
-if TYPE_CHECKING:
-    from gregale.data.config import DataConfig
+from gregale.storage import Place
 
 
 @contextmanager
@@ -87,8 +86,15 @@ def before(text: str, number: int, end: End) -> str:
     return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character
 
 
-def make_tokenizer(config: "DataConfig", ends: Mapping[str, End], report: Report) -> Tokenizer:
-    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache."""
+def make_tokenizer(config: DataConfig, cache: Place, ends: Mapping[str, End], report: Report) -> Tokenizer:
+    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache.
+
+    Args:
+        config: the data.
+        cache: where token stores and tokenizers lie.
+        ends: the held-out ends of sources, which train no tokenizer.
+        report: told the bytes of input read so far.
+    """
     if isinstance(config.tokenizer, FileConfig):
         return tokenizer_from_file(config.tokenizer)
     if not isinstance(config.tokenizer, BpeConfig):
@@ -98,11 +104,13 @@ def make_tokenizer(config: "DataConfig", ends: Mapping[str, End], report: Report
         with naming(f"data.sources.{name}"):
             identities[name] = source.identity()
     key = json_sha256([identities, config.tokenizer.vocabulary, config.held_out, *([ends] if ends else [])])[:24]
-    folder, bpe = config.token_cache().place / f"tokenizer-{key}", config.tokenizer
+    folder, bpe = cache / f"tokenizer-{key}", config.tokenizer
 
     def train() -> None:
         texts = training_texts(config.sources, config.held_out, ends, report)
         save_tokenizer(train_bpe(bpe, texts), folder)
 
-    once(folder, train, lambda: (folder / SAVED_NAME).is_file())
+    with writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        once(cache / f"{folder.name}.claim", train, lambda: (folder / SAVED_NAME).is_file())
     return load_tokenizer(folder)

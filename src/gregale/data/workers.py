@@ -37,6 +37,7 @@ class Workers:
             context = multiprocessing.get_context("spawn")  # they are started when there is work for them
             self._pool = ProcessPoolExecutor(most, context, start_worker, (tokenizer.to_json(),))
         self._running: dict[Future, Task] = {}
+        self._others = set(multiprocessing.active_children())
 
     def __len__(self) -> int:
         """How many parts are being encoded."""
@@ -45,9 +46,13 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if kind is not None:  # after a mistake or Ctrl-C, the parts that are begun are not waited for
+            for process in set(multiprocessing.active_children()) - self._others:
+                process.terminate()
+        self._pool.shutdown(cancel_futures=True)
 
     def start(self, task: Task) -> None:
         """Begins with a part; without processes, encodes it."""

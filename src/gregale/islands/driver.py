@@ -16,22 +16,20 @@ from typing import Any
 
 from gregale.errors import UserError
 from gregale.islands.asking import Asking
+from gregale.islands.engine.client import Refused
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.exchange import exchanged, fetched
-from gregale.islands.guide import Down
-from gregale.islands.hands import Hands
+from gregale.islands.hands import COPY_SECONDS, Hands, Recovery
 from gregale.islands.inner import Inner
 from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Finish, Order, Pace, Restart, Seconds, Show
+from gregale.islands.orders import Arrive, Down, Finish, Order, Pace, Restart, Seconds, Show
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, Outer
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.recovery import Recovery
 from gregale.islands.round_book import RoundBook
 from gregale.islands.stalls import Stalls
-from gregale.islands.telling import Telling
-from gregale.islands.watching import dead
+from gregale.islands.watching import Telling, dead
 from gregale.islands.worker import OuterSide
 
 TICK_SECONDS = 0.1
@@ -69,7 +67,8 @@ class Driver:
         self.stalls = Stalls(self.member, self._trainer, self._tell_stalled)
         self._refused: str | None = None
         self._failure: BaseException | None = None
-        self._left = self._leaving = False
+        self._left = self._leaving = self._is_copy_wanted = False
+        self._copied_step = 0
         self._asking = Asking(
             self.coordinator,
             self.member.timing.ask_seconds,
@@ -184,24 +183,27 @@ class Driver:
         """Who took part in the newest round."""
         return self._book.members
 
-    def due(self, number: int) -> None:
-        """A peer says that the round after `number` is due."""
-        self.post(protocol.Due(number))
-
     def show(self) -> dict[str, Any]:
-        """A joiner asks for the inner optimizer: says where it is, once the trainers have handed it over."""
+        """A joiner asks for the inner optimizer: answers when all hosts serve it. Raises Refused."""
         with self._changed:
-            self.worker.showing.want()
+            self._is_copy_wanted = True
             self._changed.notify_all()
-        return {"addresses": self.worker.copies()}
+            if not self._changed.wait_for(lambda: not self._is_copy_wanted, COPY_SECONDS):
+                raise Refused("no step has ended in time")
+            step = self._copied_step
+        self.worker.await_copies(step)
+        return {}
 
     def shown(self, inner: Inner) -> None:
-        """Takes a copy of the inner optimizer for who joins."""
-        self.worker.showing.put(inner)
+        """Takes a copy of the inner optimizer for an island that joins."""
+        self.worker.show(inner)
+        with self._changed:
+            self._is_copy_wanted, self._copied_step = False, inner.step
+            self._changed.notify_all()
 
     def inherited(self) -> Inner | None:
-        """What this host has of a peer's inner optimizer."""
-        return self.worker.heir.take()
+        """What this host has of a peer's inner optimizer, for an order that says so; given once."""
+        return self.worker.inherited()
 
     def close(self) -> None:
         """Ends the threads; the others see this island go."""
@@ -222,7 +224,7 @@ class Driver:
         is_last = self._leaving or starved
         if (arrival := trainer.arrival(is_last)) is not None:
             return arrival
-        if self.worker.showing.is_wanted():
+        if self._is_copy_wanted:
             return Show()
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
@@ -269,7 +271,7 @@ class Driver:
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
-                self._install(outer)
+                self._ended(outer, Restart(outer.round, self.worker.install(outer)), 0.0, healed=True)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
@@ -283,21 +285,17 @@ class Driver:
                 self._left = True
 
     def _committed(self, outer: Outer, weight: float) -> None:
-        self._take_over(outer)
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
         if weight:
             self._recovery.contributed()
-        self._trainer.decided(Arrive(outer.round - 1, weight, place), time.monotonic())
-        self._book.end(outer, weight)
-        self.stalls.went_on(time.monotonic(), outer)
+        self._ended(outer, Arrive(outer.round - 1, weight, place), weight)
 
-    def _install(self, outer: Outer) -> None:
-        """The state that was fetched is this island's now."""
-        self.worker.install(outer)
+    def _ended(self, outer: Outer, order: Arrive | Restart, weight: float, healed: bool = False) -> None:
+        """A round, or healing, has ended: this is the island's state now."""
         self._take_over(outer)
-        self._trainer.decided(Restart(outer.round, self.worker.heir.is_ready), time.monotonic())
-        self._book.end(outer, 0.0, healed=True)
-        self.stalls.went_on(time.monotonic(), outer, is_healed=True)
+        self._trainer.decided(order, time.monotonic())
+        self._book.end(outer, weight, healed)
+        self.stalls.went_on(time.monotonic(), outer, healed)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Tells the user, and whoever watches, that rounds have stopped and why, or that they go on."""

@@ -1,4 +1,4 @@
-"""A host of an island that is not the first: does what host 0 tells it (`hands.AllHands`), and decides nothing.
+"""A host of an island that is not the first: does what host 0 tells it (`hands.Hands`), and decides nothing.
 
 Its trainer finds in it what that of host 0 finds in the `Driver`: the same orders and batches, in the same order. If
 host 0 is lost it waits, until `services.peers` ends the process.
@@ -6,7 +6,7 @@ host 0 is lost it waits, until `services.peers` ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 from threading import Thread
@@ -15,10 +15,9 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.guide import Down
 from gregale.islands.hosts import Link
 from gregale.islands.inner import Inner
-from gregale.islands.orders import Order, Pace, order_of
+from gregale.islands.orders import Down, Order, Pace, order_of
 from gregale.islands.protocol.headers import Outer, Peer
 from gregale.islands.worker import NotFinite, OuterSide, Worker
 
@@ -63,7 +62,7 @@ class Follower:
 
         def down() -> None:
             self._worker.took(number, fetch_down().messages)
-            self._link.send({"took": number})
+            self._link.send({"took": True})
 
         self._exchange.submit(self._guarded, down)
 
@@ -79,13 +78,13 @@ class Follower:
         return 0
 
     def shown(self, inner: Inner) -> None:
-        """Shows this host's part of the copy, and tells host 0 where."""
-        address, step = self._worker.showing.put(inner)
-        self._link.send({"shown": address, "step": step})
+        """Serves this host's shards of the inner optimizer, and tells host 0."""
+        self._worker.show(inner)
+        self._link.send({"shown": inner.step})
 
     def inherited(self) -> Inner | None:
         """What this host has of a peer's inner optimizer."""
-        return self._worker.heir.take()
+        return self._worker.inherited()
 
     def leave(self) -> None:
         """Host 0 leaves, and an order to finish follows."""
@@ -101,7 +100,7 @@ class Follower:
     # What host 0 tells.
 
     def _listen(self) -> None:
-        while (message := self._link.receive()) is not None:
+        for message in self._received():
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
@@ -127,6 +126,10 @@ class Follower:
                 case "drop_group":
                     self._worker.drop_group()
 
+    def _received(self) -> Iterator[dict[str, Any]]:
+        while (messages := self._link.receive()) is not None:
+            yield from messages
+
     def _reduce(self, key: str, number: int, members: list, weights: list[float], name: str) -> str:
         return self._worker.reduce(key, number, _peers(members), weights, name)
 
@@ -135,7 +138,7 @@ class Follower:
         return found.outer.to_json(), found.digest, found.settled
 
     def _inherit(self, address: str) -> int:
-        return self._worker.heir.fetch(address)
+        return self._worker.inherit(address)
 
     def _answer(self, message: dict[str, Any], work: Callable[..., Any]) -> None:
         count = self._worker.count
@@ -143,7 +146,7 @@ class Follower:
         try:
             value = work(*message["with"])
         except (GroupFailed, NotFinite, TransferFailed) as error:
-            self._link.send({"ask": message["ask"], "failed": str(error), "kind": type(error).__name__})
+            self._link.send({"ask": message["ask"], "failed": str(error), "error": type(error).__name__})
             return
         sent, received = count.sent - before[0], count.received - before[1]
         self._link.send({"ask": message["ask"], "value": value, "sent": sent, "received": received})

@@ -1,7 +1,7 @@
-"""What a driver has done by an island's hosts: a `Worker` is one; `AllHands` is host 0 that takes the others along.
+"""The hosts of an island, as its driver commands them: host 0's `Worker`, and a connection to each other host.
 
-    hands = worker                                   # an island of one process
-    hands = AllHands(worker, door.hosts(...))        # of several: each of the others has a `follower.Follower`
+    hands = Hands(worker)                            # an island of one process
+    hands = Hands(worker, [Host(1), Host(2)])        # of several: each of the others has a `follower.Follower`
     driver = Driver(worker=hands, ...)
 
 Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
@@ -15,148 +15,61 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
+from gregale.islands.engine.client import PeerUnreachable, Refused, call
 from gregale.islands.engine.group import GroupFailed
-from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.healing import Found, NotAsRecorded, healed
 from gregale.islands.hosts import Host, HostFailed
+from gregale.islands.inner import Inner
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
-from gregale.islands.showing import SHOW_SECONDS, Heir, Showing, inherit
-from gregale.islands.worker import Count, Messages, NotFinite, OuterSide, Timeouts, Worker
+from gregale.islands.worker import Messages, NotFinite, OuterSide, Worker
 
 HEAL_TRIES = 5
 """How often hosts fetch again whose peers have gone on to another round than those of the others."""
+COPY_SECONDS = 30.0  # for a trainer to come to the end of its step and to copy its inner optimizer
+COPY_TRIES = 2  # of one source: another joiner may have had the copies of some hosts renewed meanwhile
 
 
-class Hands(Protocol):
-    """An island's hosts. Calls come from one thread at a time, but those of `drop_group`, `ordered` and `granted`."""
+class Hands:
+    """Host 0 and the others, as one. Calls come from one thread at a time, but `drop_group`, `ordered` and `granted`.
 
-    @property
-    def server(self) -> Server:
-        """Of host 0."""
-        ...
+    - `others`: the other hosts, by their numbers
+    - `wants_inner`: this island has no inner optimizer of its own, or one that is of no use
+    """
 
-    @property
-    def timeouts(self) -> Timeouts: ...
-
-    @property
-    def count(self) -> Count:
-        """Bytes that all hosts have sent and received."""
-        ...
+    def __init__(self, own: Worker, others: Sequence[Host] = (), wants_inner: bool = False):
+        self.timeouts, self.count = own.timeouts, own.count
+        self.wants_inner, self._has_inner = wants_inner, False
+        self._own, self._others = own, others
 
     @property
     def side(self) -> OuterSide:
         """The outer side as it was when the last order was given."""
-        ...
+        return self._own.side
 
     def ordered(self, order: Order | None) -> None:
-        """The trainer is told this (None: take a step); the others' are told the same."""
-        ...
+        """The trainers of all hosts are told this (None: take a step)."""
+        self._own.ordered(order)
+        self._tell("ordered", None if order is None else [type(order).__name__, *order.told()])
 
     def granted(self, first: int | None) -> None:
         """The next batch begins with this example (None: there is none now)."""
-        ...
+        self._tell("granted", first)
 
     def took(self, number: int, messages: Messages) -> None:
         """Keeps host 0's messages of a round; returns when all hosts have theirs."""
-        ...
+        self._own.took(number, messages)
+        for host in self._others:
+            host.await_messages()
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
         """Averages a round's fragment and prepares its outer step; returns the digest of the whole outer side.
 
         Raises GroupFailed, and NotFinite.
         """
-        ...
-
-    def commit(self, key: str, outer: Outer) -> None:
-        """Takes over a result, and serves it."""
-        ...
-
-    def discard(self, key: str) -> None:
-        """Forgets a result."""
-        ...
-
-    def drop_group(self) -> None:
-        """Lets go of the groups."""
-        ...
-
-    def publish(self, outer: Outer) -> None:
-        """Serves the state as it is under another record."""
-        ...
-
-    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
-        """Fetches the state of peers, beside the own one. Raises TransferFailed.
-
-        - `settled`: waits a few seconds for the end of the round that they are making
-        """
-        ...
-
-    def install(self, outer: Outer) -> None:
-        """Takes over what was fetched, and serves it."""
-        ...
-
-    @property
-    def heir(self) -> Heir:
-        """Host 0's part of the inner optimizer that was inherited."""
-        ...
-
-    @property
-    def showing(self) -> Showing:
-        """Host 0's part of the inner optimizer that is shown."""
-        ...
-
-    def inherit(self, sources: Sequence[Peer]) -> None:
-        """Fetches the inner optimizer of a peer for all hosts or for none, if it is wanted; `heir` says which."""
-        ...
-
-    def copies(self) -> list[str]:
-        """Where each host's copy of the own one is, when all have one of the same step. Raises Refused."""
-        ...
-
-    def close(self) -> None:
-        """Ends what this process has of it."""
-        ...
-
-
-class AllHands:
-    """Host 0 and the others, as one."""
-
-    def __init__(self, own: Worker, others: Sequence[Host]):
-        self._own, self._others = own, others
-
-    @property
-    def server(self) -> Server:
-        return self._own.server
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return self._own.timeouts
-
-    @property
-    def count(self) -> Count:
-        return self._own.count
-
-    @property
-    def side(self) -> OuterSide:
-        return self._own.side
-
-    def ordered(self, order: Order | None) -> None:
-        self._own.ordered(order)
-        self._tell("ordered", None if order is None else [type(order).__name__, *order.told()])
-
-    def granted(self, first: int | None) -> None:
-        self._own.granted(first)
-        self._tell("granted", first)
-
-    def took(self, number: int, messages: Messages) -> None:
-        self._own.took(number, messages)
-        for host in self._others:
-            host.await_messages()
-
-    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
         what = [key, number, [list(member) for member in members], list(weights), name]
         asked = [host.ask("reduce", what, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
@@ -170,23 +83,30 @@ class AllHands:
         return joint_digest(digests)
 
     def commit(self, key: str, outer: Outer) -> None:
+        """Takes over a result, and serves it."""
         self._own.commit(key, outer)
         self._tell("commit", key, outer.to_json())
 
     def discard(self, key: str) -> None:
+        """Forgets a result."""
         self._own.discard(key)
         self._tell("discard", key)
 
     def drop_group(self) -> None:
+        """Lets go of the groups."""
         self._tell("drop_group")
         self._own.drop_group()
 
     def publish(self, outer: Outer) -> None:
+        """Serves the state as it is under another record."""
         self._own.publish(outer)
         self._tell("publish", outer.to_json())
 
     def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
-        """As `Hands.heal`: with the digest of all hosts' arrays."""
+        """Fetches the state of peers, beside the own one. Raises TransferFailed.
+
+        - `settled`: waits a few seconds for the end of the round that they are making
+        """
         return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
 
     def _fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
@@ -214,30 +134,58 @@ class AllHands:
     def _is_behind(found: Found | None, newest: Outer | None) -> bool:
         return found is None or found.outer != newest
 
-    def install(self, outer: Outer) -> None:
+    def install(self, outer: Outer) -> bool:
+        """Takes over what was fetched, and serves it; returns as `takes_inner`."""
         self._own.install(outer)
         self._tell("install", outer.to_json())
-
-    @property
-    def heir(self) -> Heir:
-        return self._own.heir
-
-    @property
-    def showing(self) -> Showing:
-        return self._own.showing
+        return self.takes_inner()
 
     def inherit(self, sources: Sequence[Peer]) -> None:
-        inherit(self.heir, sources, self._own.token, 1 + len(self._others), self._inherit)
+        """Fetches the inner optimizer of a peer if it is wanted: for all hosts, or for none."""
+        self._has_inner = False
+        self._has_inner = self.wants_inner and any(self._inherit(source) for source in sources)
 
-    def _inherit(self, addresses: list[str]) -> list[int]:
-        asked = [host.ask("inherit", [address]) for host, address in zip(self._others, addresses[1:], strict=True)]
-        return [self.heir.fetch(addresses[0]), *(self._fetched(answer) for answer in asked)]
+    def _inherit(self, source: Peer) -> bool:
+        """Whether all hosts have the shards of their counterparts, copied after the same step."""
+        for _ in range(COPY_TRIES):
+            try:
+                call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
+                asked = [host.ask("inherit", [source.hosts[host.number]]) for host in self._others]
+                steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
+            except (PeerUnreachable, Refused, TransferFailed):
+                return False
+            if len(steps) == 1:
+                return True
+        return False
 
-    def copies(self) -> list[str]:
-        address, step = self.showing.wait()
-        return [address, *(host.await_shown(step, SHOW_SECONDS) for host in self._others)]
+    def takes_inner(self) -> bool:
+        """Whether the trainers take over the inner optimizer that was fetched, with the order that follows."""
+        has_inner, self._has_inner = self._has_inner, False
+        self.wants_inner = self.wants_inner and not has_inner
+        return has_inner
+
+    def show(self, inner: Inner) -> None:
+        """Serves host 0's shards of the inner optimizer."""
+        self._own.show(inner)
+
+    def await_copies(self, step: int) -> None:
+        """Waits until the other hosts serve theirs of this step too. Raises Refused."""
+        for host in self._others:
+            host.await_shown(step, COPY_SECONDS)
+
+    def inherited(self) -> Inner | None:
+        """Host 0's shards of a peer's inner optimizer; given once."""
+        return self._own.inherited()
+
+    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answers a message of another host. Raises Refused."""
+        for host in self._others:
+            if host.number == message.get("host"):
+                return host.heard(message)
+        raise Refused("this island has no such host")
 
     def close(self) -> None:
+        """Ends what this process has of it."""
         for host in self._others:
             host.close()
         self._own.close()
@@ -280,3 +228,37 @@ def joint_digest(digests: Sequence[str]) -> str:
     if len(digests) == 1:
         return digests[0]
     return blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
+class Recovery:
+    """Of one island.
+
+    - `restart(inherits)`: has the trainer begin again, with the inner optimizer that was inherited, or its own
+    - `in_thread`: does something slow
+    """
+
+    def __init__(
+        self, worker: Hands, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
+    ):
+        self._worker, self._restart, self._in_thread = worker, restart, in_thread
+        self._has_inherited = False
+
+    def contributed(self) -> None:
+        """The island has contributed to a round: its message was like the others'."""
+        self._has_inherited = False
+
+    def begin(self, peers: Sequence[Peer]) -> None:
+        """The island has diverged; `peers` have not.
+
+        It inherits once only until it has contributed again: a copy costs the peer a moment.
+        """
+        self._restart(False)
+        if peers and not self._has_inherited:
+            self._has_inherited = True
+            self._worker.wants_inner = True
+            self._in_thread(lambda: self._inherit(peers))
+
+    def _inherit(self, peers: Sequence[Peer]) -> None:
+        self._worker.inherit(peers)
+        if self._worker.takes_inner():
+            self._restart(True)

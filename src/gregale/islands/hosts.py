@@ -1,33 +1,28 @@
-"""The connections between host 0 of an island and its other hosts: JSON over TCP, for the processes of one run only.
+"""What host 0 of an island tells its other hosts, and what they answer, over host 0's server.
 
-    host 0: door = Door("127.0.0.1", key_of(token, word)); door.address; hosts = door.hosts(count, seconds)
-    others: link = connect(address, key_of(token, word), number)
+    host 0: hands = Hands(worker, [Host(1), Host(2)]); its server's `on_message` hands their messages to `hands.heard`
+    others: link = Link(address of host 0, token, number); link.receive(); link.send({"took": True})
 
-A key is made of the fleet's token and of a word that this run has drawn; it never travels. Nothing is unpickled.
+A host asks again and again for what it has not had yet, and both sides number what they say. So all of it arrives
+once and in order, whatever connections break. If a process is lost, `services.peers` ends the others.
 """
 
 from __future__ import annotations
 
-import hmac
 import itertools
-import json
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
-from queue import Queue
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.engine.client import Refused
+from gregale.islands.engine.client import Peer, PeerUnreachable, Refused, ask_status
+from gregale.islands.engine.signing import canonical
 
-LARGEST_MESSAGE_BYTES = 64 << 20
-GREETING_SECONDS = 10.0
-LOST = "its connection has ended"
+LARGEST_REPLY_BYTES = 64 << 20
+ASK_SECONDS = 20.0  # that host 0 holds a request while there is nothing to tell
+REACH_SECONDS, RETRY_SECONDS, CLOSE_SECONDS = 10.0, 0.1, 2.0
 
 
 class HostFailed(Exception):
@@ -38,55 +33,26 @@ class HostFailed(Exception):
         self.kind = kind
 
 
-def key_of(token: bytes, word: str) -> bytes:
-    """What the processes of one run prove to each other."""
-    return hmac.digest(token, f"hosts of one island {word}".encode(), "sha256")
-
-
-class Link:
-    """Messages to and from another process of this run; any thread may send, one receives."""
-
-    def __init__(self, connection: Connection):
-        self._connection, self._lock = connection, Lock()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends a message; if the other is lost, that is seen where it is received."""
-        with self._lock, suppress(OSError, ValueError):
-            self._connection.send_bytes(json.dumps(message).encode())
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the connection has ended."""
-        try:
-            return json.loads(self._connection.recv_bytes(LARGEST_MESSAGE_BYTES))
-        except (OSError, EOFError, ValueError, TypeError):
-            return None
-
-    def close(self) -> None:
-        """Ends the connection, also for a thread that waits in `receive`."""
-        with suppress(OSError), socket.socket(fileno=self._connection.fileno()) as own:
-            try:
-                own.shutdown(socket.SHUT_RDWR)
-            finally:
-                own.detach()
-
-
 class Host:
     """Another host of the island, as host 0 sees it.
 
     - `number`: of its process
     """
 
-    def __init__(self, link: Link, number: int):
-        self.number, self._link = number, link
-        self._taken: Queue[bool] = Queue()
+    def __init__(self, number: int):
+        self.number, self._changed = number, Condition()
+        self._told: list[dict[str, Any]] = []  # what the host may not have yet
+        self._had = 0  # messages before those
+        self._heard = 0  # messages of the host
+        self._taken, self._shown, self._is_closed = 0, -1, False
         self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
-        self._numbers, self._lock, self._is_lost = itertools.count(), Lock(), False
-        self._changed, self._shown = Condition(self._lock), ("", -1)
-        Thread(target=self._listen, daemon=True, name=f"host-{number}").start()
+        self._numbers = itertools.count()
 
-    def tell(self, what: str, arguments: list[Any]) -> None:
+    def tell(self, what: str, arguments: list[Any], **more: Any) -> None:
         """Something to be done, in the order of the calls, that has no answer."""
-        self._link.send({"do": what, "with": arguments})
+        with self._changed:
+            self._told.append({"do": what, "with": arguments, **more})
+            self._changed.notify_all()
 
     def ask(self, what: str, arguments: list[Any], failed: Callable[[], None] = lambda: None) -> Future[dict[str, Any]]:
         """Something to be done in a thread of its own; the answer, or HostFailed, comes later.
@@ -95,124 +61,95 @@ class Host:
         """
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
-        with self._lock:
-            is_lost = self._is_lost
-            self._asked[number] = answer, failed
-        self._link.send({"do": what, "with": arguments, "ask": number})
-        if is_lost:
-            self._fail(number, LOST, "")
+        self._asked[number] = answer, failed
+        self.tell(what, arguments, ask=number)
         return answer
 
     def await_messages(self) -> None:
-        """Waits until the host has its messages of the round whose order was given; also returns if it is lost."""
-        if not self._taken.get():
-            self._taken.put(False)  # for who asks next
-
-    def await_shown(self, step: int, seconds: float) -> str:
-        """Where the host shows its copy of the inner optimizer of that step, or of a later one; raises Refused."""
+        """Waits until the host has its messages of the round whose order was given."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost or self._shown[1] >= step, seconds)
-            address, shown = self._shown
-        if shown < step:
-            raise Refused(f"host {self.number} has shown nothing in time")
-        return address
+            self._changed.wait_for(lambda: self._taken or self._is_closed)
+            self._taken -= 1
+
+    def await_shown(self, step: int, seconds: float) -> None:
+        """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._shown >= step, seconds):
+                raise Refused(f"host {self.number} has shown nothing in time")
+
+    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the host does not have yet, when there is something; or takes what it says."""
+        if "have" in message:
+            return {"told": self._after(message["have"])}
+        with self._changed:
+            if message["number"] != self._heard:  # it is here already, and the reply was lost
+                return {}
+            self._heard += 1
+            self._taken += "took" in message
+            self._shown = message.get("shown", self._shown)
+            self._changed.notify_all()
+        if "ask" in message:
+            answer, failed = self._asked.pop(message["ask"])
+            if "failed" in message:
+                failed()
+                text = f"host {self.number} of this island: {message['failed']}"
+                answer.set_exception(HostFailed(text, message["error"]))
+            else:
+                answer.set_result(message)
+        return {}
 
     def close(self) -> None:
-        """Ends the connection."""
-        self._link.close()
-
-    def _listen(self) -> None:
-        while (message := self._link.receive()) is not None:
-            if "took" in message:
-                self._taken.put(True)
-            elif "shown" in message:
-                with self._changed:
-                    self._shown = message["shown"], message["step"]
-                    self._changed.notify_all()
-            elif "failed" in message:
-                self._fail(message["ask"], message["failed"], message["kind"])
-            else:
-                self._asked.pop(message["ask"])[0].set_result(message)
+        """Nobody waits for the host any more, once it has all that it was told."""
         with self._changed:
-            self._is_lost = True
+            self._changed.wait_for(lambda: not self._told, CLOSE_SECONDS)
+            self._is_closed = True
             self._changed.notify_all()
-        for number in list(self._asked):
-            self._fail(number, LOST, "")
-        self._taken.put(False)
 
-    def _fail(self, number: int, text: str, kind: str) -> None:
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-            asked[1]()
-            asked[0].set_exception(HostFailed(f"host {self.number} of this island: {text}", kind))
+    def _after(self, have: int) -> list[dict[str, Any]]:
+        with self._changed:
+            del self._told[: max(have - self._had, 0)]
+            self._had = max(have, self._had)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._told or self._is_closed, ASK_SECONDS)
+            return list(self._told) if have == self._had else []
 
 
-class Door:
-    """Where host 0 awaits the others, at an address of its own."""
+class Link:
+    """The way of host `number` to host 0; any thread may send, one receives. Raises UserError if there is none."""
 
-    def __init__(self, bind: str, key: bytes):
-        self._key = key
+    def __init__(self, address: str, token: bytes, number: int):
+        self._address, self._token, self._number = address, token, number
+        self._said, self._have, self._lock, self._is_closed = 0, 0, Lock(), False
+        self._sends, self._receives = (Peer(address, token, REACH_SECONDS) for _ in range(2))
         try:
-            self._server = socket.create_server((bind, 0))
-        except OSError as error:
-            raise UserError(f"islands.bind: {bind} cannot be listened at ({error.strerror}).") from None
-        self.address = f"{bind}:{self._server.getsockname()[1]}"
-        self._come: Queue[tuple[int, Link]] = Queue()
-
-    def hosts(self, count: int, seconds: float) -> list[Host]:
-        """The others, `count` of them, by number; raises UserError if one does not come in time."""
-        until, found = time.monotonic() + seconds, {}
-        with self._server:
-            Thread(target=self._accept, daemon=True, name="door").start()
-            while len(found) < count and (left := until - time.monotonic()) > 0:
-                with suppress(Exception):
-                    number, link = self._come.get(timeout=left)
-                    found[number] = link
-        if len(found) < count:
+            ask_status(address, token, REACH_SECONDS)
+        except (PeerUnreachable, Refused) as error:
             raise UserError(
-                f"{count - len(found)} of the island's other {count} hosts did not come to {self.address} within "
-                f"{seconds:g} s: each has to reach islands.bind of process 0, and to have the same token."
-            )
-        return [Host(link, number) for number, link in sorted(found.items())]
+                f"host {number} of this island cannot reach host 0 ({error}): set islands.bind of process 0 to an "
+                "address that its other hosts reach, and give all of them the same token."
+            ) from None
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                accepted, _ = self._server.accept()
-                Thread(target=self._greet, args=(accepted,), daemon=True).start()
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message."""
+        with self._lock:
+            self._request(self._sends, {"number": self._said, **message}, REACH_SECONDS)
+            self._said += 1
 
-    def _greet(self, accepted: socket.socket) -> None:
-        connection = _connection(accepted)
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            link = Link(connection)
-            greeting = link.receive() if connection.poll(GREETING_SECONDS) else None
-        except (OSError, EOFError, AuthenticationError, AssertionError):
-            return  # a stranger
-        if greeting is not None:
-            self._come.put((greeting["host"], link))
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The next messages, perhaps none yet; None when the link is closed."""
+        told = self._request(self._receives, {"have": self._have}, ASK_SECONDS + REACH_SECONDS).get("told", [])
+        self._have += len(told)
+        return None if self._is_closed else told
 
+    def close(self) -> None:
+        """Ends the link: nothing is sent or received any more."""
+        self._is_closed = True
 
-def connect(address: str, key: bytes, number: int) -> Link:
-    """The way of host `number` to host 0; raises UserError if there is none."""
-    host, _, port = address.rpartition(":")
-    try:
-        connection = Client((host, int(port)), "AF_INET", authkey=key)
-    except (OSError, EOFError, AuthenticationError) as error:
-        raise UserError(
-            f"host {number} of this island cannot reach host 0 at {address} ({error}): set islands.bind of process 0 "
-            "to an address that its other hosts reach."
-        ) from None
-    with socket.socket(fileno=connection.fileno()) as own:
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own.detach()
-    link = Link(connection)
-    link.send({"host": number})
-    return link
-
-
-def _connection(accepted: socket.socket) -> Connection:
-    """An accepted socket, which sends small messages at once."""
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(accepted.detach())
+    def _request(self, peer: Peer, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        body = canonical({"kind": "host", "host": self._number, **message})
+        while not self._is_closed:
+            try:
+                return peer.request("POST", "/message", body, LARGEST_REPLY_BYTES, seconds)
+            except (PeerUnreachable, Refused):
+                time.sleep(RETRY_SECONDS)
+        return {}

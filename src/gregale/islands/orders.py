@@ -8,6 +8,14 @@ from typing import Any, NamedTuple
 from gregale.methods.schedule import Schedule
 
 
+class Down(NamedTuple):
+    """What has come down to this host of a round's message."""
+
+    messages: Any  # of this host's shards
+    weight: float  # tokens
+    norm: float | None  # root mean square of the whole; None: it is not finite
+
+
 class Take(NamedTuple):
     """Order: hand over the message of a round (`Driver.departed`)."""
 
@@ -36,7 +44,7 @@ class Arrive(NamedTuple):
 class Restart(NamedTuple):
     """Order: the whole outer state is a peer's; take all of it for the island's parameters.
 
-    `inherits`: and with it a peer's inner optimizer (`Guide.inherited`), for an island that has begun with none
+    `inherits`: and with it a peer's inner optimizer (`Driver.inherited`), for an island that has begun with none
     """
 
     round: int

@@ -1,15 +1,19 @@
-"""Whether peers answer while a round is being reduced: the sockets of a group say nothing of one that is cut off."""
+"""Asks peers whether they live: the sockets of a group say nothing of one that is cut off. Tells them small things."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Event, Thread
 
-from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status
+from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
 from gregale.islands.protocol.headers import Peer
 
 FIND_SECONDS = 2.0
+TELL_SECONDS = 2.0
+THREADS = 8
 
 
 def dead(peers: Iterable[Peer]) -> frozenset[str]:
@@ -73,3 +77,27 @@ class Watch:
             except Refused:
                 return  # it lives
             self._over.wait(self._half)
+
+
+class Telling:
+    """Tells peers with this fleet's `token`."""
+
+    def __init__(self, token: bytes):
+        self._token, self._threads = token, ThreadPoolExecutor(THREADS, "telling")
+
+    def due(self, addresses: Sequence[str], number: int) -> None:
+        """Tells these peers that a round is due. What does not arrive is told again."""
+        for address in addresses:
+            self.soon(lambda address=address: self._due(address, number))
+
+    def soon(self, what: Callable[[], object]) -> None:
+        """Does something else that may take a while."""
+        self._threads.submit(what)
+
+    def close(self) -> None:
+        """Begins nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _due(self, address: str, number: int) -> None:
+        with suppress(PeerUnreachable, Refused):
+            call(address, self._token, {"kind": "due", "round": number}, TELL_SECONDS)

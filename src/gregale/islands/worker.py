@@ -1,4 +1,4 @@
-"""One host's hands in a round: its shards of the outer side, the group with its counterparts, and what it serves.
+"""One host of an island in a round: its shards of the outer side, the group with its counterparts, and what it serves.
 
 A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but `drop_group`'s.
 """
@@ -17,12 +17,11 @@ import numpy as np
 from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
 from gregale.islands.engine.server import Leaf, Server, Snapshot
-from gregale.islands.engine.transfer import Fetcher
-from gregale.islands.healing import Found, NotAsRecorded, healed
-from gregale.islands.inner import Expected
+from gregale.islands.engine.transfer import Fetcher, fetch
+from gregale.islands.healing import Found, NotAsRecorded
+from gregale.islands.inner import Expected, Inner
 from gregale.islands.orders import Order
 from gregale.islands.protocol.headers import Outer, Peer
-from gregale.islands.showing import Heir, Showing, inherit
 from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
 from gregale.methods.schedule import Schedule
 
@@ -114,15 +113,12 @@ class Worker:
     _side: OuterSide | None = None
     _fetcher: Fetcher | None = None
     _offered: Offered | None = None  # what was fetched, if it fits
+    _inner: Inner | None = None  # what was fetched of a peer's inner optimizer
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
     _building: str | None = None  # the key of a group that is coming together
     _lock: Lock = field(default_factory=Lock)
-
-    def __post_init__(self):
-        self.showing = Showing(self.token, self.server.host)
-        self.heir = Heir(self.token, self.inner, self.timeouts.heal)
 
     @property
     def side(self) -> OuterSide:
@@ -133,9 +129,6 @@ class Worker:
         """The trainer is told this: what it does with the outer side, it does with that of now."""
         if order is not None:
             self._side = OuterSide(self._record, self.outer.now())
-
-    def granted(self, first: int | None) -> None:
-        """The next batch begins with this example: there is nobody else to be told."""
 
     def took(self, number: int, messages: Messages) -> None:
         """Keeps this host's messages of a round; those of another round are not needed any more."""
@@ -199,18 +192,15 @@ class Worker:
         leaves = {name: Leaf(held.array, held.version) for name, held in self.outer.leaves().items()}
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
-    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
-        """Fetches the state of peers, beside the own one. Raises TransferFailed."""
-        return healed(sources, self.timeouts.heal, lambda chosen: self.fetch(chosen, settled))
-
     def fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
-        """What this host has of the state of peers. Raises TransferFailed."""
+        """Fetches this host's shards of the state of peers, beside the own ones. Raises TransferFailed."""
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
-            held = {name: np.asarray(leaf.array) for name, leaf in self.outer.leaves().items()}
+            held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
             self._fetcher = Fetcher(self.token, expected, held)
         addresses = [source.hosts[self.host] for source in sources]
-        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, settled)
+        manifest = "/manifest/settled" if settled else "/manifest"
+        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
         self.count.received += fetched.received_bytes
         try:
             self._offered = self.outer.check(fetched.arrays, fetched.versions)
@@ -224,18 +214,26 @@ class Worker:
         self.outer.take_over(self._offered)
         self._offered = None
         self._end_fetching()
-        self.heir.settle()
         self._results.clear()
         self._taken.clear()
         self.publish(outer)
 
-    def inherit(self, sources: Sequence[Peer]) -> None:
-        """Fetches the inner optimizer of a peer, if it is wanted."""
-        inherit(self.heir, sources, self.token, 1, lambda addresses: [self.heir.fetch(addresses[0])])
+    def show(self, inner: Inner) -> None:
+        """Serves a copy of the inner optimizer's shards, in place of the last one."""
+        leaves = {name: Leaf(array, inner.step) for name, array in inner.arrays.items()}
+        self.server.inner.publish(Snapshot(0, inner.step, leaves))
 
-    def copies(self) -> list[str]:
-        """Where the copy of the own one is, as soon as there is one. Raises Refused."""
-        return [self.showing.wait().address]
+    def inherit(self, source: str) -> int:
+        """Fetches the inner optimizer's shards that a peer's host serves; returns its steps. Raises TransferFailed."""
+        self._inner = None
+        fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
+        self._inner = Inner(fetched.round, fetched.arrays)
+        return fetched.round
+
+    def inherited(self) -> Inner | None:
+        """What was fetched of a peer's inner optimizer; given once."""
+        inner, self._inner = self._inner, None
+        return inner
 
     def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
         """The group of these members: the one that there is, or a new one."""
@@ -265,5 +263,4 @@ class Worker:
         self._end_fetching()
         with suppress(GroupFailed):
             self.drop_group()
-        self.showing.close()
         self.server.close()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import draccus
 import jax
 import optax
 
-from gregale.axes.layout import ISLAND, REPLICA, Layout
+from gregale.axes.layout import ISLAND, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.errors import UserError, below
-from gregale.methods.delayed import Delayed
 from gregale.methods.diloco import Diloco, sync_axis
 from gregale.methods.fragments import layers_in
 from gregale.methods.island import Island
@@ -50,7 +49,12 @@ class Methods(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
-    """How replicas are kept together, by `type`."""
+    """How replicas are kept together, by `type`; `gone` has types of the past, and what to choose instead."""
+
+    gone: ClassVar[dict[str, str]] = {
+        "delayed_psdp": "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends "
+        "less over the slow link, and so do the codecs of PSDP (reduce.codec)."
+    }
 
     @classmethod
     def default_choice_name(cls) -> str:
@@ -116,39 +120,6 @@ class PsdpConfig(SyncConfig):
             )
         psdp = replace(parts.psdp_on(parts.layout), reduce=parts.reduce)
         return Methods(psdp, psdp)
-
-
-@SyncConfig.register_subclass("delayed_psdp")
-@dataclass(frozen=True)
-class DelayedPsdpConfig(PsdpConfig):
-    """PSDP whose updates are applied one or two steps later, so that what replicas send is hidden behind the steps."""
-
-    delay: int = field(
-        default=1,
-        metadata={
-            "help": "steps from gradients to their update; 2 hides both ways, 1 with one microbatch",
-            "range": whole(1, 2),
-        },
-    )
-    warmup_steps: int = field(
-        default=0, metadata={"help": "steps of PSDP before, while gradients change fast", "range": whole(0)}
-    )
-
-    def build(self, parts: Parts) -> Methods:
-        psdp = super().build(parts).psdp
-        return Methods(psdp, Delayed(psdp, self.delay))
-
-    def warm_up(self) -> int:
-        return self.warmup_steps
-
-    def remark(self, layout: Layout, steps: int) -> str | None:
-        del steps
-        if layout.mesh.shape[REPLICA] > 1:
-            return None
-        return (
-            "sync.type is delayed_psdp, but mesh.replica is 1: nothing is sent between replicas that could be hidden, "
-            "and the delay only makes gradients older. sync.type psdp is the same without it."
-        )
 
 
 @SyncConfig.register_subclass("diloco")

@@ -40,9 +40,9 @@ from gregale.communication.legs import encoded, remember
 from gregale.communication.pieces import Leaf, leaves_of
 from gregale.communication.reduce import give_back
 from gregale.communication.rows import Rows, rows_of
-from gregale.methods.around import AroundPsdp
 from gregale.methods.fragments import Fragment, errors_per_fragment
-from gregale.methods.method import PsdpState, StepMetrics
+from gregale.methods.inspection import Inspected, Probe
+from gregale.methods.method import Actions, PsdpState, StepMetrics
 from gregale.methods.outer import pseudo_gradient
 from gregale.methods.psdp import Psdp
 from gregale.methods.round import mixed_with
@@ -61,7 +61,7 @@ class IslandState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Island(AroundPsdp):
+class Island:
     """One island as a method: PSDP steps inside, and the two programs at the boundary to the network.
 
         depart: d = theta_f - theta_k,f        message = encode(d + e)        on each device, of its own shard
@@ -222,6 +222,20 @@ class Island(AroundPsdp):
 
     # A method as others; its steps are those of PSDP.
 
+    @property
+    def layout(self) -> Layout:
+        """The mesh and the mappings."""
+        return self.inner.layout
+
+    @property
+    def inside(self) -> Layout:
+        """All replicas make a step together."""
+        return self.inner.inside
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self.inner.lanes
+
     def init(self, model: Tree | None = None) -> IslandState:
         """The state before the first step."""
         return self.begin(self.inner.init(model))
@@ -248,8 +262,36 @@ class Island(AroundPsdp):
         psdp, metrics = self.inner.step(state.psdp, batch)
         return state._replace(psdp=psdp), metrics
 
+    def actions(self, step: int) -> Actions:
+        """What step number `step` (from 1) does beside its update: nothing."""
+        return self.inner.actions(step)
+
+    def synchronise(self, state: IslandState, after: Any) -> tuple[IslandState, None]:
+        """Nothing follows a step."""
+        del after
+        return state, None
+
+    def end(self, state: IslandState) -> PsdpState:
+        """The PSDP state that goes on."""
+        return self.inner.end(state.psdp)
+
+    def trained(self, state: IslandState) -> Tree:
+        """The model with the parameters that the next step computes with."""
+        return self.inner.trained(state.psdp)
+
     def parameters_only(self, state: IslandState) -> IslandState:
         return IslandState(self.inner.parameters_only(state.psdp), None)
+
+    def due(self, step: int) -> bool:
+        """Whether what is evaluated depends on more than `parameters_only`: never."""
+        return self.inner.due(step)
+
+    def inspected(self, state: IslandState, batch: Tree, probe: Probe) -> Inspected:
+        """What a step computes with, which is one of PSDP."""
+        return self.inner.inspected(state.psdp, batch, probe)
+
+    def figures(self, step: int) -> dict[str, int]:
+        return self.inner.figures(step)
 
     def bytes_sent(self, step: int) -> int:
         """Bytes over an axis of the mesh: none. What crosses the network, `NetworkReducer.bytes_sent` counts."""

@@ -1,7 +1,7 @@
 """The outer side of an island: theta, the outer optimizer, and their exchange with devices, peers and checkpoints.
 
-`methods/island.py` shows a whole round. Every array belongs to one fragment and one shard, and is kept by a store of
-`methods/island_store.py`, in this host's memory or on a device. It has a name:
+`methods/island.py` shows a whole round. Every array belongs to one fragment and one shard, lies in this host's memory
+and has a name:
 
     {fragment}/theta/{path}|{place of the shard along each axis}
     {fragment}/optimizer/{path in the state}
@@ -23,30 +23,31 @@ from gregale.axes.layout import is_named
 from gregale.codecs.feedback import Stored
 from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.rows import no_error
-from gregale.communication.shards import host_device, shards_here
+from gregale.communication.shards import host_device, on_devices, shards_here
 from gregale.methods.island import Island
 from gregale.methods.island_parts import Part, named, optimizer_names, part_of, shape_of, theta_name
-from gregale.methods.island_store import HostStore, Kept, Store
 from gregale.methods.outer import outer_step
 
 Tree = Any
 Arrays = dict[str, np.ndarray]
-AllKept = dict[str, Kept]
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""allocate(shape, dtype): memory for an array. It is written once, here; arrays of JAX may look into it until the last
+reference is gone."""
 
 DIGEST_BYTES = 16
 
 
 class Held(NamedTuple):
-    """An array that peers may ask for; `np.asarray` brings it to this host."""
+    """An array that peers may ask for."""
 
-    array: Kept
+    array: np.ndarray
     version: int  # the round of its fragment's last change
 
 
 class Moment(NamedTuple):
     """All arrays of a host at one moment, and the versions of their fragments: references, nothing is copied."""
 
-    held: dict[int, AllKept]  # by fragment, by name
+    held: dict[int, Arrays]  # by fragment, by name
     versions: dict[int, int]
     errors: dict[int, tuple[str, OwnError]]  # of the second leg, by fragment, with the group whose it is
 
@@ -69,7 +70,7 @@ class Prepared(NamedTuple):
     """A fragment after its outer step, not taken over yet."""
 
     index: int  # of the fragment
-    arrays: AllKept  # by name
+    arrays: Arrays  # by name
     fragment_digest: bytes
     digest: str  # of the whole outer side, if this is committed
     finite: bool  # whether theta is; infinities or NaN would spoil every island
@@ -94,13 +95,12 @@ class HostOuter:
     `begin`, and what brings theta to the devices, in the same order.
 
     - `island`: whose layout, fragments and outer optimizer they are
-    - `store`: where arrays are kept; default: memory of this process
+    - `allocate`: where arrays are kept; default: memory of this process
     """
 
-    def __init__(self, island: Island, store: Store | None = None):
-        self.island = island
-        self._store: Store = store or HostStore()
-        self._held: dict[int, AllKept] = {}  # by fragment, by name
+    def __init__(self, island: Island, allocate: Allocate = np.empty):
+        self.island, self._allocate = island, allocate
+        self._held: dict[int, Arrays] = {}  # by fragment, by name
         self._versions: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
         self._errors: dict[int, tuple[str, OwnError]] = {}  # with the group whose it is
@@ -131,9 +131,9 @@ class HostOuter:
         - `moment`: as it was then; None: as it is
         """
         part = self.parts[index]
-        held = self._shards(index, moment or self.now())
+        held = self._theta(index, moment)
         arrays = [
-            leaf.wrap(self._store.on_devices(held, leaf.path, shape_of(leaf), place))
+            leaf.wrap(on_devices(held, leaf.path, shape_of(leaf), place))
             for leaf, place in zip(part.leaves, part.places, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(part.tree, is_leaf=is_named), arrays)
@@ -207,9 +207,7 @@ class HostOuter:
     def take_over(self, offered: Offered) -> None:
         """Takes over what `check` has found good; fragments that it does not have stay."""
         for index, arrays in offered.held.items():
-            devices = self.parts[index].devices
-            kept = {name: self._store.adopt(name, array, devices[name]) for name, array in arrays.items()}
-            self._take_over(index, kept, offered.digests[index], offered.versions[index])
+            self._take_over(index, arrays, offered.digests[index], offered.versions[index])
 
     def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> Offered:
         """What `load` would take over; raises `ValueError` where `load` would."""
@@ -271,28 +269,26 @@ class HostOuter:
 
         return jax.jit(step)
 
-    def _shards(self, index: int, moment: Moment) -> AllKept:
-        """theta of a fragment as it is kept, by key."""
-        held = moment.held[index]
+    def _theta(self, index: int, moment: Moment | None = None) -> Arrays:
+        """theta of a fragment, by key."""
+        held = (moment or self.now()).held[index]
         return {key: held[theta_name(index, key)] for key in self.parts[index].theta}
-
-    def _theta(self, index: int) -> Arrays:
-        """theta of a fragment on this host, by key."""
-        return {key: np.asarray(shard) for key, shard in self._shards(index, self.now()).items()}
 
     def _optimizer(self, index: int) -> Tree:
         """The optimizer's state of a fragment on this host."""
         held, state = self._held[index], self.parts[index].optimizer
-        arrays = [np.asarray(held[name]) for name in optimizer_names(index, state)]
+        arrays = [held[name] for name in optimizer_names(index, state)]
         return jax.tree.unflatten(jax.tree.structure(state), arrays)
 
-    def _kept(self, index: int, theta: Tree, optimizer: Tree) -> tuple[AllKept, bytes]:
-        """What the store keeps of these arrays, by name, and their digest."""
-        devices = self.parts[index].devices
-        arrays = {name: np.asarray(array) for name, array in named(index, theta, optimizer).items()}
-        return {name: self._store.keep(name, array, devices[name]) for name, array in arrays.items()}, _digest(arrays)
+    def _kept(self, index: int, theta: Tree, optimizer: Tree) -> tuple[Arrays, bytes]:
+        """Copies of these arrays by name, in memory that `allocate` gives, and their digest."""
+        kept = {}
+        for name, array in named(index, theta, optimizer).items():
+            kept[name] = self._allocate(array.shape, np.dtype(array.dtype))
+            np.copyto(kept[name], array)
+        return kept, _digest(kept)
 
-    def _take_over(self, index: int, arrays: AllKept, digest: bytes, version: int) -> None:
+    def _take_over(self, index: int, arrays: Arrays, digest: bytes, version: int) -> None:
         self._held[index], self._versions[index], self._digests[index] = arrays, version, digest
         self._errors.pop(index, None)
 

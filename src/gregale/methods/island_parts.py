@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from gregale.communication.pieces import Leaf
 from gregale.communication.rows import Rows
-from gregale.communication.shards import places_here
+from gregale.communication.shards import keys_here
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 
@@ -34,16 +34,16 @@ class Part(NamedTuple):
     theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
     optimizer: Tree  # the outer optimizer's state for such a dictionary
     rows: dict[str, Rows]  # by key: how messages are cut
-    devices: dict[str, Any]  # by name: a device that has the shard, of what belongs to none, the first
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name."""
         arrays = named(self.index, self.theta, self.optimizer)
         return {name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()}
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of every array by name."""
-        return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in self.expected().items()}
+    @property
+    def size(self) -> int:
+        """Bytes of all arrays."""
+        return sum(dtype.itemsize * prod(shape) for dtype, shape in self.expected().values())
 
 
 def part_of(island: Island, index: int) -> Part:
@@ -52,17 +52,12 @@ def part_of(island: Island, index: int) -> Part:
     tree = jax.eval_shape(fragment.take, island.parameters)
     leaves = island.leaves(fragment)
     places = [NamedSharding(mesh, leaf.params) for leaf in leaves]
-    theta, rows, devices = {}, {}, {}
+    theta, rows = {}, {}
     for leaf, place, array in zip(leaves, places, jax.tree.leaves(tree), strict=True):
-        for key, device in places_here(leaf.path, shape_of(leaf), place).items():
-            theta[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype)
-            rows[key], devices[key] = island.rows(leaf), device
+        for key in keys_here(leaf.path, shape_of(leaf), place):
+            theta[key], rows[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype), island.rows(leaf)
     optimizer = jax.eval_shape(island.outer.init, theta)
-    first = next(iter(devices.values()), None)
-    owners = [next((devices[key] for key in _keys(path) if key in devices), first) for path, _ in _leaves(optimizer)]
-    lie = {theta_name(index, key): device for key, device in devices.items()}
-    lie |= dict(zip(optimizer_names(index, optimizer), owners, strict=True))
-    return Part(index, fragment, tree, leaves, places, theta, optimizer, rows, lie)
+    return Part(index, fragment, tree, leaves, places, theta, optimizer, rows)
 
 
 def shape_of(leaf: Leaf) -> tuple[int, ...]:
@@ -77,20 +72,11 @@ def theta_name(index: int, key: str) -> str:
 
 def optimizer_names(index: int, optimizer: Tree) -> list[str]:
     """The names of the optimizer's arrays, in the order of its leaves."""
-    return [
-        f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in _leaves(optimizer)
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(optimizer)[0]
+    return [f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in leaves]
 
 
 def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
     """The arrays of both, by name."""
     arrays = zip(optimizer_names(index, optimizer), jax.tree.leaves(optimizer), strict=True)
     return {theta_name(index, key): array for key, array in theta.items()} | dict(arrays)
-
-
-def _leaves(optimizer: Tree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(optimizer)[0]
-
-
-def _keys(path: Any) -> list[str]:
-    return [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]

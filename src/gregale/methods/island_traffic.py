@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import jax
 
@@ -12,7 +13,6 @@ from gregale.axes.layout import with_shardings
 from gregale.communication.network import WAVES_AHEAD, NetworkReducer
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.methods.island_store import HostStore, Store
 
 FLOAT32 = 4
 
@@ -25,12 +25,10 @@ class IslandTraffic:
 
     - `island`: the method
     - `members`: R, islands
-    - `store`: where theta and the outer optimizer's state are between rounds
     """
 
     island: Island
     members: int
-    store: Store = field(default_factory=HostStore)
 
     def bytes_sent(self, index: int) -> int:
         """Bytes that one host sends in a round of a fragment: of the member that sends most, (R - 1) / R of each leg.
@@ -71,17 +69,13 @@ class IslandTraffic:
 
     def host_bytes(self) -> int:
         """What theta and the outer optimizer's state take of host memory between rounds."""
-        return sum(self.store.memory(part).host for part in self._host.parts)
-
-    def outer_device_bytes(self) -> int:
-        """What they take of the device that has most of them, between rounds."""
-        return sum(self.store.memory(part).device for part in self._host.parts)
+        return sum(part.size for part in self._host.parts)
 
     def host_bytes_in_flight(self) -> int:
         """The most that a round takes of host memory beside them.
 
-        The fragment's next version (and its last, if that is on the devices), its message, its average in float32, and
-        buffers of the buckets under way: those of the first legs from all others, and of the second legs of two waves.
+        The fragment's next version, its message, its average in float32, and buffers of the buckets under way: those of
+        the first legs from all others, and of the second legs of two waves.
         """
         return max(self._in_flight(index) for index in self._fragments)
 
@@ -94,7 +88,6 @@ class IslandTraffic:
         """The most that a round takes of a device's memory beside them: one fragment of theta and its message.
 
         While the round is under way the fragment's next error, and at its ends theta's fragment as `params` has it.
-        Where theta is on the devices already, the fragment's next version in its place.
         """
         return max(self._on_device(index) for index in self._fragments)
 
@@ -105,13 +98,13 @@ class IslandTraffic:
         values = sum(rows.count * rows.row for rows in reducer.rows.values())
         waves = -(-len(reducer.buckets(self.members)) // self.members)
         buffers = (min(WAVES_AHEAD, waves) * 2 * message + min(2, waves) * second) // waves
-        return self.store.memory(self._host.parts[index]).host_in_round + message + FLOAT32 * values + buffers
+        return self._host.parts[index].size + message + FLOAT32 * values + buffers
 
     def _on_device(self, index: int) -> int:
-        part = self._host.parts[index]
-        total = self.store.memory(part).device_in_round
-        for leaf in part.leaves:
+        part, total = self._host.parts[index], 0
+        for leaf, array in zip(part.leaves, jax.tree.leaves(part.tree), strict=True):
             rows = self.island.rows(leaf)
+            total += prod(leaf.shape) * array.dtype.itemsize
             total += rows.count * rows.first_codec(self.island.reduce).message_bytes(rows.row)
         return total
 

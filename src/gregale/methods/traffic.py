@@ -15,8 +15,6 @@ from gregale.audit.traffic import (
     Transfer,
     agreement,
     apply_transfers,
-    exact_averages,
-    finiteness,
     given_back,
     kept,
     reduced,
@@ -67,19 +65,6 @@ class PsdpTraffic:
     def bytes_a_step(self) -> tuple[float, float]:
         sent = float(self.reducer.bytes_sent(eqx.filter(self.model, is_parameter)))
         return sent, sent
-
-
-@dataclass(frozen=True)
-class DelayedTraffic(PsdpTraffic):
-    """What PSDP with delayed updates sends: the same, and whether gradients are finite before they are averaged."""
-
-    @property
-    def averages(self) -> list[Transfer]:
-        reducer, inside, over = self.reducer, *finiteness(self.step)
-        if isinstance(reducer, QuantisedReducer):
-            over = replace(over, kind="all-gather", bytes=over.bytes * reducer.lanes)
-            return [*step_messages(reducer, self.model), inside, over]
-        return [*exact_averages(self.step), inside, over]
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from gregale.data.build import NamedSource, build_store
-from gregale.data.config import Corpus, prepare
 from gregale.data.examples import validation_examples
-from gregale.data.notes import uncounted
+from gregale.data.preparation import Corpus, prepare, token_cache
 from gregale.data.sources.base import FileSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
 from gregale.data.split import split_at
-from gregale.data.stream import Stream
+from gregale.data.stream import DocumentStream
 from gregale.data.tasks.files import Task, read_tasks
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
 from gregale.data.training_texts import naming
@@ -101,7 +99,7 @@ def main(options: EvalOptions) -> int:
         tasks = read_tasks(config.evaluation.tasks)
     tokenizer = load_tokenizer(trained.run.path)
     figures, words, scored = {}, "", {}
-    with Console(sys.stderr if options.json else None) as console, ExitStack() as stack:
+    with Console(sys.stderr if options.json else None) as console:
         # before the text is evaluated: it finds questions that cannot be scored
         evaluation = None
         if tasks:
@@ -109,7 +107,7 @@ def main(options: EvalOptions) -> int:
             of_tasks = tokenizer.parsing_special() if parses else tokenizer
             evaluation = evaluation_on(tasks, trained.setup, of_tasks, trained.run, console.message)
         if options.data or (names_nothing and (config.data.evaluates or not tasks or options.is_about_text)):
-            text = other_text(trained, options.data, console) if options.data else own_text(trained, console, stack)
+            text = other_text(trained, options.data, console) if options.data else own_text(trained, console)
             figures, words = text_figures(trained, text, tokenizer, options, console)
         if evaluation is not None:
             scored = evaluation(trained.model, lambda done, total: console.progress("tasks", done, total, "texts"))
@@ -130,7 +128,7 @@ class Text:
     """
 
     windows: Callable[[], EvaluationText]
-    streams: Mapping[str, Sequence[Stream]]
+    streams: Mapping[str, Sequence[DocumentStream]]
 
 
 def text_figures(
@@ -174,19 +172,16 @@ def print_figures(what: str, words: str, tasks: Sequence[Task], figures: Mapping
         print_table(Terminal(), f"{what}, ± the standard error", headings, rows)
 
 
-def own_text(trained: Trained, console: Console, stack: ExitStack) -> Text:
-    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was.
-
-    - `stack`: its end closes the text
-    """
-    corpus = own_corpus(trained, console, stack)
-    streams: dict[str, Sequence[Stream]] = {name: [each] for name, each in corpus.validation_streams.items()}
+def own_text(trained: Trained, console: Console) -> Text:
+    """What the run itself is evaluated on; raises `UserError` if it is no longer what it was."""
+    corpus = own_corpus(trained, console)
+    streams: dict[str, Sequence[DocumentStream]] = {name: [each] for name, each in corpus.validation_streams.items()}
     if corpus.held_out is not None:
         streams = {"": list(corpus.held_out_streams.values()), **streams}
     return Text(lambda: evaluation_text(corpus), streams)
 
 
-def own_corpus(trained: Trained, console: Console, stack: ExitStack) -> Corpus:
+def own_corpus(trained: Trained, console: Console) -> Corpus:
     """The data of a run, as it was when the checkpoint was saved."""
     config, path = trained.setup.config, trained.run.path
     if not config.data.evaluates:
@@ -194,8 +189,7 @@ def own_corpus(trained: Trained, console: Console, stack: ExitStack) -> Corpus:
             f"{path} has no text to evaluate on: its data.held_out is 0 and it has no data.validation. Name some: "
             f"gregale eval {path} --data 'FILES'"
         )
-    prepared = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
-    corpus = stack.enter_context(closing(prepared))
+    corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
     for note in corpus.notes:
         console.message(note)
     if corpus.fingerprint != noted(trained.metadata, "data"):
@@ -220,11 +214,9 @@ def other_text(trained: Trained, files: list[str], console: Console) -> Text:
     """All of the text in some files."""
     config = trained.setup.config
     tokenizer = load_tokenizer(trained.run.path)
-    cache, workers = config.data.token_cache(), config.data.workers or 1
+    cache, workers = token_cache(config.data), config.data.workers or 1
     with naming("data"):
         store = build_store(NamedSource("data", source_of(files)), tokenizer, cache, workers, console.progress)
-    for note in uncounted([store], tokenizer):
-        console.message(note)
     everything = split_at(store, 0, None).train
 
     def windows() -> EvaluationText:

@@ -1,29 +1,22 @@
-"""`gregale simulate`: which bandwidth each method needs, from a model of the timeline; and what failures cost."""
+"""`gregale simulate`: which bandwidth each method needs, from a model of the timeline."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from gregale.errors import UserError
-from gregale.programs import failures
-from gregale.programs.failures import FleetConfig, Scenario
 from gregale.services.command import Command
 from gregale.services.tables import print_table
 from gregale.settings import Range, Settings, between, whole
 from gregale.terminal import Console
-from gregale.timeline.fleet import NEVER, Fleet
-from gregale.timeline.methods import METHODS, PAPER_METHODS, Cadence, method
-from gregale.timeline.model import PRESETS, Workload
-from gregale.timeline.payload import PAYLOADS
-from gregale.timeline.plot import check_picture_path, plot_timeline, plot_utilisation
+from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
+from gregale.timeline.model import PRESETS, Ring, Workload
 from gregale.timeline.simulate import Run
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, UTILISATIONS, needed_bandwidths, run_method
 
 MOST_STEPS = 1_000_000
 MOST_EVENTS = 10_000_000  # layers of all passes of all methods: a minute, and 2 GB
-TIMELINE_ONLY = ("links", "site_step_seconds", "drop_out", "timeline")
 SECONDS = Range(0, 1e9, above=True)
 GBIT_PER_SECOND = Range(0, 1e9, above=True)
 
@@ -108,46 +101,7 @@ class SimulateConfig(Settings):
             "aliases": ("latency", "delay_seconds"),
         },
     )
-    links: Path | None = field(
-        default=None,
-        metadata={"help": "Text file with a row of numbers a site: each link's speed as a multiple of the bandwidth."},
-    )
-    site_step_seconds: list[float] = field(
-        default_factory=list,
-        metadata={"help": "Step time of each site in seconds, to model stragglers.", "range": SECONDS},
-    )
-    drop_out: list[str] = field(
-        default_factory=list, metadata={"help": "SITE:STEP pairs (site from 0): the site is gone from that step on."}
-    )
-    failures: float | None = field(
-        default=None,
-        metadata={
-            "help": "Mean hours between failures of one site: what they cost islands and data-parallel.",
-            "range": Range(0, 1e9, above=True),
-            "aliases": ("mtbf", "mtbf_hours"),
-        },
-    )
-    fleet: FleetConfig = field(default_factory=FleetConfig, metadata={"help": "What `failures` simulates."})
     json: bool = field(default=False, metadata={"help": "Print JSON in place of tables."})
-    plot: Path | None = field(
-        default=None,
-        metadata={
-            "help": "Draw utilisation against bandwidth, with `failures` goodput against their hours: .svg or .png."
-        },
-    )
-    timeline: Path | None = field(
-        default=None, metadata={"help": "Draw compute and transfers of a few steps: .svg or .png."}
-    )
-    timeline_steps: int = field(default=4, metadata={"help": "Steps that the timeline shows.", "range": whole(1, 1000)})
-    timeline_bandwidth: float = field(
-        default=10.0, metadata={"help": "Bandwidth of the timeline in Gbit/s.", "range": GBIT_PER_SECOND}
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        for key, path in (("plot", self.plot), ("timeline", self.timeline)):
-            if path is not None:
-                check_picture_path(path, key)
 
 
 def workload_of(config: SimulateConfig) -> Workload:
@@ -172,97 +126,29 @@ def check_length(config: SimulateConfig, workload: Workload) -> None:
         )
 
 
-def fleet_of(config: SimulateConfig, workload: Workload) -> Fleet:
-    """The sites and links that the config describes.
-
-    Raises:
-        UserError: step times or links do not fit the sites, or a drop-out is not SITE:STEP of a site there is.
-    """
-    slowness = np.ones(config.sites)
-    if config.site_step_seconds:
-        slowness = np.array(config.site_step_seconds, dtype=float) / workload.step_seconds
-    if len(slowness) != config.sites:
-        raise UserError(
-            f"site_step_seconds: {len(slowness)} step times are given for {config.sites} sites; give one for each site."
-        )
-    leaves_at_step = np.full(config.sites, NEVER)
-    for pair in config.drop_out:
-        site, colon, step = pair.partition(":")
-        numbers = colon and all(number.isdecimal() and len(number) < 10 for number in (site, step))
-        if not (numbers and int(site) < config.sites and int(step) > 1):
-            raise UserError(
-                f"drop_out: {pair!r} is not SITE:STEP with a site from 0 to {config.sites - 1} and a step from 2 "
-                "(as 1:50 for the second site gone from step 50 on)."
-            )
-        leaves_at_step[int(site)] = int(step)
-    return Fleet(
-        slowness, leaves_at_step, config.latency_seconds, None if config.links is None else _read(config.links)
-    )
-
-
-def _read(path: Path) -> np.ndarray:
-    try:
-        return np.loadtxt(path, ndmin=2)
-    except (OSError, ValueError) as error:
-        raise UserError(f"links: {path} cannot be read as rows of numbers: {str(error).rstrip('.')}.") from error
-
-
 def main(config: SimulateConfig) -> int:
-    """Simulate, print tables or JSON, draw the pictures that are asked for; 0 when all went well.
+    """Simulate, print tables or JSON; 0 when all went well.
 
     Raises:
         UserError: something in the config does not fit together.
     """
     workload = workload_of(config)
-    if config.failures is not None:
-        return _with_failures(config, config.failures, workload)
     check_length(config, workload)
-    fleet = fleet_of(config, workload)
     cadence = Cadence(config.steps, config.period_steps, config.fragment_layers, config.overlap_steps)
+    ring = Ring(config.sites, config.latency_seconds)
 
-    def runs_at(gbit_per_second: np.ndarray, cadence: Cadence = cadence) -> dict[str, Run]:
+    def runs_at(gbit_per_second: np.ndarray) -> dict[str, Run]:
         return {
-            name: run_method(name, workload, fleet, cadence, gbit_per_second, config.codec) for name in config.methods
+            name: run_method(name, workload, ring, cadence, gbit_per_second, config.codec) for name in config.methods
         }
 
-    on_grid = runs_at(GRID_GBIT_PER_SECOND)
-    report = report_of(config, workload, on_grid, runs_at(np.array(config.bandwidth)) if config.bandwidth else {})
+    asked = runs_at(np.array(config.bandwidth)) if config.bandwidth else {}
+    report = report_of(config, workload, runs_at(GRID_GBIT_PER_SECOND), asked)
     if config.json:
         print(json.dumps(report, indent=2))
     else:
         _print_tables(report)
-    if config.plot is not None:
-        curves = {method(name).label: run.utilisation for name, run in on_grid.items()}
-        plot_utilisation(config.plot, GRID_GBIT_PER_SECOND, curves, _title(workload, config.sites))
-    if config.timeline is not None:
-        # A little longer, to show what follows DiLoCo's only reduction.
-        longer = replace(cadence, steps=config.steps + config.timeline_steps)
-        runs = runs_at(np.array([config.timeline_bandwidth]), longer)
-        intervals = {method(name).label: run.intervals for name, run in runs.items()}
-        title = f"{_title(workload, config.sites)}, {config.timeline_bandwidth:g} Gbit/s"
-        plot_timeline(config.timeline, intervals, config.timeline_steps, title)
     return 0
-
-
-def _with_failures(config: SimulateConfig, mtbf_hours: float, workload: Workload) -> int:
-    """What `failures` asks for; the timeline's own options have no meaning with it."""
-    for each in fields(config):
-        if each.name in TIMELINE_ONLY and getattr(config, each.name) not in (None, []):
-            raise UserError(f"{each.name}: it does not go with failures, which draws the islands, links and deaths.")
-    scenario = Scenario(
-        workload=workload,
-        islands=config.sites,
-        period_steps=config.period_steps,
-        overlap_steps=config.overlap_steps,
-        codec=config.codec or METHODS["diloco"].codec,
-        gbit_per_second=config.bandwidth or [config.timeline_bandwidth],
-        latency_seconds=config.latency_seconds,
-    )
-    return failures.main(config.fleet, mtbf_hours, scenario, config.json, config.plot)
-
-
-def _title(workload: Workload, sites: int) -> str:
-    return f"{workload.parameters / 1e9:g}B parameters, {workload.step_seconds:g} s a step, {sites} sites"
 
 
 def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run], asked: dict[str, Run]) -> dict:
@@ -273,7 +159,7 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
         "steps": config.steps,
         "utilisation_goals": list(UTILISATIONS),
         "bandwidth_gbit_per_second": {name: needed_bandwidths(run.utilisation) for name, run in on_grid.items()},
-        "sent_bytes_per_site": {name: float(run.sent_bytes.max()) for name, run in on_grid.items()},
+        "sent_bytes_per_site": {name: run.sent_bytes for name, run in on_grid.items()},
         "asked_gbit_per_second": config.bandwidth,
         "asked_utilisation": {name: run.utilisation.tolist() for name, run in asked.items()},
         "asked_tokens_per_second": {name: _tokens_per_second(config, run) for name, run in asked.items()},
@@ -282,12 +168,10 @@ def report_of(config: SimulateConfig, workload: Workload, on_grid: dict[str, Run
 
 
 def _tokens_per_second(config: SimulateConfig, run: Run) -> list[float] | None:
-    """[bandwidth] of all sites together, those that leave counting as long as they are there; None: not asked for."""
+    """[bandwidth] of all sites together; None: not asked for."""
     if config.tokens is None:
         return None
-    last = [int(pair.partition(":")[2]) - 1 for pair in config.drop_out]
-    steps = (config.sites - len(last)) * config.steps + sum(min(each, config.steps) for each in last)
-    return (config.tokens * steps / run.total_seconds).tolist()
+    return (config.tokens * config.sites * config.steps / run.total_seconds).tolist()
 
 
 def _print_tables(report: dict) -> None:
@@ -308,7 +192,7 @@ def _print_tables(report: dict) -> None:
 
 
 def _print(title: str, headings: list[str], rows: dict[str, list[str]]) -> None:
-    cells = [(method(name).label, *row) for name, row in rows.items()]
+    cells = [(METHODS[name].label, *row) for name, row in rows.items()]
     print_table(Console(), title, ("method", *headings), cells)
 
 

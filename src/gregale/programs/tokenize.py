@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
 
-from gregale.data.config import Corpus, prepare
-from gregale.data.notes import notes_of
+from gregale.data.preparation import Corpus, prepare
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.tracking.console import Console
@@ -21,16 +19,11 @@ class TokenizeOptions:
 def main(options: TokenizeOptions, config: TrainConfig) -> int:
     """Builds what the cache lacks, checks every byte of it, and says what is there."""
     del options
-    with (
-        Console() as console,
-        closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
-    ):
-        notes = list(corpus.notes)
-        for name, parts in corpus.parts.items():
-            notes += notes_of(f"sources.{name}", parts.check(f"checking sources.{name}", console.progress))
+    with Console() as console:
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         for key, store in corpus.stores.items():
             store.verify(f"checking {key}", console.progress)
-        for note in notes:
+        for note in corpus.notes:
             console.message(note)
         tell(corpus)
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import draccus
 
+from gregale.formatting import format_setting
 from gregale.services.fields import TYPE, choice_name, join
 from gregale.settings import Fixed
 
@@ -21,7 +22,7 @@ class Change:
     fixed: Fixed | None = None
 
     def __str__(self) -> str:
-        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
+        return f"{self.key} {format_setting(self.before)} -> {format_setting(self.now)}"
 
 
 def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
@@ -57,7 +58,3 @@ def _changes(key: str, before: Any, now: Any, fixed: Fixed | None) -> list[Chang
 def _change(key: str, before: Any, now: Any, fixed: Fixed | None) -> Change:
     before, now = draccus.encode(before), draccus.encode(now)
     return Change(key, before, now, fixed if fixed and fixed.forbids(before, now) else None)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

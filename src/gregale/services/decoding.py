@@ -83,6 +83,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
+        self._discard_removed(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
         base = default if type(default) is kind else REQUIRED
@@ -112,12 +113,21 @@ class Decoder:
             return known[name]
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
+            found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
+            if isinstance(name, str) and name in (gone := getattr(registry, "gone", {})):
+                raise UserError(f"{found} is gone: {gone[name]}")
             near = did_you_mean(get_close_matches(str(name), known))
-            raise UserError(
-                f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which is not a known choice.{near} "
-                f"Valid choices: {names}."
-            )
+            raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
+
+    def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
+        """Removes keys of earlier versions at their defaults; raises `UserError` for one that has another value."""
+        for name, removed in getattr(kind, "removed_keys", {}).items():
+            if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
+                raise UserError(
+                    f"`{join(key, name)}` is {_show(value)}{self._at(join(key, name))}, but this key was removed: "
+                    f"{removed.instead}. Remove it."
+                )
 
     def _check_known(self, kind: Any, given: Mapping[str, Any], key: str) -> None:
         valid = [each.name for each in fields(kind)]
@@ -157,14 +167,11 @@ class Decoder:
             as_yaml = raw.startswith(("[", "{"))
             parts = [Text(part.strip()) for part in raw.split(",") if part.strip()]
             raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is a text too
-        if isinstance(raw, dict) and list(raw) == [str(i) for i in range(len(raw))] != []:
-            raw = list(raw.values())  # `--trackers.0.type wandb` where there was no list yet
         arguments = get_args(kind)
         if isinstance(raw, dict) and raw and is_dataclass(arguments[0]):
             one = shortened(", ".join(f"{name}: {_show(value)}" for name, value in raw.items()))
             raise UserError(
-                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`, or "
-                f"`--{key}.0.{next(iter(raw))}` on the command line."
+                f"`{key}`{self._at(key)} is one mapping; expected {type_name(kind)}: `{_last(key)}: [{{{one}}}]`."
             )
         if not isinstance(raw, list):
             raise self._wrong(kind, raw, key)
@@ -291,11 +298,6 @@ def _depth(key: str) -> int:
 def _shared_levels(key: str, other: str) -> int:
     pairs = zip(key.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def is_index(name: str) -> bool:
-    """Whether a part of a dotted key is the number of an element."""
-    return name.isascii() and name.isdecimal() and len(name) < 6
 
 
 def _field_names(kind: Any) -> set[str]:

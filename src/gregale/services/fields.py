@@ -64,11 +64,23 @@ def section_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any] | Non
 
     None if a value is there, as lists and mappings of names are: only their elements are sections.
     """
+    kind, default = _type_at(config_class, path)
+    section = next(filter(is_dataclass, _members(kind)), None)
+    return None if section is None else (section, default)
+
+
+def is_list_at(config_class: type, path: Sequence[str]) -> bool:
+    """Return whether the value at a dotted key is a list."""
+    kind, _ = _type_at(config_class, path)
+    return any(get_origin(each) in (list, tuple) for each in _members(kind))
+
+
+def _type_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any]:
+    """Return the type and the default at a dotted key; (None, `REQUIRED`) if nothing is there."""
     kind, default = config_class, REQUIRED
     for name in path:
         kind, default = _below(kind, name, default)
-    section = next(filter(is_dataclass, _members(kind)), None)
-    return None if section is None else (section, default)
+    return kind, default
 
 
 def _below(kind: Any, name: str, default: Any) -> tuple[Any, Any]:
@@ -80,8 +92,8 @@ def _below(kind: Any, name: str, default: Any) -> tuple[Any, Any]:
             if found:
                 owner, inner = found[0]
                 return types_of(owner)[name], default_of(inner, default)
-        elif get_origin(each) in (list, tuple, dict):
-            return [argument for argument in get_args(each) if argument is not Ellipsis][-1], REQUIRED
+        elif get_origin(each) is dict:
+            return get_args(each)[1], REQUIRED
     return None, REQUIRED
 
 

@@ -21,8 +21,9 @@ import jax
 import jaxlib.version
 
 import gregale
-from gregale.data.config import VALIDATION, Corpus
-from gregale.data.store import json_sha256
+from gregale.data.config import VALIDATION
+from gregale.data.parts import json_sha256
+from gregale.data.preparation import Corpus
 from gregale.data.tasks.files import Task
 from gregale.errors import UserError
 from gregale.services.agreement import Terms, difference, from_text, in_words, to_text

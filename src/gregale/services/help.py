@@ -13,7 +13,7 @@ from gregale.errors import UserError
 from gregale.services.fields import REQUIRED, Entry, entries
 
 WIDTH = 100  # at most, and where no terminal says how wide it is
-NARROW = 80  # below this a meaning stands under its key
+NARROWEST = 80
 LONGEST_COLUMN = 26
 SHORTEST_MEANING = 20
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -76,9 +76,7 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
     """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
     indent = " " * 6 if prefix else "  --"
     rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    if width < NARROW:
-        return _narrow_lines(rows, indent, width)
+    width = max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
     columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
     for name, value, meaning in rows:
@@ -86,31 +84,11 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         hanging = " " * (len(indent) + sum(columns) + 4)
         if len(head) > width - SHORTEST_MEANING:
             start = f"{indent}{name:<{columns[0]}}  "
-            lines += _unbroken(value, width, start, " " * len(start))
+            whole = {"break_on_hyphens": False, "break_long_words": False}
+            lines += textwrap.wrap(value, width, initial_indent=start, subsequent_indent=" " * len(start), **whole)
             head = hanging
         lines += _wrapped(meaning, width, head, hanging) or [head.rstrip()]
     return lines
-
-
-def _narrow_lines(rows: list[tuple[str, str, str]], indent: str, width: int) -> list[str]:
-    """Each key over its meaning, on lines as wide as the terminal but for single words that are wider."""
-    lines, hanging = [], " " * (len(indent) + 2)
-    for name, value, meaning in rows:
-        for text, first in ((f"{name}  {value}", indent), (meaning, hanging)):
-            lines += _unbroken(text, width, first, hanging)
-    return lines
-
-
-def _unbroken(text: str, width: int, first: str, hanging: str) -> list[str]:
-    """Lines of whole words."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=hanging,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
 
 
 def _wrapped(meaning: str, width: int, head: str, hanging: str) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gregale.errors import KeyedError
-from gregale.settings import Range, Settings, at_least, check_path, shown, whole
+from gregale.settings import Range, RemovedKey, Settings, at_least, check_path, shown, whole
 
 NETWORKS = ("lan", "wan")
-OUTER_MEMORIES = ("host", "device")
 SECONDS = Range(0, 86_400, above=True)
 MOST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -43,13 +43,6 @@ class IslandsConfig(Settings):
         metadata={
             "help": "islands that have to be there for a fleet to begin, anew or from checkpoints",
             "range": whole(1),
-        },
-    )
-    outer_memory: str = field(
-        default="host",
-        metadata={
-            "help": "where outer parameters and the outer optimizer's state are: this host's memory, or its devices",
-            "choices": OUTER_MEMORIES,
         },
     )
     lockstep: bool = field(
@@ -89,6 +82,12 @@ class IslandsConfig(Settings):
             "range": whole(1),
         },
     )
+
+    removed_keys: ClassVar = {
+        "outer_memory": RemovedKey(
+            "host", "outer parameters and their optimizer's state are always in this host's memory"
+        )
+    }
 
     def __post_init__(self):
         super().__post_init__()

@@ -13,8 +13,8 @@ import draccus
 import yaml
 
 from gregale.errors import UserError
-from gregale.services.decoding import Decoder, Text, is_index
-from gregale.services.fields import TYPE, choice_name, is_registry, join, section_at
+from gregale.services.decoding import Decoder, Text
+from gregale.services.fields import TYPE, choice_name, is_list_at, is_registry, join, section_at
 from gregale.settings import shortened, shown
 from gregale.storage import Place
 
@@ -191,7 +191,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Overrides:
-    """Puts values of the command line into a tree of mappings and lists, and notes where they came from."""
+    """Puts values of the command line into a tree of mappings, and notes where they came from."""
 
     config_class: type
     raw: dict[str, Any]
@@ -201,7 +201,7 @@ class _Overrides:
         """Sets a dotted key, making the mappings on the way; of a section only the keys that are given."""
         key, (*above, last) = ".".join(path), path
         node = self._node(above, key)
-        before = _child(node, last, key, key)
+        before = node.get(last)
         section = section_at(self.config_class, path)
         if section is not None:
             if isinstance(value, Text) and value.lstrip().startswith("{"):
@@ -210,21 +210,24 @@ class _Overrides:
                 for name, each in value.items():
                     self.set([*path, name], each)
                 return
-        _put(node, last, value)
+        node[last] = value
         for below in [place for place in self.places if place.startswith(f"{key}.")]:
             del self.places[below]
         self.places[key] = COMMAND_LINE
 
-    def _node(self, path: Sequence[str], key: str) -> dict | list:
-        """The mapping or the list at a dotted key, made if there is none."""
+    def _node(self, path: Sequence[str], key: str) -> dict:
+        """Return the mapping at a dotted key, made if there is none."""
         node: Any = self.raw
-        for depth, name in enumerate(path):
-            above = ".".join(path[: depth + 1])
-            inner = _child(node, name, above, key)
+        for depth, name in enumerate(path, 1):
+            above = ".".join(path[:depth])
+            if is_list_at(self.config_class, path[:depth]):
+                raise UserError(
+                    f"`--{key}` {COMMAND_LINE}: `{above}` is a list, which is given as a whole: `--{above} '[...]'`."
+                )
+            inner = node.get(name)
             if inner is None:
-                inner = {}
-                _put(node, name, inner)
-            if not isinstance(inner, dict | list):
+                inner = node[name] = {}
+            if not isinstance(inner, dict):
                 place = f" ({self.places[above]})" if above in self.places else ""
                 raise UserError(
                     f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}{place}; "
@@ -238,25 +241,3 @@ def _has_another_type(section: tuple[Any, Any], before: dict, value: dict) -> bo
     """Whether a section is chosen anew, so that the keys before were those of another choice."""
     kind, default = section
     return is_registry(kind) and TYPE in value and value[TYPE] != before.get(TYPE, choice_name(kind, default))
-
-
-def _child(node: dict | list, name: str, above: str, key: str) -> Any:
-    """What lies below a name; None: nothing yet. The element after the last of a list is one that is to be made."""
-    if isinstance(node, dict):
-        return node.get(name)
-    if not is_index(name) or int(name) > len(node):
-        parent = above.rpartition(".")[0]
-        there = f"its elements are `{parent}.0` to `{parent}.{len(node) - 1}`, and" if node else "it has none yet;"
-        raise UserError(
-            f"`--{key}` {COMMAND_LINE}: `{parent}` is a list of {len(node)}; {there} `{parent}.{len(node)}` adds one."
-        )
-    return node[int(name)] if int(name) < len(node) else None
-
-
-def _put(node: dict | list, name: str, value: Any) -> None:
-    if isinstance(node, dict):
-        node[name] = value
-    elif int(name) == len(node):
-        node.append(value)
-    else:
-        node[int(name)] = value

@@ -1,6 +1,8 @@
-"""What one site computes: a stack of equal layers with a step time."""
+"""What one site computes, a stack of equal layers with a step time; and the ring of links between equal sites."""
 
 from dataclasses import dataclass
+
+import numpy as np
 
 from gregale.errors import UserError
 
@@ -61,15 +63,35 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Workload:
-    """The workload of that name from the paper.
+@dataclass(frozen=True)
+class Ring:
+    """A ring all-reduce over equal sites.
 
-    Raises:
-        UserError: there is no such preset.
+    Each site sends 2 (n - 1) / n of the payload in 2 (n - 1) rounds, so
+
+    link_seconds  = 2 (n - 1) / n * 8 * payload_bytes / bandwidth
+    delay_seconds = 2 (n - 1) * latency_seconds
+
+    The links are busy for link_seconds and the result is there delay_seconds later; during the delay the links carry
+    the next payload.
+
+    Attributes:
+        sites: n, the sites on the ring.
+        latency_seconds: delay of one message over one link.
     """
-    if name not in PRESETS:
-        raise UserError(
-            f"model: {name!r} is not a preset; choose one of {', '.join(PRESETS)}, or give parameters, layers and "
-            "step_seconds."
-        )
-    return PRESETS[name]
+
+    sites: int
+    latency_seconds: float = 0.0
+
+    def sent_bytes(self, payload_bytes: float) -> float:
+        """Bytes that each site sends to average a payload."""
+        return 2 * (self.sites - 1) / self.sites * payload_bytes
+
+    def link_seconds(self, payload_bytes: float, bits_per_second: np.ndarray) -> np.ndarray:
+        """Seconds, [bandwidth], that a payload keeps the links busy at each bandwidth, [bandwidth]."""
+        return 8 * self.sent_bytes(payload_bytes) / bits_per_second
+
+    @property
+    def delay_seconds(self) -> float:
+        """Seconds from the end of the sending to the arrival."""
+        return 2 * (self.sites - 1) * self.latency_seconds

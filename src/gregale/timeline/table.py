@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gregale.timeline.fleet import Fleet
-from gregale.timeline.methods import Cadence, method
-from gregale.timeline.model import Workload
+from gregale.timeline.methods import METHODS, Cadence
+from gregale.timeline.model import Ring, Workload
 from gregale.timeline.simulate import Run, simulate
 
 GRID_GBIT_PER_SECOND = np.logspace(-1, 3, 50)
@@ -16,7 +15,7 @@ UTILISATIONS = (0.50, 0.80, 0.90, 0.95, 0.99)
 def run_method(
     name: str,
     workload: Workload,
-    fleet: Fleet,
+    ring: Ring,
     cadence: Cadence,
     gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
     codec: str | None = None,
@@ -24,15 +23,15 @@ def run_method(
     """Simulate a method by name, with its own codec or another one.
 
     Raises:
-        UserError: the method or the codec is not known, or the schedule does not fit.
+        UserError: the schedule does not fit.
     """
-    return run_schedule(name, workload, fleet, cadence, method(name).bytes_per_parameter(codec), gbit_per_second)
+    return run_schedule(name, workload, ring, cadence, METHODS[name].bytes_per_parameter(codec), gbit_per_second)
 
 
 def run_schedule(
     name: str,
     workload: Workload,
-    fleet: Fleet,
+    ring: Ring,
     cadence: Cadence,
     bytes_per_parameter: float,
     gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
@@ -40,10 +39,10 @@ def run_schedule(
     """Simulate a method by name, with so many bytes a parameter on the wire, the mean of the two halves.
 
     Raises:
-        UserError: the method is not known, or the schedule does not fit.
+        UserError: the schedule does not fit.
     """
-    transfers = method(name).schedule(workload, cadence, bytes_per_parameter)
-    return simulate(workload, transfers, fleet, gbit_per_second, cadence.steps)
+    transfers = METHODS[name].schedule(workload, cadence, bytes_per_parameter)
+    return simulate(workload, transfers, ring, gbit_per_second, cadence.steps)
 
 
 def needed_bandwidths(

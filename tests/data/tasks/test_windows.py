@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gregale.data.stream import Chain, DocumentStream
+from gregale.data.stream import DocumentStream
 from gregale.data.tasks.windows import SlidingWindows
 from gregale.data.text_bytes import NONE, Corrections
 
@@ -32,9 +32,7 @@ def stream_of(*sizes: int, cut: int = 0) -> DocumentStream:
 @pytest.mark.parametrize(("length", "stride"), [(8, 8), (8, 3), (8, 1), (64, 16)])
 @pytest.mark.parametrize("start", [(START,), (START, START + 1)])
 def test_each_token_once_after_as_many_as_a_window_has(length, stride, start):
-    windows = SlidingWindows(
-        [stream_of(4, 0, 33, 8), Chain([stream_of(9), stream_of(21, cut=3)])], length, stride, start, END
-    )
+    windows = SlidingWindows([stream_of(4, 0, 33, 8), stream_of(9), stream_of(21, cut=3)], length, stride, start, END)
     assert windows.sizes.tolist() == [4, 0, 33, 8, 9, 19]
     texts: dict[int, list[int]] = {}
     for number, document in enumerate(windows.documents.tolist()):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.engine import extra
+from gregale.islands.engine.group import load_torch
 from tests.test_layers import MODULES, SOURCE
 
 ENGINE = SOURCE / "islands" / "engine"
@@ -21,7 +21,7 @@ def test_no_other_module_imports_it():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             is_engine = any(name.split(".")[0] == "torch" for name in names)
-            assert not is_engine or path == ENGINE / "extra.py"
+            assert not is_engine or path == ENGINE / "group.py"
 
 
 def test_the_lighthouse_runs_without_it():
@@ -41,4 +41,4 @@ def test_without_the_extra_one_line_says_what_to_do(monkeypatch):
     for name in ("torch", "torch.distributed"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"needs the extra `islands`\. Run `.* '\.\[islands\]'`"):
-        extra.load_torch()
+        load_torch()

@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_refused_before_it_is_used(tmp_path):
     size = shm.free_bytes(Path("/dev/shm")) // 4 + 2**20
     with pytest.raises(
         UserError,
-        match=r"MB for the outer state has no room in /dev/shm \(No space left.*MB are free\).*outer_memory: device",
+        match=r"MB for the outer state has no room in /dev/shm \(No space left.*MB are free\)\. Make it larger",
     ):
         shm.empty((size,), np.dtype("float32"))
     with pytest.raises(UserError, match=r"no room in .*missing \(No such file.*; 0.0 MB are free"):

@@ -245,7 +245,9 @@ def test_the_end_of_a_round_is_waited_for(make_server):
     before = fetcher.fetch([server.address], 10.0)
     assert (before.round, before.settled) == (4, False)
     found = []
-    joins = threading.Thread(target=lambda: found.append(fetcher.fetch([server.address], 10.0, settled=True)))
+    joins = threading.Thread(
+        target=lambda: found.append(fetcher.fetch([server.address], 10.0, manifest="/manifest/settled"))
+    )
     joins.start()
     after = STATE | {"half|0": leaves(seed=1)["half|0"]}
     server.publish(Snapshot(1, 5, after))

@@ -6,11 +6,11 @@ import pytest
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.member import Member
-from gregale.islands.simulator.__main__ import main
-from gregale.islands.simulator.invariants import BrokenError
-from gregale.islands.simulator.schedules import run
+from tests.islands.simulator.__main__ import main
+from tests.islands.simulator.invariants import BrokenError
+from tests.islands.simulator.schedules import run
 
-SCHEDULES = 600  # benchmarks/protocol.py runs 20,000 and more
+SCHEDULES = 600  # `python -m tests.islands.simulator` runs 20,000
 PLANTED_SCHEDULES = 1000
 
 
@@ -72,5 +72,5 @@ def test_a_schedule_depends_on_its_number_alone(capsys):
     run(17, trace=one)
     run(17, trace=other)
     assert one == other
-    assert main(17) == 0
+    assert main(["--replay", "17"]) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from haliax import Axis
 
-from gregale.programs.island.batches import LeasedBatches
+from gregale.programs.island.loop import LeasedBatches
 from gregale.programs.run.batches import Placement
 from tests.mesh.support import layout_of
 

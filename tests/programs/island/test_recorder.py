@@ -6,11 +6,15 @@ import json
 
 import pytest
 
-from gregale.programs.island.recorder import Recorder
-from gregale.programs.islands.rounds import rounds_of
+from gregale.programs.island.loop import Recorder
+from gregale.services.entries import read_entries
 from gregale.services.history import ROUNDS
 from gregale.storage import write_bytes
 from tests.stores import Fault, proxied
+
+
+def rounds_of(run):
+    return read_entries(run / ROUNDS, number="round").entries
 
 
 @pytest.fixture(params=["tmp_path", "s3"])

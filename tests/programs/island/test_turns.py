@@ -3,7 +3,7 @@
 import pytest
 
 from gregale.methods.schedule import Schedule
-from gregale.programs.island.turns import Turns
+from gregale.programs.island.loop import Turns
 
 SCHEDULE = Schedule(period=10, fragments=2, delay=1, layers=4)  # a round every 5 steps
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from gregale.cli import main
-from gregale.programs.islands.command import folder_of, newest
-from gregale.programs.islands.processes import Member
+from gregale.programs.islands.command import folder_of
 from gregale.services.config import TrainConfig
 
 
@@ -24,8 +21,6 @@ def test_what_a_fleet_says_and_its_secret_stay_on_this_machine():
     [
         ("islands", [], "sync.type is 'psdp'"),
         ("islands", ["--count", "0"], "count is 0"),
-        ("islands", ["--sync.type", "diloco", "--picture", "rounds.jpg"], "a picture is .svg or .png"),
-        ("islands", ["--sync.type", "diloco", "--bandwidth", "50"], "it has to be as 50mbit"),
         ("train", ["--islands.lighthouse", "10.0.0.2:29510"], "`gregale island` trains"),
         ("island", [], "islands.lighthouse is not set"),
         ("island", ["--islands.lighthouse", "10.0.0.2:29510"], "islands.token_file is not set"),
@@ -40,16 +35,3 @@ def test_a_mistake_is_one_line(command, arguments, says, tmp_path, monkeypatch, 
     assert says in text
     assert "Traceback" not in text
     assert not (tmp_path / "runs" / "tiny").exists()
-
-
-def test_who_has_died_is_shown_as_dead(tmp_path):
-    before = {"state": "training", "step": 7}
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        member = Member("a", tmp_path, tmp_path / "log", process)
-        assert newest(member, b"secret", before) == before
-        process.kill()
-        process.wait()
-        assert newest(member, b"secret", before) == {"state": "dead", "step": 7}
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-        assert newest(Member("a", tmp_path, tmp_path / "log", process), b"secret", before) == before

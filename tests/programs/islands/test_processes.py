@@ -7,11 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from gregale.programs.islands.processes import Member, end, end_of, make_token
+from gregale.programs.islands.processes import end, end_of, make_token
 from gregale.services.signing import read_token
-from gregale.storage import write_bytes
 
 
 def test_a_token_is_made_once_and_can_be_read(tmp_path):
@@ -49,18 +46,6 @@ time.sleep(600)
     while _lives(child) and time.monotonic() < until:
         time.sleep(0.05)
     assert not _lives(child)
-
-
-@pytest.mark.parametrize("where", ["tmp_path", "s3"])
-def test_an_island_is_found_by_what_it_has_written(where, request, tmp_path):
-    run = request.getfixturevalue(where)
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        member = Member("a", run, tmp_path / "log", process)
-    assert member.address is None
-    write_bytes(run / "island.address", b"127.0.0.1:1234")
-    assert member.address == "127.0.0.1:1234"
-    (run / "island.address").unlink()
-    assert member.address == "127.0.0.1:1234", "a store is asked until it is there, and no longer"
 
 
 def _lives(process: int) -> bool:

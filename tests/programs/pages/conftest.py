@@ -1,4 +1,4 @@
-"""One browser for all tests of pages."""
+"""One browser for the tests of a module."""
 
 import warnings
 
@@ -9,12 +9,13 @@ from tests.programs.pages.browser import Browser, found
 NONE_HERE = "There is no Chromium on this machine: nobody looks at the pages. `apt-get install chromium` brings one."
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
+@pytest.fixture(scope="module")  # not longer: Playwright's event loop keeps others from this thread
+def browser():
     program = found()
     if program is None:
         warnings.warn(NONE_HERE, stacklevel=1)
         pytest.skip(NONE_HERE)
-    opened = Browser(program, tmp_path_factory.mktemp("browser"))
-    yield opened
-    opened.close()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=program) as chromium:
+        yield Browser(chromium)

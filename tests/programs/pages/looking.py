@@ -84,7 +84,8 @@ def check_looks(browser: Browser, path: Path, pictures: Path | None = None) -> d
             assert tab.value(CONTRAST) == []
             if pictures is not None:
                 for fold in ("", "-end"):
-                    tab.screenshot(pictures / f"{path.stem}-{size[0]}-{'dark' if dark else 'light'}{fold}.png")
+                    name = f"{path.stem}-{size[0]}-{'dark' if dark else 'light'}{fold}.png"
+                    tab.page.screenshot(path=pictures / name)
                     tab.value("scrollTo(0, document.body.scrollHeight)")
                     tab.settle()
             widest = tab.value("[document.documentElement.scrollWidth, innerWidth]")

@@ -15,6 +15,7 @@ from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import Shown, accumulated, shown
 from gregale.services.history import Column, read_history
+from gregale.services.page import Lines, Page, Series
 from gregale.services.run_lock import training
 from gregale.services.run_places import RunPlaces
 from tests.programs.pages.browser import PHONE
@@ -134,8 +135,7 @@ def test_lines_are_left_out_by_the_keyboard(browser, one):
         assert tab.value(f"[document.activeElement === {name}, {name}.role]") == [True, "button"]
         shown = f"[gregale.drawn({figure_of(chart)}).series[1].show, {name}.getAttribute('aria-pressed')]"
         for key, expected in (("Enter", [False, "false"]), (" ", [True, "true"])):
-            for kind in ("keyDown", "keyUp"):
-                tab.ask("Input.dispatchKeyEvent", type=kind, key=key, text="\r" if key == "Enter" else key)
+            tab.page.keyboard.press(key)
             tab.settle()
             assert tab.value(shown) == expected
         assert tab.errors == []
@@ -200,6 +200,20 @@ def test_texts_of_users_stay_texts(browser, tmp_path):
         assert EVIL in tab.value("document.body.textContent")
         assert all(drawn(tab).values())
         assert (tab.errors, tab.requests) == ([], [])
+
+
+def test_a_time_of_any_length_has_ticks_on_a_phone(browser, tmp_path):
+    page, axis = Page("ticks"), ("Steps", "")
+    for power in range(-8, 7):
+        for first in (1.1, 2.3, 5.5, 9.5):
+            name = f"{first}e{power}"
+            line = Series("time", np.arange(2), np.array([0.0, float(name)]))
+            page.add(page.chart(Lines(name, name, [line], "seconds", axis)))
+    (tmp_path / "ticks.html").write_text(page.html(), encoding="utf-8")
+    ticks = "[...document.querySelectorAll('figure')].map(it => [it.dataset.chart, gregale.drawn(it).axes[1]._values])"
+    with browser.open(tmp_path / "ticks.html", PHONE) as tab:
+        for name, texts in tab.value(ticks):
+            assert len(texts) == len(set(texts)) >= 2, (name, texts)
 
 
 def test_an_injected_script_would_not_run(browser, one, tmp_path):

@@ -9,7 +9,6 @@ from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import HERE, Server
 from gregale.services.run_lock import training
 from gregale.services.run_places import RunPlaces
-from tests.programs.pages.browser import DESK, Tab
 from tests.programs.pages.looking import box, figure_of
 from tests.programs.pages.made_up import figures, write_run
 
@@ -26,7 +25,7 @@ def grow(folder, steps: int) -> None:
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):
     page = LivePage([RunPlaces(folder)], live_seconds=0.2)
-    with Server(page.now, HERE, 0) as server, Tab(browser, server.address, DESK, False) as tab:
+    with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
         scales = f"gregale.drawn({figure_of('figures-loss')}).scales.x.max"
         assert tab.value(scales) == 100
         tab.value("document.querySelectorAll('details').forEach(each => each.open = !each.open)")
@@ -62,7 +61,7 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
     until = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
-    with Server(page.now, HERE, 0) as server, Tab(browser, server.address, DESK, False) as tab:
+    with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
         with training(folder, print):
             tab.value(until.format("document.body.textContent.includes('is being trained')"))
             assert "tokens" not in tab.value(controls)
@@ -89,7 +88,7 @@ def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
     alone = "127.83.71.1"  # where no other test takes the port meanwhile
     with Server(page.now, alone, 0) as server:
         port = urlsplit(server.address).port or 0
-        tab = Tab(browser, server.address, DESK, False)
+        tab = browser.open(server.address)
     with tab:
         wait = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
         tab.value(wait.format(told))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gregale.data.stream import Chain, DocumentStream, Stream
+from gregale.data.stream import DocumentStream
 from gregale.data.tasks.continuations import Continuation
 
 READ_TOKENS = 1 << 20
@@ -30,8 +30,8 @@ class SlidingWindows:
         sizes: tokens of each document that are scored, int64 [document].
     """
 
-    def __init__(self, streams: Sequence[Stream], length: int, stride: int, start: Sequence[int], end: int):
-        self._streams = [each for stream in streams for each in parts_of(stream)]
+    def __init__(self, streams: Sequence[DocumentStream], length: int, stride: int, start: Sequence[int], end: int):
+        self._streams = streams
         self._start = np.array(start, np.int32)
         self._length = length
         begins = [each.starts[:-1] for each in self._streams]
@@ -76,10 +76,6 @@ class SlidingWindows:
                 total += np.bincount(documents, token_bytes[tokens] + stream.more_bytes(first, stop), len(total))
             found.append(total)
         return np.concatenate(found)
-
-
-def parts_of(stream: Stream) -> Sequence[DocumentStream]:
-    return stream.streams if isinstance(stream, Chain) else [stream]
 
 
 def sizes_without_end(stream: DocumentStream, end: int) -> np.ndarray:

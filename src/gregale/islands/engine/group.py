@@ -22,15 +22,17 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from gregale.islands.engine.extra import load_torch
+from gregale.errors import UserError, install_hint
 from gregale.islands.engine.rendezvous import meeting_point
 from gregale.islands.engine.server import Server
 
@@ -55,6 +57,7 @@ MEANINGS = {
 # As often as Gloo tries to connect, each time for as long as its `timeout`.
 CONNECT_TRIES = 5
 LOOK_SECONDS = 0.05  # between two looks at whether a group was given up
+MISSING = "gregale island needs the extra `islands`. " + install_hint("islands")
 
 
 class GroupFailed(Exception):
@@ -294,3 +297,14 @@ def tensor_of(torch: Any, array: np.ndarray) -> Any:
     """A tensor over the same memory. (PyTorch warns of arrays that are read-only, which a message to send may be.)"""
     memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
     return torch.from_numpy(np.ctypeslib.as_array(memory))
+
+
+def load_torch() -> ModuleType:
+    """PyTorch with its process groups. Call it only when JAX has its devices: each has its own idea of threads."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else Gloo's own errors reach the user's terminal
+    try:
+        import torch.distributed
+
+    except ImportError:
+        raise UserError(MISSING) from None
+    return torch

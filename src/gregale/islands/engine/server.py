@@ -41,6 +41,7 @@ from gregale.services.signing import is_signed, sign
 __all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
 
 SEND_BYTES = 256 << 10
+POLL_SECONDS = 0.2  # between two looks at whether the server was closed
 SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
@@ -49,6 +50,8 @@ GREETING = "/status"
 
 class Server:
     """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
+
+    `shelf` has the outer state, `inner` the inner optimizer for an island that joins.
 
     - `on_message`: called in a thread of the server with a peer's JSON object; what it returns is the reply; may raise
       Refused
@@ -72,7 +75,7 @@ class Server:
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
-        self.shelf, self.mailbox = Shelf(), Mailbox()
+        self.shelf, self.inner, self.mailbox = Shelf(), Shelf(), Mailbox()
         self.nonces, self.complain = Nonces(), Rationed(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
@@ -81,7 +84,9 @@ class Server:
             raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
         self.port = self._http.server_address[1]
         self.address = f"{self.host}:{self.port}/{self.recipient}"
-        threading.Thread(target=self._http.serve_forever, args=(0.2,), name="gregale-server", daemon=True).start()
+        threading.Thread(
+            target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
+        ).start()
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replaces the state that is served. A joiner that has begun with the former one may finish it."""
@@ -136,8 +141,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(
             {
-                "/manifest": lambda body: self._manifest(0.0),
-                "/manifest/settled": lambda body: self._manifest(SETTLE_SECONDS),
+                "/manifest": lambda body: self._manifest(self.owner.shelf, 0.0),
+                "/manifest/settled": lambda body: self._manifest(self.owner.shelf, SETTLE_SECONDS),
+                "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
                 "/status": lambda body: self.owner.status(),
             }
         )
@@ -188,10 +194,10 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = is_last
         return body
 
-    def _manifest(self, wait_seconds: float) -> dict:
+    def _manifest(self, shelf: Shelf, wait_seconds: float) -> dict:
         # Hashing a large state takes its time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = self.owner.shelf.manifest(wait_seconds)
+        manifest = shelf.manifest(wait_seconds)
         if manifest is None:
             raise Refused("there is no state here yet")
         return manifest
@@ -205,10 +211,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send_pieces(self, body: bytes) -> None:
         """Reply with pieces one after the other: one request for many of them, so that the link never idles."""
-        shelf = self.owner.shelf
+        shelf, arrays = self.owner.shelf, None
         try:
             wanted = [(str(name), int(index)) for name, index in json.loads(body)]
-            arrays = shelf.lend({name for name, _ in wanted})
+            for shelf in (self.owner.shelf, self.owner.inner):
+                if (arrays := shelf.lend({name for name, _ in wanted})) is not None:
+                    break
             spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
         except (TypeError, ValueError) as error:
             raise Refused(f"pieces are requested as a list of [hash, index] ({error})") from None
@@ -219,7 +227,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            self._send_all(bytes_of(shelf.bring(name, arrays[name]))[start:stop])
+            shelf.keep(name, arrays[name])
+            self._send_all(bytes_of(arrays[name])[start:stop])
         self.server.set_deadline(self.connection, PATIENCE_SECONDS)
 
     def _send_all(self, content: bytes | memoryview) -> None:

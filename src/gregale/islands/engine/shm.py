@@ -36,8 +36,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, folder: Path | None = None) -
     except OSError as error:
         raise UserError(
             f"An array of {size / 1e6:.1f} MB for the outer state has no room in {folder} ({error.strerror}; "
-            f"{free_bytes(folder) / 1e6:.1f} MB are free). Make it larger (mount -o remount,size=... {folder}), or put "
-            "the outer state on the devices: islands.outer_memory: device."
+            f"{free_bytes(folder) / 1e6:.1f} MB are free). Make it larger: mount -o remount,size=... {folder}"
         ) from None
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 

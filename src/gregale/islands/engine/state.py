@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,13 @@ PIECE_BYTES = 4 << 20
 # A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
 LEASE_SECONDS = 10.0
 FORMER_SNAPSHOTS = 2
-MOST_BROUGHT = 2
-
-
-class Elsewhere(Protocol):
-    """An array that is not in this host's memory until `np.asarray` brings it: each time anew."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    nbytes: int
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class Leaf:
     """One array of the state, and the round that changed it last."""
 
-    array: np.ndarray | Elsewhere
+    array: np.ndarray
     version: int
 
 
@@ -78,32 +67,8 @@ class Served:
     """A snapshot with its manifest, and when somebody last asked for something of it."""
 
     manifest: dict[str, Any]
-    arrays: dict[str, np.ndarray | Elsewhere]
+    arrays: dict[str, np.ndarray]
     asked: float
-
-
-class Brought:
-    """The last arrays from elsewhere whose pieces were asked for: the next pieces are theirs too."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._arrays: list[tuple[Elsewhere, np.ndarray]] = []
-
-    def here(self, array: np.ndarray | Elsewhere) -> np.ndarray:
-        """The array in this host's memory."""
-        if isinstance(array, np.ndarray):
-            return array
-        with self._lock:
-            found = next((here for source, here in self._arrays if source is array), None)
-            if found is None:
-                found = np.asarray(array)
-                self._arrays = [*self._arrays[1 - MOST_BROUGHT :], (array, found)]
-            return found
-
-    def forget(self) -> None:
-        """Lets go of all of them."""
-        with self._lock:
-            self._arrays = []
 
 
 class Shelf:
@@ -114,8 +79,7 @@ class Shelf:
         self._hashing = threading.Lock()
         self._snapshot: Snapshot | None = None
         self._served: list[tuple[Snapshot, Served]] = []
-        self._hashes: dict[str, tuple[np.ndarray | Elsewhere, list[str]]] = {}
-        self._brought = Brought()
+        self._hashes: dict[str, tuple[np.ndarray, list[str]]] = {}
         self._expecting = threading.Condition()
         self._expected_until = 0.0
 
@@ -134,7 +98,6 @@ class Shelf:
                 name: known for name, known in self._hashes.items() if name in new and new[name].array is known[0]
             }
             self._forget()
-        self._brought.forget()
         self.expect(0.0)
 
     def manifest(self, wait_seconds: float = 0.0) -> dict[str, Any] | None:
@@ -168,7 +131,7 @@ class Shelf:
                 self._forget()
             return served.manifest
 
-    def lend(self, names: Collection[str]) -> dict[str, np.ndarray | Elsewhere] | None:
+    def lend(self, names: Collection[str]) -> dict[str, np.ndarray] | None:
         """Return the arrays with these hashes; None unless the served snapshots have all of them."""
         with self._lock:
             found = {}
@@ -180,13 +143,12 @@ class Shelf:
                 found[name] = holder.arrays[name]
             return found
 
-    def bring(self, name: str, array: np.ndarray | Elsewhere) -> np.ndarray:
-        """Return a lent array in this host's memory, and keep its snapshot for another `LEASE_SECONDS`."""
+    def keep(self, name: str, array: np.ndarray) -> None:
+        """Keep a lent array's snapshot for another `LEASE_SECONDS`."""
         with self._lock:
             for _, served in self._served:
                 if served.arrays.get(name) is array:
                     served.asked = time.monotonic()
-        return self._brought.here(array)
 
     def _forget(self) -> None:
         """Lets go of former snapshots that nobody asks for any more, and of the oldest if there are too many."""
@@ -204,7 +166,7 @@ class Shelf:
         for name, leaf in snapshot.leaves.items():
             array, pieces = known.get(name, (None, []))
             if array is not leaf.array:
-                pieces = piece_hashes(np.asarray(leaf.array))
+                pieces = piece_hashes(leaf.array)
             hashes[name] = leaf.array, pieces
             hashed = leaf_hash(pieces)
             arrays[hashed] = leaf.array

@@ -82,10 +82,11 @@ class Fetcher:
         self._allocate, self._progress = allocate, progress
         self._links: dict[str, list[Peer]] = {}
 
-    def fetch(self, sources: Sequence[str], timeout_seconds: float, settled: bool = False) -> Fetched:
+    def fetch(self, sources: Sequence[str], timeout_seconds: float, manifest: str = "/manifest") -> Fetched:
         """Fetch the newest state. Raises TransferFailed.
 
-        - `settled`: waits a few seconds for the end of the round that the sources are making
+        - `manifest`: path of the sources' manifest. `/manifest/settled` waits a few seconds for the end of the round
+          that the sources are making
 
         A source that dies, stalls, is corrupt or is cut short is replaced by the others.
         """
@@ -97,7 +98,7 @@ class Fetcher:
         wanted = [source.partition("/")[0] for source in sources]
         while True:
             usable = {address: self._links[address] for address in wanted if address not in complaints}
-            offers = ask_for_offers(usable, settled, self._expected, complaints)
+            offers = ask_for_offers(usable, manifest, self._expected, complaints)
             if not offers:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")
             chosen = choose(offers)
@@ -126,28 +127,29 @@ def fetch(
     expected: Expected,
     timeout_seconds: float,
     held: Mapping[str, np.ndarray] | None = None,
+    manifest: str = "/manifest",
 ) -> Fetched:
     """Fetch a state once (see `Fetcher`). Raises TransferFailed."""
     fetcher = Fetcher(token, expected, held)
     try:
-        return fetcher.fetch(sources, timeout_seconds)
+        return fetcher.fetch(sources, timeout_seconds, manifest)
     finally:
         fetcher.close()
 
 
 def ask_for_offers(
-    links: Mapping[str, Sequence[Peer]], settled: bool, expected: Expected, complaints: dict[str, str]
+    links: Mapping[str, Sequence[Peer]], manifest: str, expected: Expected, complaints: dict[str, str]
 ) -> list[Offer]:
     """The manifests of all sources that have a good one; `complaints` gets a line for each other.
 
     A source's first connection asks, while its others open.
     """
     offers: list[Offer] = []
-    largest, path = largest_manifest_bytes(expected), "/manifest/settled" if settled else "/manifest"
+    largest = largest_manifest_bytes(expected)
 
     def ask(peer: Peer) -> None:
         try:
-            offers.append(read_manifest(peer.address, peer.request("GET", path, b"", largest), expected))
+            offers.append(read_manifest(peer.address, peer.request("GET", manifest, b"", largest), expected))
         except (PeerUnreachable, Refused) as error:
             complaints[peer.address] = str(error)
 

@@ -7,7 +7,6 @@ member asks again, so a member acts on a view only if the view has the header of
 
 import json
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gregale.islands.protocol.ledger import Ledger, digest_of
@@ -49,7 +48,8 @@ class Outer:
 
     def fingerprint(self) -> str:
         """Digest of the state and of what else is agreed: what members compare."""
-        return _fingerprint(self.digest, self.ledger.digest(), self.sizes)
+        parts = self.digest, self.ledger.digest()
+        return digest_of(*parts, self.sizes) if self.sizes else digest_of(*parts)
 
     def usual(self) -> Size | None:
         """What messages of the last rounds were like: `outliers`."""
@@ -80,11 +80,6 @@ class Outer:
         except ValueError as error:
             raise GarbageError(str(error)) from None
         return cls(**fields)
-
-
-@lru_cache(256)
-def _fingerprint(digest: str, ledger: str, sizes: tuple[Size, ...]) -> str:
-    return digest_of(digest, ledger, sizes) if sizes else digest_of(digest, ledger)
 
 
 @dataclass(frozen=True, slots=True)

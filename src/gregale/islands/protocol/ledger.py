@@ -17,7 +17,7 @@ holders in it). `used` counts all examples that a holder has used; it never goes
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 Span = tuple[int, int]
@@ -83,7 +83,6 @@ class Ledger:
     free: tuple[Span, ...] = ()
     leases: tuple[Lease, ...] = ()
     skipped: int = 0
-    _digest: list[str] = field(default_factory=list, compare=False, repr=False)
 
     def lease(self, name: str, holder: str) -> Lease | None:
         """The lease of an island, if it has one."""
@@ -96,10 +95,8 @@ class Ledger:
         return {"next": self.next, "free": free, "leases": leases, "skipped": self.skipped}
 
     def digest(self) -> str:
-        """A digest of all of it, computed once."""
-        if not self._digest:
-            self._digest.append(digest_of(self.to_json()))
-        return self._digest[0]
+        """A digest of all of it."""
+        return digest_of(self.to_json())
 
     @classmethod
     def from_json(cls, value: object) -> "Ledger":

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import get_args
 
 from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
-from gregale.islands.protocol.ledger import Ledger
+from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
 from gregale.islands.protocol.standing import Prepared, Standing
@@ -24,7 +25,7 @@ class Member(Standing):
 
     `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
     from a checkpoint the record in it, with the `holder` whose lease it goes on with, and the examples that this holder
-    has `used`. `decide` may be shared by members of one process that see the same views (a simulator).
+    has `used`.
     """
 
     # Events.
@@ -111,7 +112,7 @@ class Member(Standing):
         self._reducing = None
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        ledger = form.ledger_after(self.outer.ledger, self.rules)
+        ledger = advance(self.outer.ledger, form.reports, self.rules.lot)
         sizes = form.sizes_after(self.outer.sizes)
         outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes)
         held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
@@ -172,12 +173,10 @@ class Member(Standing):
         if not self._waiting_for:
             return
         self._waiting_for = False
-        decision = self._decide(event.view, self.rules)
+        decision = decide(event.view, self.rules)
         self._heard_at, self._unheard = self._now, ""
         self._note_plan(decision)
-        # Where an ask of someone is in a second view, it may no longer be true: the view means nothing.
-        self._asks, repeated = decision.after(self._asks)
-        mine = decision.headers.get(self._me)
+        repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
             self._seen = 0
             return
@@ -209,7 +208,7 @@ class Member(Standing):
         elif isinstance(plan, Turn):
             self._turn(view, plan)
         else:
-            self.outer = replace(self.outer, ledger=plan.ledger_after(Ledger(), self.rules))
+            self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lot))
             self._rename(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
@@ -281,7 +280,7 @@ class Member(Standing):
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
-            self.outer = replace(self.outer, ledger=plan.ledger_after(self.outer.ledger, self.rules))
+            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
             self._rename(plan.generation, self.outer.round, len(plan.there))
             self.handover.starved = False  # as far as is known: it may have a lease now
             self._enter(view, m.Publish(self.outer))

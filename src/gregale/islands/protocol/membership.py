@@ -86,7 +86,6 @@ class Membership:
         self._id = first_id - 1
         self._owners: dict[str, Owner] = {}
         self._answers: list[Answer] = []
-        self._lapses_at = math.inf  # no name lapses and no ask ends before
         self.pending: dict[str, tuple[float, Ask]] = {}  # by name, with the time of arrival, the oldest first
         self.last: frozenset[str] | None = None
 
@@ -107,7 +106,6 @@ class Membership:
     def ask(self, ask: Ask, now: float) -> None:
         """A member asks; the answer comes with a tick."""
         owner = self._heard(ask.name, ask.session, now)
-        self._lapses_at = min(self._lapses_at, ask.until)
         if owner.session != ask.session:
             self._claim(owner, ask, now)
             return
@@ -129,8 +127,7 @@ class Membership:
 
     def tick(self, now: float) -> list[Answer]:
         """The answers that are due."""
-        if now >= self._lapses_at:
-            self._lapse(now)
+        self._lapse(now)
         view = self._form(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
@@ -140,7 +137,6 @@ class Membership:
         owner = self._owners.get(name)
         if owner is None:
             owner = self._owners[name] = Owner(session, now)
-            self._lapses_at = min(self._lapses_at, now + self._heartbeat_seconds)
         for each in (owner, owner.rival):
             if each and each.session == session:
                 each.heard = max(each.heard, now)
@@ -168,11 +164,6 @@ class Membership:
                 owner.rival = None
             while (silent := self._owners.get(name)) and now - silent.heard >= self._heartbeat_seconds:
                 self._end(name, silent)
-        ends = [ask.until for _, ask in self.pending.values()]
-        for owner in self._owners.values():
-            ends.append(owner.heard + self._heartbeat_seconds)
-            ends += [owner.rival.ask.until] if owner.rival and owner.rival.ask else []
-        self._lapses_at = min(ends, default=math.inf)
 
     def _end(self, name: str, owner: Owner) -> None:
         """A name's owner is gone: who waits for the name gets it."""
@@ -183,7 +174,6 @@ class Membership:
             self._owners[name] = replace(rival, ask=None)
             self.pending[name] = rival.since, rival.ask
             self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
-            self._lapses_at = min(self._lapses_at, rival.heard + self._heartbeat_seconds)
 
     def _form(self, now: float) -> Formed | None:
         """The view that can be formed now."""

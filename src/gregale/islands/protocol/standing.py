@@ -1,14 +1,14 @@
 """Where a member of the protocol stands: its state, and what it tells of it. `member.Member` has what happens to it."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
-from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer, View
-from gregale.islands.protocol.plans import NO_ASKS, Decision, Form, Plan, Wait
+from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer
+from gregale.islands.protocol.plans import Decision, Form, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
@@ -51,11 +51,9 @@ class Standing:
         rules: Rules,
         holder: str = "",
         used: int = 0,
-        decide: Callable[[View, Rules], Decision] = decisions.decide,
     ):
         self.identity, self.timing, self.rules, self.outer = identity, timing, rules, outer
         self.holder = holder or identity.session
-        self._decide = decide
         self._now = 0.0
         self._actions: list[m.Action] = []
         self._voter = False
@@ -65,7 +63,7 @@ class Standing:
         self._group: tuple[Peer, ...] = ()  # who made the newest round with this member, if it did
         self._missing: frozenset[str] = frozenset()  # those of them that are waited for
         self._gone: frozenset[str] = frozenset()  # dead
-        self._asks = NO_ASKS  # that it saw, its own and others'
+        self._asks: dict[str, int] = {}  # number of the newest one that it saw of each, by identity
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
         self._attentive = True  # has to see a view, whether or not a round is due
@@ -197,6 +195,13 @@ class Standing:
         waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
         who = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
         self._plan = plan, who or (plan.who if isinstance(plan, Wait) else ())
+
+    def _note_asks(self, decision: Decision) -> bool:
+        """Returns whether an ask was in an earlier view too: it may no longer be true, so the view means nothing."""
+        asks = {who: header.asked for who, header in decision.headers.items()}
+        repeated = any(self._asks.get(who, 0) >= number for who, number in asks.items())
+        self._asks |= {who: max(number, self._asks.get(who, 0)) for who, number in asks.items()}
+        return repeated
 
     def why(self) -> str:
         """Why no round is committed, and who is waited for; empty if nothing but this island's own steps is."""

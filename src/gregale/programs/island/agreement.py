@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.islands.protocol.ledger import digest_of
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.run.setup import Setup
@@ -16,7 +16,7 @@ from gregale.services.handshake import data_terms, is_trained_on, matches, terms
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
-    *("data.sources", "data.sources.*.weight", "data.held_out", "data.order", "data.shuffle", "data.cross_documents"),
+    *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
     *("islands.minimum", "islands.start", "islands.lockstep", "islands.lease_steps"),
     "islands.outlier_factor",
 )

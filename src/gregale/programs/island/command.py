@@ -6,27 +6,31 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 import gregale
 from gregale.axes.mesh import make_mesh
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.driver import Driver, Pace
+from gregale.islands.driver import Driver
 from gregale.islands.engine import shm
 from gregale.islands.engine.coordinator import Coordinator
 from gregale.islands.engine.server import Server
-from gregale.islands.hands import joint_digest
+from gregale.islands.follower import Follower
+from gregale.islands.hands import Hands, joint_digest
+from gregale.islands.hosts import Host, Link
 from gregale.islands.inner import expected
 from gregale.islands.leases import Leases
+from gregale.islands.orders import Pace
 from gregale.islands.patience import REDUCES
 from gregale.islands.protocol.headers import Outer, seed
 from gregale.islands.protocol.ledger import Lot
@@ -36,11 +40,8 @@ from gregale.islands.protocol.standing import Identity
 from gregale.islands.worker import Timeouts, Worker
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.methods.island_store import store_of
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.hosts import by_all, followed, hands_of
-from gregale.programs.island.loop import IslandLoop, Sides
-from gregale.programs.island.recorder import Recorder
+from gregale.programs.island.loop import IslandLoop, Recorder, Sides
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -49,7 +50,7 @@ from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
 from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import agreed, by_first_process, messages_of_all
+from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, messages_of_all
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.command import Command
 from gregale.services.compiled import keep_compiled
@@ -66,6 +67,7 @@ from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
 LEASE_PERIODS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
     with ExitStack() as stack:
         file = None if is_writer() else stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         console = stack.enter_context(Console(file, ("round", "members")))
-        corpus = stack.enter_context(
-            closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress))
-        )
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         check = stack.enter_context(held(run, options.fresh, console.message))
@@ -187,7 +187,7 @@ def joined(
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
     host, folder = jax.process_index(), outer_folder(run)
-    outer = HostOuter(island, store_of(islands.outer_memory, lambda _, shape, dtype: shm.empty(shape, dtype)))
+    outer = HostOuter(island, shm.empty)
     outer.begin(start.state.method.psdp.parameters)
     saved = checkpoints.metadata(start.step)["islands"] if start.step else None
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
@@ -198,8 +198,6 @@ def joined(
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
-    if saved is None:
-        worker.heir.want()
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
@@ -209,10 +207,11 @@ def joined(
     rehearse(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
-        follower = followed(worker, token, pace)
+        follower = Follower(worker, Link(addresses[0], token, host), pace)
+        first_message(None)  # from here on process 0 answers
         follower.start()
         return Sides(outer, follower, folder, seen)
-    hands = hands_of(worker, token, config.distributed.timeout_seconds)
+    hands = Hands(worker, [Host(number) for number in range(1, jax.process_count())], wants_inner=saved is None)
     write_bytes(run.path / ADDRESS, server.address.encode())
     note_stalled(run, None)
     session = secrets.token_hex(8)
@@ -239,6 +238,7 @@ def joined(
         steps=saved.get("steps", 0) if saved else 0,
     )
     status.follow(driver)
+    first_message("it answers")
     driver.start()
     return Sides(outer, driver, folder, seen, recorder)
 
@@ -293,3 +293,16 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 
 
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
+
+
+def by_all(action: Callable[[], T]) -> T:
+    """What `action` returns in this process, if it fails in none; raises `UserError` in all if it does in one."""
+    done, failed = None, None
+    try:
+        done = action()
+    except UserError as error:
+        failed = str(error)
+    if failed := first_message(failed):
+        raise UserError(failed)
+    assert done is not None
+    return done

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+from haliax import NamedArray
+
+from gregale.data.examples import Examples, Rows
+from gregale.data.mixtures import ReplicaExamples
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.guide import Guide
+from gregale.islands.driver import Driver
+from gregale.islands.follower import Follower
 from gregale.methods.island_outer import HostOuter
-from gregale.programs.island.batches import LeasedBatches
-from gregale.programs.island.recorder import Recorder
+from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
-from gregale.programs.island.turns import Turns
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.train.consumed import Consumed
+from gregale.programs.train.counts import Consumed, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.store import Checkpoints
+from gregale.services.history import ROUNDS
+from gregale.services.lines import History, lines_at
 from gregale.services.signals import StopRequest
 from gregale.storage import Place, StoreError
 from gregale.training.state import TrainState
+
+THREADS = 4
+BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,14 @@ class Sides:
     """What an island has beside the state of its devices.
 
     - `outer`: theta and the outer optimizer, in host memory
+    - `guide`: leads the trainer: the driver on host 0, a follower on each other host, with the same orders and batches
     - `folder`: where they are saved
     - `seen`: tokens by fragment since the island last contributed to it, at the start
     - `record`: of its rounds; None: another host of this island keeps it
     """
 
     outer: HostOuter
-    guide: Guide
+    guide: Driver | Follower
     folder: Place
     seen: list[float]
     record: Recorder | None = None
@@ -174,3 +187,88 @@ def rounds_of(checkpoints: Checkpoints) -> set[int]:
         except (UserError, KeyError):
             continue
     return found
+
+
+class Recorder:
+    """A line for each round of this island; those after `last` go: a killed process wrote them.
+
+    A line that cannot be written is kept until it can: neither a full disk nor a store that is away ends a run.
+
+    - `report`: gets a line for the user
+    """
+
+    def __init__(self, run: Place, last: int, report: Callable[[str], None]):
+        self._report = report
+        self._lines = lines_at(run / ROUNDS, History("round", last), report)
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        self._lines.add(values)
+
+    def flush(self) -> None:
+        """Writes what is held back; raises `StoreError` if a store does not take it."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Writes what is left; that it cannot be written is worth a line, no more."""
+        try:
+            self._lines.close()
+        except UserError as error:
+            self._report(str(error))
+
+
+class LeasedBatches(Iterator[dict[str, NamedArray]]):
+    """Batches as global arrays [batch, position], made ahead of time; use it in a `with` statement.
+
+    - `examples`: what all islands have in common; an example is a function of its number alone
+    - `placement`: of a batch on this island's mesh
+    - `take`: the first example of the batch that follows the last one taken; None if none is leased at the moment
+    """
+
+    def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
+        self._examples, self._placement, self._take = examples, placement, take
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
+        self._made: deque[Future[Rows]] = deque()
+
+    def __next__(self) -> dict[str, NamedArray]:
+        """The next batch; StopIteration for now if none is leased."""
+        while len(self._made) < BATCHES_AHEAD and (first := self._take()) is not None:
+            self._made.append(self._threads.submit(self._batch, first))
+        if not self._made:
+            raise StopIteration
+        rows = self._made.popleft().result()
+        return {name: self._placement.placed(array) for name, array in rows.items()}
+
+    def _batch(self, first: int) -> Rows:
+        return self._examples.batch(first, self._placement.size, self._placement.rows)
+
+    def __enter__(self) -> LeasedBatches:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+class Turns:
+    """Once in `every` steps of the fleet's schedule, each island at its place in them; never with `every` None.
+
+    So one island after the other is busy with it, and when a whole fleet is lost, the newest of their checkpoints is
+    younger than `every` steps. With place k / R the turns are after k / R, 1 + k / R, ... times `every` steps.
+    """
+
+    def __init__(self, every: int | None, schedule: Schedule):
+        self._every, self._schedule = every, schedule
+        self._last: int | None = None  # turn
+
+    def is_due(self, arrived: int | None, place: float) -> bool:
+        """Whether it is this island's turn, asked after each step; the turn is then taken.
+
+        - `arrived`: the newest round in its parameters; None: none yet
+        - `place`: from 0 to 1; it moves when islands come and go, which may make a turn up to `every` steps later
+        """
+        if self._every is None or arrived is None:
+            return False
+        turn = math.floor(self._schedule.round_step(arrived) / self._every - place)
+        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - place)
+        last = last if self._last is None else self._last
+        self._last = max(turn, last)
+        return turn > last

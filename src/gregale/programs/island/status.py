@@ -7,6 +7,7 @@ from typing import Any
 
 from gregale.islands.driver import Driver
 from gregale.islands.engine.server import Refused
+from gregale.islands.protocol.messages import Due
 from gregale.services.tracking.tracker import Trackers, Values
 
 
@@ -72,8 +73,10 @@ class StatusTracker:
     def on_message(self, message: dict) -> dict:
         """Takes a peer's message; raises Refused for one that this version does not know."""
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
-            self._driver.due(message["round"])
+            self._driver.post(Due(message["round"]))
             return {}
+        if message.get("kind") == "host" and self._driver is not None:
+            return self._driver.worker.heard(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()
         raise Refused("unknown message")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gregale.communication import shards
-from gregale.islands.guide import Down, Guide
+from gregale.islands.driver import Driver
+from gregale.islands.follower import Follower
 from gregale.islands.inner import Inner, on_host, taken_over
-from gregale.islands.orders import Arrive, Finish, Restart, Show, Take
+from gregale.islands.orders import Arrive, Down, Finish, Restart, Show, Take
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
@@ -32,7 +33,7 @@ class IslandStepper:
     - `place`: from 0 to 1, where in a period of checkpoints it is this island's turn to write one
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, guide: Guide, seen: list[float], step: int):
+    def __init__(self, setup: Setup, outer: HostOuter, guide: Driver | Follower, seen: list[float], step: int):
         """
         - `seen`: tokens by fragment since this island last contributed to it
         - `step`: steps done before

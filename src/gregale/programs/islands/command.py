@@ -1,4 +1,4 @@
-"""`gregale islands`: a lighthouse and several islands on this machine, in one view, with a picture of their rounds."""
+"""`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
-from gregale.islands.engine.namespaces import Network, rate_limited
-from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
 from gregale.programs.island.timing import timing_of
 from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
-from gregale.programs.islands.rounds import draw_rounds, rounds_of
-from gregale.programs.islands.view import FleetView, Status, changes
+from gregale.programs.report.page import report_page
+from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, looks
+from gregale.programs.watch.follower import Follower
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
+from gregale.services.history import read_history
+from gregale.services.page.files import write_page
 from gregale.services.parsing import dump
-from gregale.services.signing import read_token
+from gregale.services.run_places import RunPlaces
 from gregale.settings import Settings, whole
-from gregale.storage import Place, is_url, place, write_bytes
-from gregale.timeline.plot import check_picture_path
+from gregale.storage import Place, Remote, is_url, place, write_bytes
 
 POLL_SECONDS = 0.5
 
@@ -32,19 +32,7 @@ class IslandsOptions(Settings):
     """Options of the command, beside the configuration."""
 
     count: int = field(default=2, metadata={"help": "number of islands", "range": whole(1, 64)})
-    bandwidth: str | None = field(
-        default=None,
-        metadata={"help": "give each island a link of so much, for example 200mbit (network namespaces, as root)"},
-    )
     fresh: bool = field(default=False, metadata={"help": "do not resume: set existing runs aside and start anew"})
-    picture: Path | None = field(
-        default=None, metadata={"help": "where the rounds are drawn at the end; null: <runs>/<name>.islands/rounds.svg"}
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.picture is not None:
-            check_picture_path(self.picture, "picture")
 
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:
@@ -53,9 +41,8 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        network = stack.enter_context(rate_limited(options.count, options.bandwidth)) if options.bandwidth else None
-        view = stack.enter_context(FleetView())
-        fleet = Fleet(options, config, folder, network, view)
+        screen = stack.enter_context(Screen())
+        fleet = Fleet(options, config, folder, screen)
         stack.callback(fleet.end)
         return fleet.run()
 
@@ -69,10 +56,8 @@ def folder_of(config: TrainConfig) -> Path:
 class Fleet:
     """The lighthouse and the islands of one command."""
 
-    def __init__(
-        self, options: IslandsOptions, config: TrainConfig, folder: Path, network: Network | None, view: FleetView
-    ):
-        self._options, self._folder, self._network, self._view = options, folder, network, view
+    def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
+        self._options, self._folder, self._screen = options, folder, screen
         self._islands = config.islands
         self._token = folder / "token"
         make_token(self._token)
@@ -82,17 +67,18 @@ class Fleet:
         self._lighthouse: Lighthouse | None = None
         self._name = config.name
         self._runs: Place = place(expand(config.runs, "runs"))
+        self._followers: dict[str, Follower] = {}  # of the runs that have begun, by the island's name
 
     def run(self) -> int:
-        """Starts all, shows them until they end, draws their rounds."""
+        """Starts all, shows them until they end, writes a report."""
         old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             self._start()
-            statuses = self._watch()
+            self._watch()
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
-        return self._tell(statuses)
+        return self._tell()
 
     def end(self) -> None:
         """Ends what still runs, the islands first."""
@@ -115,59 +101,58 @@ class Fleet:
         return path
 
     def _start(self) -> None:
-        bind = self._network.coordinator if self._network else "127.0.0.1"
         output = self._folder / "lighthouse.log"
-        self._lighthouse = start_lighthouse(f"{bind}:0", self._token, timing_of(self._islands), output)
+        self._lighthouse = start_lighthouse(self._token, timing_of(self._islands), output)
         names = [
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
-        for number, name in enumerate(names):
-            self._members.append(self._started(number, name))
-        self._view.message(
-            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}"
-            + (f", links of {self._options.bandwidth}" if self._options.bandwidth else "")
-            + f". What each says is in {self._folder}/<island>.log."
+        for name in names:
+            self._members.append(self._started(name))
+        self._screen.message(
+            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
+            f"What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, number: int, name: str) -> Member:
+    def _started(self, name: str) -> Member:
         assert self._lighthouse is not None
-        site = self._network.sites[number] if self._network else None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
         command = [
             *("island", str(self._config), "--name", name, "--islands.name", name),
-            *(
-                "--islands.lighthouse",
-                self._lighthouse.address,
-                "--islands.bind",
-                site.address if site else "127.0.0.1",
-            ),
+            *("--islands.lighthouse", self._lighthouse.address),
+            *("--islands.bind", "127.0.0.1"),
             *(["--fresh"] if self._options.fresh else []),
         ]
         output = self._folder / f"{name}.log"
         output.unlink(missing_ok=True)
-        return Member(name, run, output, start(command, output, site.command if site else ()))
+        return Member(name, run, output, start(command, output))
 
-    def _watch(self) -> dict[str, Status]:
+    def _watch(self) -> None:
         """Shows the fleet until all islands have ended."""
-        token = read_token(self._token, "islands.token_file")
-        statuses: dict[str, Status] = {member.name: {} for member in self._members}
+        seconds = STORE_SECONDS if isinstance(self._runs, Remote) else SECONDS
         told: set[str] = set()
-        asked = False
+        asked, shown = False, time.monotonic()
         while any(member.process.poll() is None for member in self._members):
             if self._stopped and not asked:
                 asked = True
-                self._view.message(f"{self._stopped}: the islands finish their round, save, and end.")
+                self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
                 _signal_all(self._members, signal.SIGTERM)
-            now = {member.name: newest(member, token, statuses[member.name]) for member in self._members}
-            for text in changes(statuses, now):
-                self._view.message(text)
-            statuses = now
             self._tell_ended(told)
-            self._view.show(statuses)
+            if time.monotonic() - shown >= seconds:
+                shown = time.monotonic()
+                self._show()
             time.sleep(POLL_SECONDS)
+        self._show(is_last=True)
         self._tell_ended(told)
-        return statuses
+
+    def _show(self, is_last: bool = False) -> None:
+        """Shows the runs that have begun."""
+        for member in self._members:
+            run = RunPlaces(member.run)
+            if member.name not in self._followers and run.metrics.is_file():
+                self._followers[member.name] = Follower(run)
+        if snapshots := looks(self._followers.values(), self._screen):
+            self._screen.show(snapshots, is_last)
 
     def _tell_ended(self, told: set[str]) -> None:
         """Says, once, how an island has ended."""
@@ -177,42 +162,25 @@ class Fleet:
                 continue
             told.add(member.name)
             if code < 0:
-                self._view.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
+                self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
             elif code and not self._stopped:
-                self._view.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
+                self._screen.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
             else:
-                self._view.message(f"{member.name}: {member.last_lines(1)}")
+                self._screen.message(f"{member.name}: {member.last_lines(1)}")
 
-    def _tell(self, statuses: dict[str, Status]) -> int:
+    def _tell(self) -> int:
         codes = [member.process.returncode for member in self._members]
-        picture = self._options.picture or self._folder / "rounds.svg"
         try:
-            rounds = {member.name: rounds_of(member.run) for member in self._members}
-            if any(rounds.values()):
-                draw_rounds(picture, rounds)
-                self._view.message(f"The rounds are drawn in {picture}.")
-        except UserError as error:
-            self._view.message(f"The rounds could not be drawn: {error}")
+            if histories := [read_history(follower.run) for follower in self._followers.values()]:
+                page = self._folder / "report.html"
+                write_page(page, report_page(histories, [], []))
+                self._screen.message(f"The report of the islands is in {page}.")
+        except (OSError, UserError) as error:
+            self._screen.message(f"The report of the islands could not be written: {error}")
         if self._stopped:
-            self._view.message(f"Stopped by {self._stopped}; the same command goes on.")
+            self._screen.message(f"Stopped by {self._stopped}; the same command goes on.")
             return 128 + signal.Signals[self._stopped]
         return max((abs(code) for code in codes), default=0) and 1
-
-
-def newest(member: Member, token: bytes, before: Status) -> Status:
-    """What an island says of itself, or said last; of one that has died since it says so."""
-    status = status_of(member, token) or before
-    return {**status, "state": "dead"} if (member.process.poll() or 0) < 0 else status
-
-
-def status_of(member: Member, token: bytes) -> Status:
-    """What an island says of itself; empty if it does not answer."""
-    if (address := member.address) is None or member.process.poll() is not None:
-        return {}
-    try:
-        return ask_status(address, token, timeout_seconds=1.0)
-    except (PeerUnreachable, Refused):
-        return {}
 
 
 def _signal_all(members: list[Member], number: int) -> None:

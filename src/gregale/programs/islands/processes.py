@@ -11,21 +11,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import Timing
 from gregale.services.children import end_with_parent
-from gregale.storage import Patience, Place, Remote, StoreError
+from gregale.storage import Place
 
 GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
 _ERROR = "gregale: error: "
 _START_SECONDS = 60.0
 _KILL_AFTER_SECONDS = 60.0
-_SHORT = Patience(seconds=1.0, silence_seconds=1.0)  # the view asks again
 
 
 @dataclass
@@ -41,20 +39,6 @@ class Member:
     run: Place
     output: Path
     process: subprocess.Popen
-
-    @property
-    def address(self) -> str | None:
-        """Where its server listens; None before it does."""
-        try:
-            return self._address
-        except (OSError, StoreError):
-            return None
-
-    @cached_property
-    def _address(self) -> str:
-        """Asked for until it is there: it stays as long as the process lives."""
-        run = replace(self.run, patience=_SHORT) if isinstance(self.run, Remote) else self.run
-        return (run / "island.address").read_text(encoding="utf-8")
 
     def last_lines(self, count: int = 3) -> str:
         """The end of what it has printed; see `end_of`."""
@@ -77,12 +61,12 @@ class Lighthouse:
     process: subprocess.Popen
 
 
-def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> subprocess.Popen:
+def start(command: Sequence[str], output: Path) -> subprocess.Popen:
     """Starts a process whose output goes to a file; signals from the terminal do not reach it, the fleet's own do."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         return subprocess.Popen(
-            [*prefix, *GREGALE, *command],
+            [*GREGALE, *command],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -92,11 +76,11 @@ def start(command: Sequence[str], output: Path, prefix: Sequence[str] = ()) -> s
         )
 
 
-def start_lighthouse(bind: str, token: Path, timing: Timing, output: Path) -> Lighthouse:
+def start_lighthouse(token: Path, timing: Timing, output: Path) -> Lighthouse:
     """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
-    command = ["lighthouse", "--bind", bind, "--token_file", str(token), *seconds]
+    command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
     process = start(command, output)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:

@@ -13,18 +13,15 @@ from gregale.errors import UserError
 from gregale.files import write_bytes
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
-from gregale.programs.plan.page import plan_page
 from gregale.programs.plan.programs import STEP
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import Asked, search
-from gregale.programs.plan.search_text import print_search
 from gregale.programs.plan.step import CODE, UNTIL, plan_step
-from gregale.programs.plan.text import print_report
+from gregale.programs.plan.text import print_report, print_search
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
-from gregale.services.page.files import check_page_path, write_page
 from gregale.settings import Settings, above, whole
-from gregale.streams import LastingStream, printable, say
+from gregale.streams import LastingStream, printable
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
@@ -76,7 +73,6 @@ class PlanOptions(Settings):
         metadata={"help": "find the fastest remat x microbatches x unroll x gather that fits, and print its YAML"},
     )
     json: bool = field(default=False, metadata={"help": "print JSON in place of tables"})
-    html: Path | None = field(default=None, metadata={"help": "write the plan as a page to this file, with charts"})
     hlo: Path | None = field(
         default=None, metadata={"help": "write the compiled step's text to this file, other programs' beside it"}
     )
@@ -88,10 +84,6 @@ class PlanOptions(Settings):
             raise UserError("topology and devices are both given: a topology has its own devices. Leave one out.")
         if self.search and self.hlo is not None:
             raise UserError("search and hlo are both given: a search compiles many programs. Leave one out.")
-        if self.search and self.html is not None:
-            raise UserError("search and html are both given: a page is of one plan. Leave one out.")
-        if self.html is not None:
-            check_page_path(self.html, "html")
         if self.topology is None and self.slices != 1:
             raise UserError(f"slices is {self.slices}, but without a topology there are none; give --topology too.")
 
@@ -113,9 +105,6 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
         print(json.dumps(report, indent=2))
     else:
         print_report(report, console_for_tables())
-    if options.html is not None:
-        address = write_page(options.html, plan_page(report))
-        say(f"The plan's page is in {options.html}: {address}", file=sys.stderr if options.json else sys.stdout)
     return DOES_NOT_FIT if options.require_fit and not report["fits"] else 0
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from gregale.audit.roofline import Roofline
 from gregale.methods.island import Island
-from gregale.methods.island_store import store_of
 from gregale.methods.island_traffic import IslandTraffic
 from gregale.programs.plan.methods import GBIT
 from gregale.programs.run.setup import Setup
@@ -53,7 +52,6 @@ class IslandPlan:
             "bytes_per_period": traffic.bytes_a_period(),
             "host_bytes": traffic.host_bytes(),
             "host_bytes_in_flight": traffic.host_bytes_in_flight(),
-            "outer_device_bytes": traffic.outer_device_bytes(),
             "device_bytes": traffic.device_bytes(),
             "device_bytes_in_flight": traffic.device_bytes_in_flight(),
             "step_seconds": seconds,
@@ -93,5 +91,4 @@ def island_of(setup: Setup, count: int | None) -> IslandPlan | None:
     islands = setup.config.islands
     members = count or max(FEWEST, islands.start, islands.minimum)
     hosts = len({device.process_index for device in setup.layout.mesh.devices.flat})
-    traffic = IslandTraffic(setup.method, members, store_of(islands.outer_memory))
-    return IslandPlan(traffic, hosts, islands.lockstep)
+    return IslandPlan(IslandTraffic(setup.method, members), hosts, islands.lockstep)

@@ -12,9 +12,8 @@ from gregale.methods.comparison import compared
 from gregale.methods.schedule import Schedule
 from gregale.programs.plan.shapes import devices_of_a_replica, step_shape
 from gregale.programs.run.setup import Setup
-from gregale.timeline.fleet import Fleet
 from gregale.timeline.methods import Cadence
-from gregale.timeline.model import Workload
+from gregale.timeline.model import Ring, Workload
 from gregale.timeline.table import GRID_GBIT_PER_SECOND, needed_bandwidths, run_schedule
 
 GOAL = 0.9
@@ -36,7 +35,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     sites = sizes["replica"] * sizes.get("island", 1)
     if sites < 2:
         return {}
-    step, fleet, found = step_shape(setup), Fleet.uniform(sites), {}
+    step, ring, found = step_shape(setup), Ring(sites), {}
     seconds = max(bound.compute, bound.memory, bound.links["inside slice"])
     gbit = devices_of_a_replica(setup) / seconds / GBIT
     workload, wire = Workload(step.parameters, step.layers, seconds, step.microbatches), setup.config.reduce
@@ -44,7 +43,7 @@ def methods_of(setup: Setup, bound: Roofline, bytes_per_second: float | None) ->
     def run(name: str, schedule: Schedule) -> Callable[[np.ndarray], np.ndarray]:
         """Utilisation on the timeline as a function of Gbit/s, with the configured codecs' bytes."""
         cadence = cadence_of(schedule.period, max(1, schedule.fragments - 1), max(1, schedule.delay), step.layers)
-        return lambda grid: run_schedule(name, workload, fleet, cadence, wire.bytes_per_parameter, grid).utilisation
+        return lambda grid: run_schedule(name, workload, ring, cadence, wire.bytes_per_parameter, grid).utilisation
 
     for name, each in compared(setup.config.sync, step.layers).items():
         average, peak = each.bytes_a_step(setup.parts, step)

@@ -92,19 +92,17 @@ def link_bytes_per_second(target: Target, setup: Setup, link_gbit_per_second: fl
 def memory_of(plan: Plan, island: IslandPlan | None) -> dict[str, Any]:
     """Bytes on one device: by tree, and at the peak of the largest program.
 
-    `activations` are the step's temporaries less the gradient buffers; of an island `outer` (theta and the outer
-    optimizer's state, if they are on the devices) and `in_flight` are beside every program.
+    `activations` are the step's temporaries less the gradient buffers; of an island `in_flight` is beside every
+    program.
     """
     temporaries, trees = plan.step.memory.temporaries, asdict(tree_bytes(plan.setup))
-    outer = 0 if island is None else island.traffic.outer_device_bytes()
     in_flight = 0 if island is None else island.traffic.device_bytes_in_flight()
     return {
         **trees,
-        "outer": outer,
         "activations": max(0, temporaries - trees["gradients"]),
         "temporaries": temporaries,
         "in_flight": in_flight,
-        "peak": plan.memory.peak + outer + in_flight,
+        "peak": plan.memory.peak + in_flight,
         "peak_program": plan.largest,
         "closed_form": estimated_peak(plan.setup, plan.target.backend),
         "closed_form_on_accelerator": estimated_peak(plan.setup, ACCELERATOR),
@@ -224,8 +222,7 @@ def notes_of(plan: Plan) -> list[str]:
     if isinstance(plan.setup.method, Island):
         notes.append(
             "an island: the figures of its network are of one host and of the codecs' own bytes, with all islands "
-            "taking part; outer parameters and the outer optimizer are "
-            f"{'in host memory' if plan.setup.config.islands.outer_memory == 'host' else 'on the devices'}."
+            "taking part; outer parameters and the outer optimizer are in host memory."
         )
     if plan.until == MEMORY and plan.target.topology is not None:
         notes.append(

@@ -87,7 +87,6 @@ class Bytes:
         optimizer: state of the optimizer; of DiLoCo, the replica's own.
         outer_parameters: of DiLoCo; 0 for PSDP.
         outer_optimizer: state of DiLoCo's outer optimizer, its momentum; 0 for PSDP.
-        delayed: of `delayed_psdp`, gradients and updates that wait for the next steps; else 0.
         counters: steps, skipped ones, and tokens seen.
         gradients: the buffers in which microbatches are added up.
         batch: one step's.
@@ -97,7 +96,6 @@ class Bytes:
     optimizer: int
     outer_parameters: int
     outer_optimizer: int
-    delayed: int
     counters: int
     gradients: int
     batch: int
@@ -106,7 +104,7 @@ class Bytes:
     def state(self) -> int:
         """What is there between steps."""
         outer = self.outer_parameters + self.outer_optimizer
-        return self.parameters + self.optimizer + outer + self.delayed + self.counters
+        return self.parameters + self.optimizer + outer + self.counters
 
     @property
     def arguments(self) -> int:
@@ -116,7 +114,7 @@ class Bytes:
 def tree_bytes(setup: Setup) -> Bytes:
     state = setup.abstract_state()
     trees = {name: bytes_on_device(tree) for name, tree in setup.method.trees(state.method).items()}
-    own = {"outer_parameters": 0, "outer_optimizer": 0, "delayed": 0} | trees
+    own = {"outer_parameters": 0, "outer_optimizer": 0} | trees
     return Bytes(
         **own,
         counters=bytes_on_device(state) - sum(trees.values()),

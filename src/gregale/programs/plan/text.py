@@ -16,16 +16,17 @@ MEMORY_ROWS = {
     "optimizer": "optimizer state",
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
-    "delayed": "delayed gradients and updates",
     "gradients": "gradient buffers",
     "activations": "activations and all else",
-    "outer": "outer parameters and optimizer",
     "in_flight": "a round's fragment and message",
     "peak": "compiler's peak",
     "closed_form": "the same in closed form",
     "closed_form_on_accelerator": "closed form on an accelerator",
     "chip": "memory of the device",
 }
+NOT_COMPILED = 5  # candidates shown beside those that were compiled
+CHOICES = ("remat", "microbatches", "unroll", "gather")
+HEADINGS = ("remat", "micro\nbatches", "unroll", "gather", "closed\nform", "step", "compiled", "step by\nschedule", "")
 
 
 def size(count: float | None) -> str:
@@ -221,7 +222,7 @@ def _island(island: dict[str, Any], console: Console) -> None:
     rows = [
         ("sent in a round, at most", size(island["bytes_per_round"])),
         (f"sent in {island['period']} steps", size(island["bytes_per_period"])),
-        _outer(island),
+        ("outer parameters and optimizer, in host memory", size(island["host_bytes"])),
         ("a round, in host memory, at most", size(island["host_bytes_in_flight"])),
         ("error feedback, on a device", size(island["device_bytes"])),
         ("a round, on a device, at most", size(island["device_bytes_in_flight"])),
@@ -236,16 +237,45 @@ def _island(island: dict[str, Any], console: Console) -> None:
     print_table(console, title, ("Gbit/s each way", "longest round", "utilisation"), rows)
 
 
-def _outer(island: dict[str, Any]) -> tuple[str, str]:
-    """Where theta and its optimizer's state are, and what they take there."""
-    if island["outer_device_bytes"]:
-        return "outer parameters and optimizer, on a device", size(island["outer_device_bytes"])
-    return "outer parameters and optimizer, in host memory", size(island["host_bytes"])
-
-
 def with_settings(name: str, method: dict[str, Any]) -> str:
     """A method with its H, P and tau, and whether the configuration has it."""
     settings = [f"H {method['period']}"] if method["period"] > 1 else []
     settings += [f"P {method['fragments']}", f"tau {method['delay']}"] if method["fragments"] > 1 else []
     settings += ["configured"] if method["configured"] else []
     return f"{name} ({', '.join(settings)})" if settings else name
+
+
+def print_search(report: dict[str, Any], console: Console) -> None:
+    """The candidates as a table, the fastest first, and the answer as YAML."""
+    candidates, best = report["candidates"], report["best"]
+    compiled = [each for each in candidates if each["peak"] is not None]
+    others = [each for each in candidates if each["peak"] is None]
+    shown = sorted(compiled + others[:NOT_COMPILED], key=lambda each: each["seconds"] or each["closed_form_seconds"])
+    title = f"Candidates for {report['name']} on {report['chip']}, {size(report['memory'])} a device"
+    print_table(console, title, HEADINGS, [_row(each, report) for each in shown])
+    lines = [f"{len(others) - NOT_COMPILED} more are in --json."] if len(others) > NOT_COMPILED else []
+    lines += [f"Left out: {reason}" for reason in report["left_out"]]
+    lines += [f"Configured: {', '.join(f'{key} {value}' for key, value in report['configured'].items())}."]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    if best is None:
+        console.print("Nothing fits.", highlight=False)
+        print_remedies(report["remedies"], console)
+        return
+    answer = f"The fastest that fits: {size(best['peak'])}, {best['seconds']:.4g} s a step by the estimate."
+    console.print(f"{answer}\n{report['yaml']}", highlight=False, markup=False, end="")
+
+
+def _row(candidate: dict[str, Any], report: dict[str, Any]) -> tuple[str, ...]:
+    peak, seconds = candidate["peak"], candidate["seconds"]
+    verdict = "too large" if candidate["closed_form_peak"] > report["memory"] else "-"
+    if peak is not None:
+        verdict = "fits" if candidate["fits"] else "no"
+    return (
+        *(str(candidate[key]) for key in CHOICES),
+        size(candidate["closed_form_peak"]),
+        f"{candidate['closed_form_seconds']:.4g} s",
+        "-" if peak is None else size(peak),
+        "-" if seconds is None else f"{seconds:.4g} s",
+        verdict,
+    )

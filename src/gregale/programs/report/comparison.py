@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.runs import Shown, axes_of
-from gregale.programs.report.words import NONE, in_words, setting
 from gregale.services.history import Column
 from gregale.services.page import Html, colour_of, element, swatch, table
 
@@ -38,7 +38,7 @@ class Measure:
         return [self._cell(value, value is not None and value == best) for value in values]
 
     def _cell(self, value: float | None, is_best: bool) -> object:
-        text = in_words(value, self.unit) if value is None or not self.loss else f"{value:.4f}"
+        text = format_quantity(value, self.unit) if value is None or not self.loss else f"{value:.4f}"
         return element("span", text, class_="best", title="the best") if is_best else text
 
 
@@ -134,7 +134,7 @@ def at_the_same_point(runs: Sequence[Shown]) -> Html | None:
         if any(end is None or end <= 0 for end in ends):
             continue
         point = min(end for end in ends if end is not None)
-        where = f"{in_words(point, axis.unit)}{'' if axis.unit else f' {axis.label.lower()}'}"
+        where = f"{format_quantity(point, axis.unit)}{'' if axis.unit else f' {axis.label.lower()}'}"
         for what, of in (("loss", loss_before), ("held out", held_out_before)):
             measures.append(Measure(f"{what} at {where}", _at(of, axis.key, point), better=min, loss=True))
     measures = [each for each in measures if sum(each.of(run) is not None for run in runs) > 1]
@@ -147,7 +147,7 @@ def differences(runs: Sequence[Shown]) -> Html | None:
     keys = dict.fromkeys(key for run in known for key in run.history.config)
     rows = []
     for key in keys:
-        values = [setting(run.config(key)) if key in run.history.config else NONE for run in known]
+        values = [format_setting(run.config(key)) if key in run.history.config else NONE for run in known]
         if key not in NOT_COMPARED and len(set(values)) > 1:
             rows.append([element("code", key), *values])
     return table(["setting", *(labelled(run) for run in known)], rows, label="differences") if rows else None

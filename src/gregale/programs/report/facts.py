@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.comparison import along, end_loss, last, least, median, method
 from gregale.programs.report.runs import Shown
-from gregale.programs.report.words import NONE, in_words, setting
 from gregale.services.history import Sample
 from gregale.services.page import Html, cards, element, folded, table
 
@@ -21,21 +21,17 @@ def glance(run: Shown) -> Html:
     steps = run.config("steps")
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
     measured = [
-        ("loss at the end", end_loss(run), "4f"),
-        ("held-out loss", last("eval_loss")(run), "4f"),
-        ("least held-out loss", least("eval_loss")(run), "4f"),
-        ("bits per byte", last("bits_per_byte")(run), "4f"),
+        ("loss at the end", end_loss(run), "nats a token"),
+        ("held-out loss", last("eval_loss")(run), "nats a token"),
+        ("least held-out loss", least("eval_loss")(run), "nats a token"),
+        ("bits per byte", last("bits_per_byte")(run), "nats a token"),
         ("tokens", along("tokens")(run), ""),
         ("tokens a second, median", median("tokens_per_second")(run), ""),
         ("MFU, median", median("mfu")(run), "share"),
         ("time", along("seconds")(run), "seconds"),
         ("over the slow link", along("bytes")(run), "bytes"),
     ]
-    known = [
-        (name, f"{value:.4f}" if unit == "4f" else in_words(value, unit))
-        for name, value, unit in measured
-        if value is not None
-    ]
+    known = [(name, format_quantity(value, unit)) for name, value, unit in measured if value is not None]
     return cards([("steps", done), ("method", method(run)), *known])
 
 
@@ -54,7 +50,7 @@ def samples_of(run: Shown) -> list[Html]:
 
 def configuration(run: Shown, opened: bool) -> Html | None:
     """All settings of a run."""
-    rows = [[element("code", key), setting(value)] for key, value in run.history.config.items()]
+    rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
     title = f"The {len(rows)} settings of {run.label}"
     return folded(title, table(["setting", "value"], rows, label=title), opened=opened) if rows else None
 
@@ -99,29 +95,33 @@ def beside_plan(run: Shown, plan: Mapping[str, Any]) -> Html:
     configured = [each for each in (plan.get("methods") or {}).values() if each.get("configured")]
     bytes_a_step = configured[0]["bytes_per_step"]["average"] if configured else None
     rows = [
-        ["time of a step", *(in_words(each, "seconds") for each in (foretold, seconds)), _ratio(seconds, foretold)],
+        [
+            "time of a step",
+            *(format_quantity(each, "seconds") for each in (foretold, seconds)),
+            _ratio(seconds, foretold),
+        ],
         [
             "tokens a second",
-            in_words(tokens / foretold if tokens and foretold else None),
-            in_words(median("tokens_per_second")(run)),
+            format_quantity(tokens / foretold if tokens and foretold else None),
+            format_quantity(median("tokens_per_second")(run)),
             _ratio(median("tokens_per_second")(run), tokens / foretold if tokens and foretold else None),
         ],
         [
             "model FLOPs utilisation",
-            in_words(estimate.get("utilisation") or bound.get("mfu_bound"), "share"),
-            in_words(median("mfu")(run), "share"),
+            format_quantity(estimate.get("utilisation") or bound.get("mfu_bound"), "share"),
+            format_quantity(median("mfu")(run), "share"),
             _ratio(median("mfu")(run), estimate.get("utilisation") or bound.get("mfu_bound")),
         ],
         [
             "memory of a device at the peak",
-            in_words((plan.get("memory") or {}).get("peak"), "bytes"),
-            in_words(memory, "bytes"),
+            format_quantity((plan.get("memory") or {}).get("peak"), "bytes"),
+            format_quantity(memory, "bytes"),
             _ratio(memory, (plan.get("memory") or {}).get("peak")),
         ],
         [
             "sent over the slow link in a step",
-            in_words(bytes_a_step, "bytes"),
-            in_words(sent_a_step, "bytes"),
+            format_quantity(bytes_a_step, "bytes"),
+            format_quantity(sent_a_step, "bytes"),
             _ratio(sent_a_step, bytes_a_step),
         ],
     ]
@@ -169,4 +169,4 @@ def _pairs(found: Any) -> str:
 
 def _before_and_now(change: Any) -> list[str]:
     both = change if isinstance(change, list) and len(change) == 2 else [None, change]
-    return [setting(each) for each in both]
+    return [format_setting(each) for each in both]

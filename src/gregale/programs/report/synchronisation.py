@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError
+from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
 from gregale.programs.report.figures import buckets_for, line
 from gregale.programs.report.runs import Shown
-from gregale.programs.report.words import duration, in_words
 from gregale.services.history import LARGEST, Column
 from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
 
@@ -62,16 +62,10 @@ def schedule_of(run: Shown) -> Schedule | None:
 
 
 def schedule_chart(run: Shown) -> Spans | None:
-    """What replicas send when, over some periods: a row for each fragment."""
+    """The sending and mixing in of fragments by replicas, over some periods: a row for each fragment."""
     schedule = schedule_of(run)
     if schedule is None:
         return None
-    names = [_fragment(schedule, number) for number in range(schedule.fragments)]
-    return spans_of(schedule, f"schedule-{run.place}", run.label, names)
-
-
-def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> Spans:
-    """The spans of a schedule's first periods, from each sending to where it is mixed in; `names`: of the fragments."""
     rows: list[list[Span]] = [[] for _ in range(schedule.fragments)]
     for step in range(1, PERIODS * schedule.period + 1):
         fragment = schedule.sent(step)
@@ -83,9 +77,9 @@ def spans_of(schedule: Schedule, key: str, label: str, names: Sequence[str]) -> 
     later = "1 step" if schedule.delay == 1 else f"{schedule.delay} steps"
     tau = f", mixed in {later} later" if schedule.delay else ""
     return Spans(
-        key,
-        f"Schedule of {label}",
-        [Row(name, spans) for name, spans in zip(names, rows, strict=True)],
+        f"schedule-{run.place}",
+        f"Schedule of {run.label}",
+        [Row(_fragment(schedule, number), spans) for number, spans in enumerate(rows)],
         ("under way",),
         ("Steps", ""),
         f"The first {PERIODS} of its periods: a fragment is sent every {schedule.period:,} steps{tau}.",
@@ -116,7 +110,7 @@ def _round_spans(run: Shown, rounds: Sequence[Mapping[str, Any]], first: float) 
         text = _of_round(one, schedule)
         spans.append(Span(begin, end, 1 if one.get("healed") else 0, text))
         if waited >= SHORTEST_WAIT_SECONDS:
-            spans.append(Span(end - waited, end, 2, f"{duration(waited)}; {text}"))
+            spans.append(Span(end - waited, end, 2, f"{format_precise_duration(waited)}; {text}"))
     return spans
 
 
@@ -127,8 +121,8 @@ def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
     if schedule is not None and schedule.fragments > 1:
         what = f"fragment {schedule.round_fragment(one['round'])}, "
     return (
-        f"Round {one['round']:,}: {what}{who}, {duration(one['ended'] - one['began'])}, "
-        f"sent {in_words(one.get('bytes_sent', 0), 'bytes')}"
+        f"Round {one['round']:,}: {what}{who}, {format_precise_duration(one['ended'] - one['began'])}, "
+        f"sent {format_quantity(one.get('bytes_sent', 0), 'bytes')}"
     )
 
 

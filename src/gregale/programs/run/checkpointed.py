@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from gregale.axes.layout import Layout
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.run.setup import Setup

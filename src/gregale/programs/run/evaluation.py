@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gregale.data.config import Corpus
 from gregale.data.examples import MORE_BYTES, Examples
+from gregale.data.preparation import Corpus
 from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 
@@ -80,8 +80,7 @@ class Evaluator:
         """Sums over a text: loss in nats, targets, bytes of text that they stand for, float64 [3]."""
         totals = (0.0, 0.0, 0.0)
         axes = self._setup.batch_axes
-        first = text.head(None if batches is None else batches * axes[0].size)  # the rest may not be tokenized yet
-        with GlobalBatches(first, axes, self._setup.layout) as read:
+        with GlobalBatches(text, axes, self._setup.layout) as read:
             for batch in islice(read, batches):
                 at_batch()
                 totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))

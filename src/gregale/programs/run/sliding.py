@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.data.stream import Stream
-from gregale.data.tasks.windows import SlidingWindows, parts_of
+from gregale.data.stream import DocumentStream
+from gregale.data.tasks.windows import SlidingWindows
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
 from gregale.programs.run.scoring import Scorer
@@ -67,7 +67,7 @@ class SlidingEvaluation:
     def __call__(
         self,
         model,
-        texts: Mapping[str, Sequence[Stream]],
+        texts: Mapping[str, Sequence[DocumentStream]],
         at_batch: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, Documents]:
         """The sums over each document of some texts, by name; all are scored together, by the fewest programs.
@@ -79,7 +79,7 @@ class SlidingEvaluation:
         losses = -self._scorer(model, windows, at_batch).log_likelihoods
         by_document = np.bincount(windows.documents, losses, len(windows.sizes))
         found = (by_document, windows.sizes, windows.text_bytes(self._tokenizer.token_bytes))
-        counts = [sum(len(part.starts) - 1 for each in its for part in parts_of(each)) for its in texts.values()]
+        counts = [sum(len(each.starts) - 1 for each in its) for its in texts.values()]
         parts = zip(*(np.split(array, np.cumsum(counts)[:-1]) for array in found), strict=True)
         return {name: Documents(*part) for name, part in zip(texts, parts, strict=True)}
 

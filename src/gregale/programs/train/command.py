@@ -6,14 +6,14 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 
 import jax
 
 from gregale.axes.mesh import make_mesh
 from gregale.data.bigram import bigram_bits_per_byte
-from gregale.data.config import Corpus, prepare
+from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
 from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
@@ -95,10 +95,8 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
     check_replicas(config, fitting.layout)
     check_start(fresh, config, run)
     tasks = read_tasks(config.evaluation.tasks)
-    with (
-        Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console,
-        closing(prepare(config.data, config.batch.sequence_length, config.seed, console.progress)) as corpus,
-    ):
+    with Console(None if is_writer() else open(os.devnull, "w", encoding="utf-8"), fitting.method.shown) as console:
+        corpus = prepare(config.data, config.batch.sequence_length, config.seed, console.progress)
         agree_on_text(corpus, tasks)
         setup = set_up(config, corpus.tokenizer.vocabulary_size, mesh)
         with (
@@ -227,11 +225,6 @@ def describe(setup: Setup, corpus: Corpus) -> str:
 
 def text_of(corpus: Corpus, config: TrainConfig) -> str:
     """How much there is to train on, and to evaluate on."""
-    if corpus.parts:
-        count = sum(each.count for each in corpus.parts.values())
-        return (
-            f"in the order by parts, of which there are {count:,}, tokenized or not; {config.data.held_out:g} held out"
-        )
     epochs = config.steps * config.batch.tokens / corpus.training_tokens
     return f"{epochs:.2f} epochs of {corpus.training_tokens:,} tokens; {held_back(corpus)}"
 

@@ -1,7 +1,7 @@
 """Figures of each layer: norms of parameters and gradients, update-to-weight ratios, the largest attention logits.
 
 They come from a program of their own, which computes what the next step computes and leaves the state as it is: the
-step's program is the same whether it is inspected or not.
+step's program is the same whether it is inspected or not. So does the error of quantised averages.
 
     inspector = Inspector(setup, method)
     figures = inspector(state, batch)  # before the step that takes this batch
@@ -18,8 +18,10 @@ import numpy as np
 from haliax import NamedArray
 
 from gregale.axes.layout import LAYERS, is_named
+from gregale.data.examples import MORE_BYTES, Examples
 from gregale.methods.inspection import Inspected, Probe
-from gregale.methods.method import Method
+from gregale.methods.method import Lossy, Method
+from gregale.programs.run.batches import GlobalBatches
 from gregale.programs.run.setup import Setup
 from gregale.training.state import TrainState
 
@@ -107,3 +109,26 @@ def _mean(values: np.ndarray) -> float:
 def _float(value: Any) -> float:
     """NaN where there is no number: a ratio to nothing, an overflow."""
     return float(value) if math.isfinite(value) else math.nan
+
+
+class QuantisationFigures:
+    """Measures the configured method's first leg; compiled once.
+
+    - `held_out`: its first batch is what gradients are taken of
+    """
+
+    def __init__(self, setup: Setup, held_out: Examples):
+        assert isinstance(setup.method, Lossy), "`reduce.measure` is refused elsewhere"
+        self._setup, self._held_out = setup, held_out
+        self._lost = jax.jit(
+            setup.method.lost,
+            out_shardings=setup.layout.sharding((), {}),
+            compiler_options=setup.compiler_options,
+        )
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """`quantisation_error`: what a message lacks, relative to its values; `feedback_norm`: what is kept."""
+        with GlobalBatches(self._held_out, self._setup.batch_axes, self._setup.layout) as batches:
+            batch = {key: array for key, array in next(iter(batches)).items() if key != MORE_BYTES}
+            lost = self._lost(state.method, batch)
+        return {"quantisation_error": float(lost.relative_error), "feedback_norm": float(lost.error_norm)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from haliax import NamedArray
 
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.files import reason
 from gregale.methods.method import Method
@@ -18,14 +18,11 @@ from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
-from gregale.programs.train.consumed import Consumed
-from gregale.programs.train.inspection import Inspector
+from gregale.programs.train.counts import Consumed, Spent, Traffic
+from gregale.programs.train.inspection import Inspector, QuantisationFigures
 from gregale.programs.train.observers import Observers
-from gregale.programs.train.quantisation import QuantisationFigures
 from gregale.programs.train.resume import Start, converted
-from gregale.programs.train.spent import Spent
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.programs.train.traffic import Traffic
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.progress import Doing
@@ -88,9 +85,10 @@ class Loop:
                         method = self._setup.method_after(step)
                         take_step, compiled = self._setup.stepper(method), step
                     self._trace(self._profile.begins_with(step + 1), self._profile.begin, log)
-                    doing = Doing.COMPILING if log.done <= compiled else Doing.TRAINING
+                    self._progress.at(step + 1, Doing.COMPILING if log.done <= compiled else Doing.TRAINING)
                     with self._profile.step(step + 1):
-                        batch = self._next(batches, step + 1, doing)
+                        with self._spent.on("data_seconds"):
+                            batch = next(batches)
                         figures = self._inspected(method, state, batch, step + 1, log)
                         with self._progress.waiting():  # a device's queue may be full
                             state, report = take_step(state, batch, step + 1)
@@ -115,14 +113,6 @@ class Loop:
         if step == config.steps:
             self._evaluate_and_sample(method, state, step)
         return step
-
-    def _next(self, batches: GlobalBatches, step: int, doing: Doing) -> dict[str, NamedArray]:
-        """The batch of a step; text that is still encoded is waited for as long as it takes."""
-        self._progress.at(step, Doing.PREPARING if self._corpus.may_wait else doing)
-        with self._spent.on("data_seconds"):
-            batch = next(batches)
-        self._progress.at(step, doing)
-        return batch
 
     def _inspected(
         self, method: Method, state: TrainState, batch: dict[str, NamedArray], step: int, log: StepLog

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from gregale.data.config import Corpus
+from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.methods.method import Method
 from gregale.programs.run.checkpointed import checkpoint_template, holds_more, noted, saved_by

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gregale.audit.chips import of_device
+from gregale.audit.roofline import model_flops_per_token
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
+from gregale.model.config import LlamaConfig
+from gregale.programs.plan.shapes import step_shape
 from gregale.programs.run.setup import Setup
-from gregale.programs.run.utilisation import peak_tokens_per_second
-from gregale.programs.train.consumed import Consumed
-from gregale.programs.train.memory import memory_in_use
+from gregale.programs.train.counts import Consumed, Spent, Traffic
 from gregale.programs.train.observers import Observers
-from gregale.programs.train.spent import Spent
-from gregale.programs.train.traffic import Traffic
 from gregale.services.tracking import Rate
 from gregale.training.state import Report
 
@@ -121,3 +124,34 @@ def check_finite(step: int, report: Report, most: int) -> None:
             f"max_skipped: loss or gradient was not finite in the last {in_a_row} steps (step {step}: loss "
             f"{report.metrics.loss}, gradient norm {report.metrics.grad_norm})."
         )
+
+
+def peak_tokens_per_second(setup: Setup) -> float | None:
+    """Tokens a second if all devices did nothing but the model's products, at their peak in bfloat16.
+
+    So `tokens_per_second / peak_tokens_per_second` is the utilisation. None on CPU devices and unknown chips, and for
+    models without a closed form.
+    """
+    mesh = setup.layout.mesh
+    chip = of_device(mesh.devices.flat[0].device_kind)
+    if chip is None or not isinstance(setup.config.model, LlamaConfig):
+        return None
+    return mesh.size * chip.flops_per_second / chip.devices / model_flops_per_token(step_shape(setup))
+
+
+def memory_in_use(devices: Sequence[Any]) -> dict[str, int]:
+    """`host_memory_bytes`, and of the device that has most `device_memory_bytes` and `device_memory_peak_bytes`.
+
+    Devices that count nothing (CPU) have none. Nothing is waited for.
+
+    - `devices`: of this process
+    """
+    counted = [stats for device in devices if (stats := device.memory_stats())]
+    figures = {"device_memory_bytes": "bytes_in_use", "device_memory_peak_bytes": "peak_bytes_in_use"}
+    most = {name: max(stats.get(key, 0) for stats in counted) for name, key in figures.items() if counted}
+    return {"host_memory_bytes": _resident(), **most}
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,16 +68,9 @@ def main(options: WatchOptions) -> int:
         if options.web:
             screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
-            try:
-                for run in islands_of(options.run):  # one of them may have begun after the others
-                    followers.setdefault(run.path, Follower(run))
-                looks = [follower.look() for follower in followers.values()]
-            except StoreError as error:  # out of order for now
-                screen.message(str(error))
-            else:
-                for event in (event for _, events in looks for event in events):
-                    screen.message(event)
-                snapshots = [snapshot for snapshot, _ in looks]
+            for run in islands_of(options.run):  # one of them may have begun after the others
+                followers.setdefault(run.path, Follower(run))
+            if snapshots := looks(followers.values(), screen):
                 complete = all(each.summary.state is State.COMPLETE for each in snapshots)
                 ends = options.once or (complete and not options.web)
                 screen.show(snapshots, is_last=ends)
@@ -126,6 +119,18 @@ def logs_of(name: str) -> list[Path]:
             if logs:
                 return logs
     return []
+
+
+def looks(followers: Iterable[Follower], screen: Screen) -> list[Snapshot]:
+    """Return the runs as they are now, and tell what has happened; none if their store is out of order for now."""
+    try:
+        found = [follower.look() for follower in followers]
+    except StoreError as error:
+        screen.message(str(error))
+        return []
+    for event in (event for _, events in found for event in events):
+        screen.message(event)
+    return [snapshot for snapshot, _ in found]
 
 
 class Screen:

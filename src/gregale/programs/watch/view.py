@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gregale.formatting import format_duration
 from gregale.programs.watch.follower import Snapshot, devices, evaluations
 from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.services.run_summary import State
-from gregale.services.tracking.console import duration
 from gregale.services.tracking.metrics import in_unit
 from gregale.streams import printable
 from gregale.terminal import Console
@@ -60,7 +60,7 @@ def headline(snapshot: Snapshot) -> Text:
     line.append(f"  {progress(snapshot)}")
     silent, seconds = snapshot.silent_seconds, snapshot.last("step_seconds") or 0.0
     if summary.state is State.RUNNING and silent is not None and silent > max(SILENT * seconds, SILENT_SECONDS):
-        line.append(f"  nothing new for {duration(silent)}", style="yellow")
+        line.append(f"  nothing new for {format_duration(silent)}", style="yellow")
     return line
 
 
@@ -70,7 +70,7 @@ def progress(snapshot: Snapshot) -> str:
     if summary.state is State.RUNNING and not summary.step:
         return "no step yet: preparing data or compiling"
     share = f" of {summary.steps:,} ({summary.step / summary.steps:.0%})" if summary.steps else ""
-    return f"step {summary.step:,}{share}" + ("" if remaining is None else f"  ETA {duration(remaining)}")
+    return f"step {summary.step:,}{share}" + ("" if remaining is None else f"  ETA {format_duration(remaining)}")
 
 
 def curves(snapshot: Snapshot, console: Console) -> Table:
@@ -96,7 +96,7 @@ def facts(snapshot: Snapshot) -> list[str]:
         spent |= {word: seconds for name, word in SPENT_ELSE.items() if (seconds := snapshot.last(name))}
         steps = max(elapsed - sum(spent.values()), 0.0)
         shares = ", ".join(f"{word} {seconds / elapsed:.0%}" for word, seconds in {"steps": steps, **spent}.items())
-        lines.append(f"{duration(elapsed)} since it was started: {shares}")
+        lines.append(f"{format_duration(elapsed)} since it was started: {shares}")
     sent = snapshot.summary.bytes_sent
     used = {"host": "host_memory_bytes", "device": "device_memory_bytes", "at most": "device_memory_peak_bytes"}
     memory = [f"{word} {decimal(int(size))}" for word, name in used.items() if (size := snapshot.last(name))]
@@ -146,7 +146,7 @@ def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: i
             "tokens/s": in_unit("tokens_per_second", each.last("tokens_per_second")),
             "round": in_unit("round", each.last("round")),
             "members": in_unit("members", each.last("members")),
-            "waited": "" if waited is None else duration(waited),
+            "waited": "" if waited is None else format_duration(waited),
         }
         table.add_row(*(known[column] for column in columns))
     return table

@@ -8,13 +8,12 @@
 The charts are drawn by uPlot in the reader's browser, which the page carries with it.
 """
 
-from gregale.services.page.charts import Bars, Lines, Row, Series, Span, Spans, colour_of
+from gregale.services.page.charts import Lines, Row, Series, Span, Spans, colour_of
 from gregale.services.page.document import Axis, Page, Run
 from gregale.services.page.markup import Html, cards, element, folded, notice, section, swatch, table
 
 __all__ = [
     "Axis",
-    "Bars",
     "Html",
     "Lines",
     "Page",

@@ -1,4 +1,4 @@
-"""What a page's charts show, as data: lines over an axis, spans of time in rows, bars in rows."""
+"""What a page's charts show, as data: lines over an axis, spans of time in rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Lines:
 
     - `unit`: of y: "", "bytes", "seconds", "share" (shown as percent)
     - `axis`: name and unit of x; None: the page's, which the reader chooses
-    - `log_x`: whether x is logarithmic from the start
     """
 
     key: str
@@ -58,11 +57,10 @@ class Lines:
     series: Sequence[Series]
     unit: str = ""
     axis: tuple[str, str] | None = None
-    log_x: bool = False
     help: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        axis = {} if self.axis is None else {"axis": {"label": self.axis[0], "unit": self.axis[1]}, "logx": self.log_x}
+        axis = {} if self.axis is None else {"axis": {"label": self.axis[0], "unit": self.axis[1]}}
         return {"kind": "lines", "unit": self.unit, **axis, "series": [each.to_json() for each in self.series]}
 
 
@@ -114,26 +112,7 @@ class Spans:
         }
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Rows with a bar each, of one part or of several behind one another.
-
-    - `parts`: name of each part, and its length in every row
-    """
-
-    key: str
-    title: str
-    rows: Sequence[str]
-    parts: Sequence[tuple[str, Sequence[float]]]
-    unit: str = ""
-    help: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        parts = [{"label": name, "values": [_number(value) for value in values]} for name, values in self.parts]
-        return {"kind": "bars", "unit": self.unit, "rows": list(self.rows), "parts": parts}
-
-
-Chart = Lines | Spans | Bars
+Chart = Lines | Spans
 
 
 def _points(x: np.ndarray, y: np.ndarray) -> dict[str, list]:

@@ -26,12 +26,6 @@
     return `${Number(value.toPrecision(Math.max(digits, 3)))}${SI[place] ? " " + SI[place] : ""}`;
   }
 
-  function binary(value, digits) {
-    let place = 0;
-    while (Math.abs(value) >= 1024 && place < SI.length - 1) { value /= 1024; place += 1; }
-    return `${Number(value.toPrecision(digits))} ${place ? SI[place].toUpperCase() + "iB" : "B"}`;
-  }
-
   function duration(seconds, digits) { // the two largest parts, without one that is 0
     if (seconds < 0) return `-${duration(-seconds, digits)}`; // a clock that was put back
     if (seconds !== 0 && Math.abs(seconds) < 1e-3) return `${short(1e6 * seconds, digits)} µs`;
@@ -47,7 +41,6 @@
   function told(value, unit, digits) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (unit === "bytes") { const text = scaled(value, digits ?? 4); return /[kMGTP]$/.test(text) ? text + "B" : text + " B"; }
-    if (unit === "binary") return binary(value, digits ?? 4);
     if (unit === "seconds") return duration(value, digits ?? 4);
     if (unit === "share") return `${short(100 * value, digits ?? 4)} %`;
     return unit ? `${short(value, digits)} ${unit}` : short(value, digits);
@@ -114,8 +107,6 @@
   const SECONDS = [...[-8, -7, -6, -5, -4, -3, -2, -1, 0].flatMap(power => [1, 2, 5].map(each => Number(`${each}e${power}`))),
     10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000, 4320000];
 
-  const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
-
   function axis(unit, more) {
     const ink = colour("faint"), line = colour("grid");
     return {
@@ -126,7 +117,7 @@
         const digits = linear && step > 0 && largest > 0 ? Math.ceil(Math.log10(largest / step)) + 2 : 3;
         return splits.map(each => (each === null ? null : told(each, unit, Math.max(2, Math.min(12, digits)))));
       },
-      ...(unit === "seconds" ? { incrs: SECONDS } : unit === "binary" ? { incrs: POWERS } : {}),
+      ...(unit === "seconds" ? { incrs: SECONDS } : {}),
       ...more,
     };
   }
@@ -152,7 +143,7 @@
   }
 
   function linesOf(chart) { // [[xs, ys], options] for each line that is drawn
-    const logx = chart.axis ? chart.logx !== settings.logx : settings.logx;
+    const logx = settings.logx;
     const share = settings.smooth ? 0.0005 * Math.pow(400, settings.smooth / 100) : 0;
     const lines = [];
     for (const series of chart.series) {
@@ -308,38 +299,6 @@
 
   const clipped = text => (text.length > 20 ? `${text.slice(0, 19)}…` : text);
 
-  function drawBars(chart, holder) { // parts lie behind one another: the sums of all, the longest first
-    const ends = chart.rows.map(() => 0);
-    const sums = chart.parts.map(part => part.values.map((value, row) => (ends[row] += value || 0)));
-    const parts = chart.parts.map((part, place) => ({ part, place, sum: sums[place] })).reverse();
-    const bars = uPlot.paths.bars({ size: [0.7, 34] });
-    const names = chart.rows;
-    return new uPlot({
-      width: width(holder), height: 56 + 34 * names.length, padding: [4, 24, 0, 0],
-      scales: {
-        x: { time: false, ori: 1, dir: -1, range: [-0.6, names.length - 0.4] },
-        y: { ori: 0, range: (_, low, high) => [0, (high || 1) * 1.03] },
-      },
-      axes: [
-        axis("", {
-          side: 3, splits: () => names.map((_, place) => place), values: () => names.map(clipped), grid: { show: false },
-          ticks: { show: false }, size: widthOf(names.map(clipped)),
-        }),
-        axis(chart.unit, { side: 2, size: 30, space: 80 }),
-      ],
-      series: [
-        { label: "of", value: (_, place) => (place === null || place === undefined ? "–" : names[place]) },
-        ...parts.map(({ part, place }) => ({
-          label: part.label, paths: bars, points: { show: false }, width: 0,
-          stroke: colour(`c${place % 10}`), fill: colour(`c${place % 10}`),
-          value: (_u, _y, _s, row) => told(row === null || row === undefined ? null : part.values[row], chart.unit, 4),
-        })),
-      ],
-      cursor: { x: false, y: false, drag: { x: false, y: false }, points: { show: false } },
-      hooks: chosenIn(holder, holder.closest("figure").dataset.chart),
-    }, [names.map((_, place) => place), ...parts.map(({ sum }) => sum)], holder);
-  }
-
   function nothing(holder, text) {
     const told = document.createElement("p");
     told.className = "nothing";
@@ -348,7 +307,7 @@
     return null;
   }
 
-  const DRAW = { lines: drawLines, spans: drawSpans, bars: drawBars };
+  const DRAW = { lines: drawLines, spans: drawSpans };
 
   function draw(figure) {
     const holder = figure.querySelector(".plot");

@@ -9,6 +9,7 @@ from rich import progress as rich_progress
 from rich.filesize import decimal
 from rich.table import Column
 
+from gregale.formatting import format_duration
 from gregale.services.tracking.tracker import Values
 from gregale.streams import LastingStream, printable
 from gregale.terminal import Console as Terminal
@@ -97,11 +98,11 @@ class Console:
         seconds, speed = values.get("step_seconds"), values.get("tokens_per_second")
         begin = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
         if step == self._first:
-            return "  ".join([*begin, f"{duration(seconds)}, compiling included"] if seconds else begin)
+            return "  ".join([*begin, f"{format_duration(seconds)}, compiling included"] if seconds else begin)
         middle = [f"{speed:,.0f} tokens/s"] if speed else []
         middle += [f"MFU {mfu:.1%}"] if (mfu := values.get("mfu")) else []
         middle += [_figure(name, values[name]) for name in self._fields if name in values]
-        end = [f"ETA {duration(seconds * max(self._steps - step, 0))}"] if seconds else []
+        end = [f"ETA {format_duration(seconds * max(self._steps - step, 0))}"] if seconds else []
         room = self._rich.width - len("- step ") - _bar_width(self._rich.width) - 1
         while self._is_live and middle and len("  ".join([*begin, *middle, *end])) > room:
             middle.pop()
@@ -151,11 +152,3 @@ def _figure(name: str, value: float | int | None) -> str:
     if isinstance(value, int):
         return f"{label} {decimal(value)}" if "bytes" in name else f"{label} {value:,}"
     return f"{label} {value:.4g}" if "loss" not in name else f"{label} {value:.4f}"
-
-
-def duration(seconds: float) -> str:
-    """`2h 05m`, `3m 20s`, `45s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from rich.filesize import decimal
+from gregale.formatting import format_quantity
 
 STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
 
@@ -101,17 +101,6 @@ def _pattern(name: str) -> re.Pattern:
 
 
 def in_unit(name: str, value: float | None) -> str:
-    """A value of a metric as people read it; nothing for None."""
+    """Format a metric's value in its unit; nothing for None."""
     metric = metric_of(name)
-    unit = "" if metric is None else metric.unit
-    if value is None:
-        return ""
-    if unit == "bytes":
-        return decimal(int(value))
-    if unit == "share of 1":
-        return f"{value:.1%}"
-    if unit == "tokens/s":
-        return f"{value:,.0f} tokens/s"
-    if unit in ("nats a token", "bits a byte"):
-        return f"{value:.4f}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+    return "" if value is None else format_quantity(value, "" if metric is None else metric.unit)

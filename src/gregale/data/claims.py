@@ -1,0 +1,89 @@
+"""One of several processes, on any hosts that see the same disk or store, does a piece of work; the others wait.
+
+The process that creates the claim, a small file, does the work, and rewrites the claim every few seconds. When the
+claim stands still for `LOST_SECONDS`, or its process is gone from this machine, another process removes it and takes
+over. This needs no locks, which object stores and many network disks lack, and compares no clocks.
+
+Nothing but time depends on it: processes that do the same work at once, after a pause or a race, write the same bytes.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+
+from gregale.data.workers import UNGUARDED
+from gregale.errors import UserError
+from gregale.files import is_gone, machine
+from gregale.storage import Place, create, write_bytes
+
+BEAT_SECONDS = 5.0
+LOST_SECONDS = 30.0
+POLL_SECONDS = 0.5
+
+
+def once(
+    claim: Place, work: Callable[[], None], is_done: Callable[[], bool], waiting: Callable[[], None] = lambda: None
+) -> None:
+    """Do the work, unless another process does it; return when it is done, or was tried by this process.
+
+    Args:
+        claim: where the processes find one another; its folder has to be there.
+        work: what is to do.
+        is_done: whether there is nothing to do any more.
+        waiting: called now and then while another process works.
+
+    Raises:
+        UserError: the parent process does the work, and would wait for this one.
+    """
+    seen, since = None, time.monotonic()
+    mine = {"machine": machine(), "pid": os.getpid(), "token": secrets.token_hex(8), "beat": 0}
+    while not is_done():
+        found = read(claim)
+        if not found and create(claim, json.dumps(mine).encode()):
+            with beating(claim, mine):
+                return work()
+        is_here = found.get("machine") == mine["machine"]
+        if is_here and found["pid"] == os.getppid():
+            raise UserError(f"{claim}: the parent process is at work. {UNGUARDED}")
+        is_dead = is_here and is_gone(found["pid"])
+        if is_dead or (found == seen and time.monotonic() - since > LOST_SECONDS):
+            claim.unlink(missing_ok=True)
+            continue
+        if found != seen:
+            seen, since = found, time.monotonic()
+        waiting()
+        time.sleep(POLL_SECONDS)
+
+
+def read(claim: Place) -> dict:
+    """Return what a claim says; nothing if there is none, or not a whole one."""
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads(claim.read_bytes())
+    return {}
+
+
+@contextmanager
+def beating(claim: Place, mine: dict) -> Iterator[None]:
+    """Rewrite a claim every few seconds while the block runs, and remove it in the end."""
+    ended = Event()
+
+    def beat() -> None:
+        count = 0
+        while not ended.wait(BEAT_SECONDS):
+            count += 1
+            with suppress(OSError, UserError):  # of a store that is out of order: another process may take over
+                write_bytes(claim, json.dumps(mine | {"beat": count}).encode())
+
+    thread = Thread(target=beat, daemon=True, name="claim")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(OSError, UserError):
+            claim.unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""Formats numbers and settings as text for people."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.filesize import decimal
+
+NONE = "–"
+
+
+def format_quantity(value: float | None, unit: str = "") -> str:
+    """Format a number by its unit, as metrics and charts name it."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if unit == "bytes":
+        return decimal(round(value))
+    if unit == "seconds":
+        return format_precise_duration(value)
+    if unit in ("share", "share of 1"):
+        return f"{value:.1%}"
+    if unit == "tokens/s":
+        return f"{value:,.0f} tokens/s"
+    if unit in ("nats a token", "bits a byte"):
+        return f"{value:.4f}"
+    whole = float(value).is_integer() or abs(value) >= 1000
+    return f"{value:,.0f}" if whole and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format as `2h 05m`, `3m 20s`, `45s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600:,}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def format_precise_duration(seconds: float) -> str:
+    """Format less than a minute as `4.25 s`, `12 ms`, `3.1 µs`, all else as `format_duration` does."""
+    if 0 < seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
+
+
+def format_setting(value: Any) -> str:
+    """Format a value of a configuration as YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(format_setting(each) for each in value)}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {format_setting(each)}" for name, each in value.items()) + "}"
+    return str(value)

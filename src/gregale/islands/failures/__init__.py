@@ -1,1 +1,0 @@
-"""What failures cost a fleet of islands: the real protocol in a model of time, beside data-parallel."""

@@ -1,0 +1,181 @@
+"""An island in the simulated world: a real member, with a model of its engine and of its trainer."""
+
+import hashlib
+import math
+import random
+
+from gregale.islands.orders import Arrive, Restart
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.headers import Outer, seed
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.standing import Identity
+from tests.islands.simulator.trainer import Trainer
+
+SEED = "seed"
+LEAST_TICK_SECONDS = 0.01
+
+
+def hashed(*parts: object) -> str:
+    """The digest of a modelled state."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+
+
+class Node:
+    """A process of an island, which ends with its death or when it left. It may be paused, and hears nothing then.
+
+    - `world`: the `World` in which it runs
+    - `asking`: the number of the ask whose answer is awaited; 0: of none
+    """
+
+    def __init__(self, world, name: str, session: str, step_seconds: float):
+        self.world, self.name, self.identity = world, name, f"{name}/{session}"
+        identity = Identity(name, session, "config", "1", (name,))
+        self.member: Member = world.member_class(identity, seed(SEED), world.timing, world.rules)
+        self.trainer = Trainer(self, world.pace, step_seconds)
+        self.alive, self.paused = True, False
+        self.asking = 0
+        self.doom: str | None = None  # the kind of action at which it dies
+        self.kept: list[m.Event] = []  # what happened while it was paused
+        self.previous = self.member.outer  # the record before the newest one
+        self.promised: tuple[float, str] = (0.0, "")  # weight and content of the message in its newest ask
+        self.has_diverged = False
+        self.prepared: dict[str, str] = {}
+        self.reducing: str | None = None
+        self.cut_off_at: float | None = None
+        self._wake_at = math.inf
+
+    def tell(self, event: m.Event) -> None:
+        """An event reaches the member; its actions are carried out."""
+        if not self.alive:
+            return
+        if self.paused:
+            self.kept.append(event)
+            return
+        world = self.world
+        if isinstance(event, m.Seen):
+            world.seen(event.view)
+        actions = self.member.handle(m.Tick(world.now))
+        actions += self.member.handle(event)
+        if world.trace is not None:
+            world.log(f"{self.name}: {event} -> {actions}")
+        for action in actions:
+            kind = type(action).__name__
+            if kind == self.doom:
+                world.kill(self.name)
+            if not self.alive:
+                return
+            getattr(self, f"_do_{kind.lower()}")(action)
+        self._wake_in_time()
+        self.trainer.wake()
+
+    def tick(self) -> None:
+        """Nothing happens but that time has passed."""
+        self.tell(m.Tick(self.world.now))
+
+    def _wake_in_time(self) -> None:
+        """The member hears of the time when it needs to, if nothing else happens before."""
+        at = max(self.member.next_tick(), self.world.now + LEAST_TICK_SECONDS)
+        if self.alive and at < self._wake_at:
+            self._wake_at = at
+            self.world.later(at - self.world.now, lambda: self._woken(at))
+
+    def _woken(self, at: float) -> None:
+        if at == self._wake_at:
+            self._wake_at = math.inf
+            self.tick()
+
+    def _do_ask(self, action: m.Ask) -> None:
+        self.promised = action.header.weight, self.trainer.message
+        self.world.ask(self, action.header)
+        number = self.asking = action.header.asked
+        self.world.later(self.member.timing.ask_seconds, lambda: self.give_up(number))
+
+    def give_up(self, number: int) -> None:
+        """No answer comes, or none that is heard."""
+        if self.asking == number:
+            self.asking = 0
+            self.tell(m.NoView("no answer"))
+
+    def answer(self, number: int, event: m.Seen) -> None:
+        """The coordinator's answer to an ask arrives; a paused process does not hear it."""
+        if self.asking == number and not self.paused:
+            self.asking = 0
+            self.tell(event)
+
+    def _do_tellpeers(self, action: m.TellPeers) -> None:
+        for name in action.addresses:
+            node = self.world.nodes.get(name)
+            if node and self.world.reaches(self.name, name):
+                self.world.send(self.name, name, lambda node=node: node.tell(m.Due(action.round)))
+
+    def _do_takesnapshot(self, _: m.TakeSnapshot) -> None:
+        """The trainer's side finds it in the handover."""
+
+    def _do_reduce(self, action: m.Reduce) -> None:
+        self.reducing = action.key
+        self.world.reduce(self, action)
+
+    def reduced(self, key: str, digest: str | None, unreachable: tuple[str, ...]) -> None:
+        """The engine's reduce ended."""
+        if self.reducing != key or not self.alive:
+            return
+        self.reducing = None
+        if digest is None:
+            self.tell(m.ReduceFailed(key, unreachable))
+        else:
+            self.prepared[key] = digest
+            self.tell(m.Reduced(key, digest))
+
+    def _do_dropgroup(self, _: m.DropGroup) -> None:
+        self.reducing = None
+
+    def _do_discard(self, action: m.Discard) -> None:
+        del self.prepared[action.key]
+
+    def _do_commit(self, action: m.Commit) -> None:
+        self.world.committed(self, action, self.prepared.pop(action.key))
+        self._take_over(action.outer)
+        self.trainer.decided(Arrive(action.outer.round - 1, action.weight))
+
+    def _do_publish(self, action: m.Publish) -> None:
+        self.world.published(self, action.outer)
+        self._take_over(action.outer)
+
+    def _do_install(self, action: m.Install) -> None:
+        self.world.installed(self, action.outer)
+        self._take_over(action.outer)
+        self.trainer.decided(Restart(action.outer.round))
+
+    def _do_reset(self, _: m.Reset) -> None:
+        self.trainer.decided(Restart(self.member.outer.round))
+
+    def _take_over(self, outer: Outer) -> None:
+        self.trainer.leased(outer, self.member.holder)
+
+    @property
+    def hears(self) -> bool:
+        """Whether it lives and is not stopped."""
+        return self.alive and not self.paused
+
+    def _do_find(self, action: m.Find) -> None:
+        self.world.later(
+            self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.Gone(self.world.dead(self.name, action.peers)))
+        )
+
+    def _do_heal(self, action: m.Heal) -> None:
+        self.world.heal(self, action)
+
+    def _do_note(self, action: m.Note) -> None:
+        self.world.log(f"{self.name} says: {action.text}")
+
+    def _do_refused(self, action: m.Refused) -> None:
+        self.alive = False
+
+    def _do_left(self, action: m.Left) -> None:
+        self.alive = False
+        self.cut_off_at = self.world.now
+
+
+def shuffled(rng: random.Random, values: list) -> list:
+    """A copy in random order."""
+    return rng.sample(values, len(values))

@@ -1,0 +1,194 @@
+"""Random schedules: some islands, some seconds of faults, then none, and progress within a bound."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.decision import PARTING
+from gregale.islands.protocol.member import Member
+from tests.islands.simulator.invariants import BrokenError
+from tests.islands.simulator.node import Node
+from tests.islands.simulator.world import COORDINATOR, SLOWEST_STEP, Weather, World
+
+FAULT_SECONDS = 10.0
+CALM_SECONDS = 120.0  # after the last fault: some more rounds by then, and all that live have the same state
+CALM_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a schedule came to."""
+
+    rounds: int
+    generations: int
+    forked: bool
+    seconds: float
+    recovery_seconds: float
+    longest_wait: float  # for a round, after the last fault, as a share of `longest_wait`
+
+
+def run(number: int, member_class: type[Member] = Member, trace: list[str] | None = None) -> Outcome:
+    """Runs schedule `number`.
+
+    Raises:
+        BrokenError: an invariant does not hold; `trace`, a list, has what happened.
+    """
+    world = World(number, member_class, trace)
+    rng = world.rng
+    names = [f"i{index}" for index in range(rng.choice((1, 2, 2, 3, 3, 4, 5)))]
+    for name in names:
+        world.later(rng.choice((0.0, rng.random() * 5)), lambda name=name: world.start(name))
+    for _ in range(rng.choice((0, 1, 2, 3, 5, 8))):
+        world.later(rng.uniform(0.5, FAULT_SECONDS), lambda: _fault(world, rng, names))
+    world.run_until(FAULT_SECONDS)
+    _calm(world, names)
+    return _demand_progress(world)
+
+
+def _fault(world: World, rng: random.Random, names: list[str]) -> None:
+    living = [name for name, node in world.nodes.items() if node.alive and not node.paused]
+    kind = rng.choice(FAULTS)
+    if living or kind is _coordinator:
+        kind(world, rng, rng.choice(living) if living else "", names)
+
+
+def _kill(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.kill(name)
+    if rng.random() < 0.6:
+        world.later(rng.uniform(0.1, 5), lambda: _restart(world, name))
+
+
+def _restart(world: World, name: str) -> None:
+    if not world.nodes[name].alive:
+        world.start(name)
+
+
+def _pause(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.pause(name)
+    world.later(rng.uniform(0.1, 6), lambda: world.resume(name))
+
+
+def _coordinator(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.stop_coordinator()
+    world.later(rng.uniform(0.01, 4), world.start_coordinator)
+
+
+def _cut(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    others = [COORDINATOR, *(other for other in names if other != name)]
+    cuts = {frozenset((name, other)) for other in others if rng.random() < rng.choice((0.3, 1.0))}
+    world.log(f"links cut: {sorted(sorted(cut) for cut in cuts)}")
+    world.cuts |= cuts
+    if frozenset((name, COORDINATOR)) in cuts:
+        world.nodes[name].cut_off_at = world.now
+    world.later(rng.uniform(0.1, 6), lambda: _mend(world, cuts))
+
+
+def _mend(world: World, cuts: set[frozenset[str]]) -> None:
+    world.log(f"links mended: {sorted(sorted(cut) for cut in cuts)}")
+    world.cuts -= cuts
+    for node in world.nodes.values():
+        if node.alive and not node.paused and world.connected(node.name, COORDINATOR):
+            node.cut_off_at = None
+
+
+def _join(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    names.append(f"i{len(names)}")
+    world.start(names[-1])
+
+
+def _leave(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.log(f"{name} shall leave")
+    world.nodes[name].tell(m.Leave())
+
+
+def _doom(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """It dies at a point of its round, or of its healing; often its new process does, too."""
+    doom = rng.choice(("TakeSnapshot", "Ask", "Reduce", "Commit", "Discard", "Heal", "Install", "Publish"))
+    world.log(f"{name} shall die at {doom}")
+    world.nodes[name].doom = doom
+    if rng.random() < 0.5:
+        world.later(rng.uniform(0.5, 5), lambda: _restart(world, name))
+
+
+def _lose_data_path(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    """It, or one that heals just now, reaches the coordinator and no other island; perhaps for ever."""
+    name = next((node.name for node in world.nodes.values() if node.hears and node.member.header.healing), name)
+    world.log(f"{name} reaches no other island any more")
+    world.bad.add(name)
+    if rng.random() < 0.5:
+        world.later(rng.uniform(1, 10), lambda: world.bad.discard(name))
+
+
+def _diverge(world: World, rng: random.Random, name: str, names: list[str]) -> None:
+    world.log(f"{name} diverges")
+    world.nodes[name].has_diverged = True
+    world.nodes[name].trainer.factor = rng.choice((None, 1e6))
+
+
+FAULTS: list[Callable[[World, random.Random, str, list[str]], None]] = [
+    _kill, _kill, _doom, _doom, _pause, _pause, _coordinator, _cut, _cut, _lose_data_path, _diverge, _join, _leave
+]  # fmt: skip
+
+
+def _calm(world: World, names: list[str]) -> None:
+    """All faults end; there are at least two islands."""
+    world.log("all faults end")
+    world.weather = Weather(0.0, 0.0, 0.0, 0.0, 0.0)
+    world.start_coordinator()
+    _mend(world, set(world.cuts))
+    for name in list(world.nodes):
+        world.resume(name)
+    for node in world.nodes.values():
+        node.doom = None
+    # Who made the last round has to be asked: nobody may go on without one of them while they are there.
+    voters = [node.name for node in staying(world) if node.member.header.voter]
+    if voters and world.bad.issuperset(voters) and world.rules.minimum > 1:
+        world.bad -= set(voters)
+    while sum(node.name not in world.bad for node in staying(world)) < max(world.rules.minimum, 1):
+        names.append(f"i{len(names)}")
+        world.start(names[-1])
+
+
+def staying(world: World) -> list[Node]:
+    """The islands that live and do not leave."""
+    return [node for node in world.nodes.values() if node.alive and not node.member.leaving]
+
+
+def longest_wait(world: World) -> float:
+    """Seconds within which a round is committed once there are no more faults, while `minimum` islands can be reached.
+
+    - `heartbeat + ask`: the coordinator finds who is missing; an ask whose answer is lost is given up;
+    - `2 turnover`: for islands that are missing and may live, and for one that heals more slowly than rounds are made;
+    - a failed reduce, and the asks around it, for each try until those that do not reach each other are apart: PARTING
+      tries. Where nobody can tell who does not answer, as many tries as islands for each number that is left out;
+    - the time in which all islands hand over a message that has something in it.
+    """
+    timing, count = world.timing, len(staying(world))
+    tries = PARTING + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
+    ask = timing.join_seconds + timing.retry_seconds
+    steps = SLOWEST_STEP * (1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments)))
+    waits = timing.heartbeat_seconds + timing.ask_seconds + 2 * timing.turnover_seconds
+    return waits + tries * (timing.reduce_seconds + 2 * ask) + 2 * (steps + ask)
+
+
+def _demand_progress(world: World) -> Outcome:
+    start = max((state.round for state in world.states.values()), default=0)
+    began, last, most, longest = world.now, world.now + CALM_SECONDS, longest_wait(world), 0.0
+    while world.now < last:
+        world.run_until(world.now + 1.0)
+        longest = max(longest, world.now - max(began, world.committed_at))
+        if longest > most:
+            break
+        states = [world.states[node.identity] for node in staying(world) if not world.bad]
+        newest = max((state.round for state in world.states.values()), default=0)
+        if all(state.round >= max(newest - 1, 0) for state in states) and newest >= start + CALM_ROUNDS:
+            generations = {state.generation for state in states if state.round == newest}
+            if len(generations) <= 1:
+                recovery, done = world.now - began, world.invariants
+                return Outcome(done.rounds, len(done.lines), done.forked, world.now, recovery, longest / most)
+    raise BrokenError(
+        f"{longest:.0f} s without a round after the last fault (at most {most:.0f}), {newest - start} rounds in all: "
+        + ", ".join(f"{node.name} {world.states[node.identity].round}" for node in staying(world))
+        + f"; without a data path: {sorted(world.bad)}"
+    )

@@ -1,0 +1,115 @@
+"""A model of an island's training loop: steps on leased examples, and between them what the real `TrainerSide` says."""
+
+from __future__ import annotations
+
+from gregale.islands.leases import Leases
+from gregale.islands.orders import Arrive, Order, Pace, Restart, Take
+from gregale.islands.protocol import messages as m
+from gregale.islands.protocol.headers import Outer
+from gregale.islands.protocol.trainer_side import TrainerSide
+
+BATCH = 2  # examples of a step
+LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens
+
+
+class Trainer:
+    """The loop of one process.
+
+    - `node`: the `Node` of the process
+    - `side`: what is real of it
+    - `message`: names the content of the newest message
+    - `factor`: by which its parameters move too far; None: they are not finite
+    """
+
+    def __init__(self, node, pace: Pace, step_seconds: float):
+        self._node, self._pace, self._step_seconds = node, pace, step_seconds
+        self.side: TrainerSide = node.world.side_class(pace, node.member.handover, node.world.now)
+        self._leases = Leases(node.name, node.member.holder, BATCH)
+        self._tokens = [0.0] * pace.schedule.fragments  # since this island contributed to each
+        self._batches = self._looks = 0
+        self._is_busy = self._is_final = False
+        self.message = ""
+        self.factor: float | None = 1.0
+
+    def leased(self, outer: Outer, holder: str) -> None:
+        """The record of the outer state is this one."""
+        self._leases.update(outer.ledger, holder)
+
+    def decided(self, arrival: Arrive | Restart) -> None:
+        """A round is committed, or another state is here."""
+        self.side.decided(arrival, self._node.world.now)
+
+    def wake(self) -> None:
+        """Something has happened: goes on, if it waits and does not have to any more."""
+        if not self._is_busy:
+            self._between_steps(starved=False)
+
+    def _between_steps(self, starved: bool) -> None:
+        node, now = self._node, self._node.world.now
+        if not node.hears:
+            return
+        self._is_busy = True
+        while (order := self._order(starved)) is not None:
+            self._follow(order)
+        self._is_busy = False
+        if self._is_final or node.member.done:
+            return
+        if node.member.leaving or self.side.must_wait(node.member.outer.round, now):
+            self._look_again()
+        elif self._leases.is_empty() and not starved:
+            self._between_steps(starved=True)
+        elif (first := self._leases.take()) is not None:
+            for example in range(first, first + BATCH):
+                node.world.invariants.consume(example, node.identity)
+            self._is_busy = True
+            node.world.later(self._step_seconds, self._stepped)
+
+    def _order(self, starved: bool) -> Order | None:
+        """As `Driver._order`."""
+        node = self._node
+        starved = starved and self._leases.is_empty()
+        is_last, number = node.member.leaving or starved, node.member.outer.round
+        if (arrival := self.side.arrival(is_last)) is not None:
+            return arrival
+        return self.side.message(number, node.world.now, lambda: node.tell(m.Due()), is_last, starved)
+
+    def _look_again(self) -> None:
+        self._looks += 1
+        looks = self._looks
+        self._node.world.later(LOOK_SECONDS, lambda: self.wake() if looks == self._looks else None)
+
+    def _stepped(self) -> None:
+        if not self._node.hears:
+            self._node.world.later(LOOK_SECONDS, self._stepped)  # it is stopped in the middle of it
+            return
+        self._is_busy = False
+        self._batches += 1
+        self._tokens = [tokens + BATCH for tokens in self._tokens]
+        self.side.stepped()
+        self._between_steps(starved=False)
+
+    def _follow(self, order: Order) -> None:
+        schedule = self._pace.schedule
+        if isinstance(order, Take):
+            self._depart(order.round)
+        elif isinstance(order, Arrive) and order.weight:
+            self._tokens[schedule.round_fragment(order.round)] -= order.weight
+        elif isinstance(order, Restart):
+            self.factor = 1.0
+            self._tokens = [0.0] * schedule.fragments
+
+    def _depart(self, number: int) -> None:
+        node = self._node
+        count = self.side.departed(number, node.member.outer.round, node.world.now)
+        self._is_final = node.member.leaving
+        weight = self._tokens[self._pace.schedule.round_fragment(number)]
+        used = self._leases.used_after(self._batches)
+        norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
+        shot = m.Snapshot(number, weight, used, self._step_seconds, self._is_final, norm)
+        node.world.later(node.world.rng.random() * node.world.down_seconds, lambda: self._down(count, shot))
+
+    def _down(self, count: int, shot: m.Snapshot) -> None:
+        """The message has come down to the host."""
+        if count == self._node.member.handover.count:
+            self.message = f"{self._node.identity} {count}"
+            self._node.tell(shot)
