@@ -44,7 +44,7 @@ SLOW = (
     *("communication/pipeline/test_stack.py", "model/test_llama.py", "model/test_generate.py", "model/kernels/"),
     *("audit/test_traffic.py", "communication/test_quantised.py", "communication/test_network.py", "huggingface/"),
     *("islands/engine/test_lighthouse.py", "islands/engine/test_transfer.py", "islands/simulator/test_simulator.py"),
-    *("services/test_roll_call.py", "services/test_checkpoint.py", "services/test_checkpoint_objects.py"),
+    *("services/test_roll_call.py", "services/test_checkpoint.py"),
     *("services/test_peers.py", "services/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
     *("infra/test_slurm_daemons.py",),
 )

@@ -160,10 +160,8 @@ class Taken(Exception):
         self.holder = holder
 
 
-def acquire(path: Path, wait: bool = False) -> IO[str]:
+def acquire(path: Path) -> IO[str]:
     """The lock of a file, which is made if absent; to be closed, and the system closes it when the process ends.
-
-    - `wait`: until it is free, instead of raising `Taken`
 
     A lock whose file was removed or renamed meanwhile is not the one that others see, so it is taken anew. Who looks
     whether it is held (`is_held`) has it for a moment, so that it is tried twice.
@@ -172,7 +170,7 @@ def acquire(path: Path, wait: bool = False) -> IO[str]:
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(file, path):
                 return file
         except BlockingIOError:
@@ -212,8 +210,9 @@ def holder_of(file: IO[str]) -> Holder | None:
     """Who wrote its name into a lock; None if nobody did, or not yet in full."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
-    except (ValueError, TypeError):
+        found = json.loads(file.read())
+        return Holder(found["host"], found["pid"], found["since"])
+    except (ValueError, TypeError, KeyError):
         return None
 
 

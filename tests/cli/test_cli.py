@@ -285,13 +285,9 @@ def gregale_process(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_for_real_the_version_and_a_mistake():
+def test_for_real_the_version():
     version = gregale_process("-m", "gregale", "--version")
     assert (version.returncode, version.stdout) == (0, f"gregale {gregale.__version__}\n")
-    mistake = gregale_process("-m", "gregale", "tarin")
-    assert (mistake.returncode, mistake.stdout) == (2, "")
-    assert "Did you mean `train`" in mistake.stderr
-    assert "Traceback" not in mistake.stderr
 
 
 def test_help_imports_nothing_heavy():

@@ -14,6 +14,7 @@ from gregale.islands import files
 from gregale.islands.protocol.headers import Generation, Outer
 from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
 from gregale.methods.island_outer import Held, OwnLeaves
+from gregale.services.checkpoint import parts
 from gregale.storage import Place, StoreError, names, place
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
@@ -27,7 +28,12 @@ LEAVES = {
     "1/theta/turned|": Held(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
 }
 OWN = OwnLeaves({"0/second/w|/scales": np.arange(4, dtype=ml_dtypes.bfloat16)}, {0: "a, b"})
-PART_BYTES = 20  # arrays begin and end anywhere in a part
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch) -> None:
+    """Arrays begin and end anywhere in a part."""
+    monkeypatch.setattr(parts, "PART_BYTES", 20)
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -36,7 +42,7 @@ def directory(request, tmp_path) -> Place:
 
 
 def write(directory: Place, outer: Outer = OUTER, leaves: dict[str, Held] = LEAVES) -> None:
-    files.write(directory, outer, leaves, OWN, PART_BYTES)
+    files.write(directory, outer, leaves, OWN)
 
 
 def part_names(directory: Place) -> list[str]:

@@ -108,7 +108,7 @@ def test_one_process_restores_what_two_saved(directory):
 def test_both_processes_wrote_and_every_file_is_in_the_manifest(directory):
     folder = directory / "step-00000003"
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {name.split("/")[1] for name in there if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
+    assert {name.split("/")[1] for name in there if "-" in name} == {"00000-00000", "00001-00000"}
     with open(folder / MANIFEST) as file:
         assert set(json.load(file)["files"]) == there - {MANIFEST}
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000003"]

@@ -29,14 +29,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SAVES = """
 import sys
 import time
-from functools import partial
 
 from tests.process.test_store_kills import made_for
-from gregale.services.checkpoint import CheckpointConfig, store
-from gregale.services.checkpoint.objects import ObjectShelf
+from gregale.services.checkpoint import CheckpointConfig, parts
+from gregale.services.checkpoint.store import Checkpoints
 
-store.ObjectShelf = partial(ObjectShelf, part_bytes=100_000)
-with store.Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2), report=lambda _: None) as checkpoints:
+parts.PART_BYTES = 100_000
+with Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2), report=lambda _: None) as checkpoints:
     restored = checkpoints.latest(made_for(0))
     step = 1 if restored is None else restored.step + 1
     while True:

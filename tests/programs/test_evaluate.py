@@ -111,10 +111,8 @@ def test_fewer_batches(gregale, final, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is not a run directory: nowhere does not exist and runs/nowhere does not exist."),
         (["whole", "--step", "5"], "There is no checkpoint of step 5 in"),
         (["whole", "--data", "none-*.txt"], "none-*.txt"),
-        (["whole", "--batches", "0"], "batches is 0 (on the command line); it has to be at least 1"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -220,7 +220,6 @@ def test_what_does_not_fit_is_told_with_remedies(capsys):
         (["--devices", "4"], "= 8 devices, but there are 4"),
         (["--slices", "2"], "slices is 2, but without a topology"),
         (["--topology", "v5e:2x2", "--devices", "8"], "topology and devices are both given"),
-        (["--devices", "0"], "devices is 0"),
         (["--chip", "abacus"], "'abacus' is not in the table"),
         (["--batch.size", "30"], "30 / 4 = 7.5 is not a whole number"),
         (["--mesh.data", "-1", "--cpu_devices", "null"], "mesh.data is -1, so the number of devices is open"),

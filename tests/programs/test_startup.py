@@ -35,5 +35,5 @@ def test_nothing_heavy(program):
 
 def test_training_takes_no_extra_and_no_tokenizer_that_it_does_not_use():
     found = imported_by("import gregale.programs.train.command")
-    assert {"jax", "orbax"} <= found, "the list would show them"
+    assert {"jax", "haliax"} <= found, "the list would show them"
     assert not found & (EXTRAS | {"tokenizers", "grain"})

@@ -45,10 +45,3 @@ def test_it_checks_every_byte_and_says_what_was_skipped(gregale, inputs, capsys,
         assert f"{path} is damaged or missing" in capsys.readouterr().err
         shutil.rmtree(path.parent)
         assert gregale(*arguments) == 0
-
-
-def test_mistakes(gregale, capsys):
-    assert gregale("tokenize", "tiny.yaml", "--data.sources.words.files", "[none/*.txt]") == 2
-    error = capsys.readouterr().err
-    assert "data.sources.words" in error
-    assert error.count("\n") == 1

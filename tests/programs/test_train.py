@@ -14,7 +14,6 @@ from gregale.data.examples import Examples
 from gregale.programs.run.checkpointed import checkpoint_template
 from gregale.programs.run.setup import set_up
 from gregale.services.checkpoint.leaves import arrays_by_name
-from gregale.services.checkpoint.manifest import MANIFEST, files_below, record, write_manifest
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
@@ -28,6 +27,7 @@ from tests.programs.tiny import (
     losses,
     saved_state,
 )
+from tests.services.runs import seal
 
 STEPS = CONFIG["steps"]
 
@@ -149,10 +149,11 @@ def test_another_mesh_goes_on_with_the_same_rows(go_on, half, whole, capsys, nam
 @pytest.mark.parametrize("lacks", ["data", "method", "replica_bytes", "examples"])
 def test_a_checkpoint_of_another_version_is_an_error(go_on, half, capsys, lacks):
     folder = half / "checkpoints" / "step-00000008"
-    metadata = json.loads((folder / "metadata.json").read_text())
+    (path,) = folder.glob("*/metadata.json")
+    metadata = json.loads(path.read_text())
     del metadata[lacks]
-    (folder / "metadata.json").write_text(json.dumps(metadata))
-    write_manifest(folder, record(folder, [name for name in files_below(folder) if name != MANIFEST]))
+    path.write_text(json.dumps(metadata))
+    seal(folder)
     assert go_on(half) == 2
     error = capsys.readouterr().err
     assert f"The checkpoint's metadata.json lacks `{lacks}` (it has: {', '.join(metadata)})" in error
@@ -266,7 +267,8 @@ def test_another_learning_rate_and_batch_size_go_on_with_the_next_examples(go_on
         "optimizer.learning_rate": [0.01, 0.005],
         "optimizer.clip_norm": [1.0, None],
     }
-    assert json.loads((half / "checkpoints" / "step-00000012" / "metadata.json").read_text())["examples"] == 128
+    (metadata,) = (half / "checkpoints" / "step-00000012").glob("*/metadata.json")
+    assert json.loads(metadata.read_text())["examples"] == 128
     # And on: what is in config.yaml now is no change any more.
     assert go_on(half, *changes, "--steps", "13") == 0
     entries = (half / "changes.jsonl").read_text().splitlines()

@@ -113,7 +113,7 @@ def saved_state(run: Place, step: int) -> dict[str, np.ndarray]:
 
 
 def state_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
-    leaves = json.loads(checkpoints._shelf.read(step, "leaves.json"))
+    leaves = json.loads((checkpoints._root(step) / "leaves.json").read_bytes())
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     template = {}
     for name, leaf in leaves.items():

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
-from gregale.services.checkpoint.manifest import record, write_manifest
+from gregale.services.checkpoint.manifest import MANIFEST, digest_of, write_manifest
 from gregale.services.checkpoint.retention import METADATA, folder_name
+from gregale.storage import files_below
 
 CONFIG = {
     "steps": 10,
@@ -55,6 +56,12 @@ def write_run(
         folder.mkdir(parents=True)
         (folder / "arrays").write_bytes(b"abc" * saved)
         (folder / METADATA).write_text(json.dumps(metadata or {}))
-        write_manifest(folder, record(folder, ["arrays", METADATA]))
+        seal(folder)
         (run / "newest_checkpoint.json").write_text(json.dumps({"step": saved}))
     return run
+
+
+def seal(folder: Path) -> None:
+    """Writes the manifest of a checkpoint for its files as they are."""
+    contents = {name: (folder / name).read_bytes() for name in files_below(folder) if name != MANIFEST}
+    write_manifest(folder, {name: {"bytes": len(each), "blake2b": digest_of(each)} for name, each in contents.items()})

@@ -3,12 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.services.checkpoint.retention import (
     CheckpointConfig,
     committed_steps,
     folder_name,
     superfluous,
-    unfinished,
+    without_manifest,
 )
 
 STEPS = st.sets(st.integers(0, 60), min_size=1)
@@ -25,11 +26,13 @@ def test_keeps_exactly_the_newest_and_the_milestones(steps, data, last, every):
         assert (step in deleted) == (step > saved or (newer >= last and not is_milestone))
 
 
-def test_only_whole_names_count(tmp_path):
-    for name in ("step-00000007", "step-00000012.partial", "step-00000003.deleted", "step-123456789", "step-7", "else"):
+def test_what_has_a_whole_name_and_a_manifest_counts(tmp_path):
+    for name in ("step-00000007", "step-00000012.partial", "step-123456789", "step-7", "else"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).touch()
+    (tmp_path / "step-00000003").mkdir()
     assert committed_steps(tmp_path) == [7, 123456789]
     assert folder_name(7) == "step-00000007"
-    assert {path.name for path in unfinished(tmp_path)} == {"step-00000012.partial", "step-00000003.deleted"}
+    assert without_manifest(tmp_path) == ["step-00000003"]
     assert committed_steps(tmp_path / "absent") == []
-    assert unfinished(tmp_path / "absent") == []
+    assert without_manifest(tmp_path / "absent") == []

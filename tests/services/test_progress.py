@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gregale.services.progress import OTHER_WORK, Doing, Place, Progress, Standing, hanging
+from gregale.services.progress import OTHER_WORK, Doing, Place, Progress, hanging
 
 SECONDS = 60.0
 NOW = 1_000_000.0
 
 
-def standing(process: int, steps: int, doing: str, waits: bool, stood: float) -> Standing:
-    return Standing(f"process {process}", Place(steps, Doing(doing), waits), NOW - stood)
+def named(places) -> dict[str, Place]:
+    return {
+        f"process {process}": Place(steps, Doing(doing), waits, since=NOW - stood)
+        for process, steps, doing, waits, stood in places
+    }
 
 
 def test_a_place_is_told_as_text():
@@ -76,12 +79,12 @@ GO_ON = {
 
 @pytest.mark.parametrize(("places", "sentence"), HANGS.values(), ids=HANGS)
 def test_who_hangs_is_named(places, sentence):
-    assert hanging([standing(*each) for each in places], NOW, SECONDS) == sentence
+    assert hanging(named(places), NOW, SECONDS) == sentence
 
 
 @pytest.mark.parametrize("places", GO_ON.values(), ids=GO_ON)
 def test_work_that_takes_its_time_is_not_a_hang(places):
-    assert hanging([standing(*each) for each in places], NOW, SECONDS) is None
+    assert hanging(named(places), NOW, SECONDS) is None
 
 
 def test_every_work_has_its_patience():

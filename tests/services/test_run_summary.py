@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.files import Holder, Taken, acquire, is_held
+from gregale.files import Taken, acquire, is_held
 from gregale.services.run_lease import _Lease
 from gregale.services.run_lock import SILENCE_SECONDS, is_being_trained, training
 from gregale.services.run_places import RunPlaces
@@ -28,9 +27,9 @@ def state_of(run) -> State:
     return summary_of(RunPlaces(run)).state
 
 
-def signed_by(path: Path, holder: Holder, age_seconds: float = 0.0) -> None:
-    """A lock that nobody holds here any more."""
-    path.write_text(json.dumps(vars(holder)))
+def written(path: Path, lease: _Lease, age_seconds: float = 0.0) -> None:
+    """A lease whose file nobody has locked."""
+    path.write_bytes(lease.to_bytes())
     os.utime(path, (time.time() - age_seconds,) * 2)
 
 
@@ -131,9 +130,9 @@ def test_a_killed_process_trains_no_more(tmp_path):
 
 @pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * SILENCE_SECONDS, False)])
 def test_of_another_host_the_touches_count(tmp_path, age, trained):
-    signed_by(tmp_path / "lock", Holder("elsewhere", 1, 0.0), age)
+    written(tmp_path / "lock", replace(_Lease.of_this_process(), host="elsewhere", machine="elsewhere"), age)
     assert is_being_trained(tmp_path) is trained
-    signed_by(tmp_path / "lock", replace(Holder.this_process(), pid=2**22 + 1), age)
+    written(tmp_path / "lock", replace(_Lease.of_this_process(), pid=2**22 + 1), age)
     assert not is_being_trained(tmp_path)
 
 

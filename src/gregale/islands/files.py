@@ -7,11 +7,9 @@ chance, the manifest is written last and whole, and it names them: so what is th
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from math import prod
@@ -24,12 +22,11 @@ from gregale.errors import UserError
 from gregale.files import reason
 from gregale.islands.protocol.headers import Outer
 from gregale.methods.island_outer import NO_OWN_LEAVES, Held, OwnLeaves
-from gregale.services.checkpoint.objects import PART_BYTES
-from gregale.services.checkpoint.pieces import parts
-from gregale.storage import Place, Remote, StoreError, names, read_range, remove_tree, write_bytes
+from gregale.services.checkpoint import parts
+from gregale.services.checkpoint.manifest import MANIFEST, digest_of
+from gregale.storage import Place, StoreError, names, remove_tree, write_bytes
 
-MANIFEST = "manifest.json"
-_THREADS = 4  # parts at once, which are in memory meanwhile
+_THREADS = 4  # arrays at once, which are read
 
 
 class Saved(NamedTuple):
@@ -46,13 +43,7 @@ def folder_of(directory: Place, number: int) -> Place:
     return directory / f"round-{number:08d}"
 
 
-def write(
-    directory: Place,
-    outer: Outer,
-    leaves: Mapping[str, Held],
-    own: OwnLeaves = NO_OWN_LEAVES,
-    part_bytes: int = PART_BYTES,
-) -> None:
+def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], own: OwnLeaves = NO_OWN_LEAVES) -> None:
     """Writes the outer side of a round, whole or not at all; nothing if it is there already.
 
     Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
@@ -61,7 +52,7 @@ def write(
     folder = folder_of(directory, outer.round)
     if _is_of(folder, outer):
         return
-    name_of_parts = uuid4().hex[:8]
+    name_of_parts, part_bytes = uuid4().hex[:8], parts.PART_BYTES
     whole = {**leaves, **{name: Held(array, 0) for name, array in own.arrays.items()}}
     entries: list[list[Any]] = []
 
@@ -69,12 +60,12 @@ def write(
         for name, held in whole.items():
             array = np.asarray(held.array)
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            entries.append([name, array.dtype.name, list(array.shape), held.version, _hash(content)])
+            entries.append([name, array.dtype.name, list(array.shape), held.version, digest_of(content.data)])
             yield content
 
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _write_parts(folder, name_of_parts, contents(), part_bytes)
+        parts.write_parts(folder, name_of_parts, contents(), part_bytes)
         groups = {str(index): group for index, group in own.groups.items()}
         manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
         manifest |= {"own": sorted(own.arrays), "groups": groups}
@@ -127,39 +118,12 @@ def keep_only(directory: Place, numbers: Iterable[int]) -> None:
                 remove_tree(directory / name)
 
 
-def _write_parts(folder: Place, own: str, contents: Iterable[np.ndarray], part_bytes: int) -> None:
-    """Writes arrays one after the other, of which no more are in memory than a few parts need."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        under_way: deque[Future[None]] = deque()
-        for number, views in enumerate(parts(contents, part_bytes)):
-            if len(under_way) == _THREADS:
-                under_way.popleft().result()
-            under_way.append(pool.submit(_write_part, folder / _part_name(own, number), views))
-        for future in under_way:
-            future.result()
-
-
-def _write_part(place: Place, views: list[memoryview]) -> None:
-    if isinstance(place, Remote):
-        place.write_bytes(b"".join(views))
-        return
-    with place.open("wb") as file:
-        file.writelines(views)
-
-
 def _array(folder: Place, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
     """An array that begins at a byte of the parts; raises ValueError if it is not what was written."""
     dtype, shape = kind
-    content, at = np.empty(dtype.itemsize * prod(shape), np.uint8), 0
-    while at < len(content):
-        number, offset = divmod(start + at, part_bytes)
-        most = min(part_bytes - offset, len(content) - at)
-        found = read_range(folder / _part_name(own, number), offset, offset + most)
-        if len(found) < most:
-            raise ValueError(f"{_part_name(own, number)} is shorter than what was written")
-        content[at : at + most] = np.frombuffer(found, np.uint8)
-        at += most
-    if _hash(content) != entry[4]:
+    content = np.empty(dtype.itemsize * prod(shape), np.uint8)
+    parts.read_parts(content, folder, own, part_bytes, start)
+    if digest_of(content.data) != entry[4]:
         raise ValueError(f"{entry[0]} is not what was written")
     return content.view(dtype).reshape(shape)
 
@@ -179,11 +143,3 @@ def _remove(folder: Place, chosen: Callable[[str], bool]) -> None:
     with suppress(OSError, StoreError):
         for name in filter(chosen, names(folder)):
             (folder / name).unlink(missing_ok=True)
-
-
-def _part_name(own: str, number: int) -> str:
-    return f"{own}-{number:05d}"
-
-
-def _hash(content: np.ndarray) -> str:
-    return hashlib.blake2b(content.data, digest_size=16).hexdigest()

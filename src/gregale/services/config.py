@@ -14,8 +14,6 @@ from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
 from gregale.optim.config import AdamWConfig, OptimizerConfig
 from gregale.services.checkpoint.retention import CheckpointConfig
 from gregale.services.distributed import AUTO, DistributedConfig
-from gregale.services.evaluation import EvaluationConfig
-from gregale.services.inspection import InspectConfig
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig, check_each_once
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, shown, whole
@@ -73,6 +71,53 @@ class SamplesConfig(Settings):
 
 
 MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Settings):
+    """When and on how much the held-out loss is taken, and which tasks are scored with it."""
+
+    every: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps between evaluations; null: at the end only",
+            "range": whole(1),
+            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
+        },
+    )
+    batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "held-out batches to evaluate on; null: all",
+            "range": whole(1),
+            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
+        },
+    )
+    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
+    tasks: list[str] = field(
+        default_factory=list,
+        metadata={"help": "files of tasks (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
+    )
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+    )
+
+
+@dataclass(frozen=True)
+class InspectConfig(Settings):
+    """Norms of parameters and gradients, update-to-weight ratios and the largest attention logits, layer by layer."""
+
+    every: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps between them, each as long as a step; null: never",
+            "range": whole(1),
+        },
+    )
+    each: str = field(
+        default="layer",
+        metadata={"help": "of what there are norms: of each layer, or of each array", "choices": ("layer", "array")},
+    )
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,14 @@ def way_to(coordinator: str) -> str:
     """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached."""
     host, _, port = coordinator.rpartition(":")
     address = host.strip("[]"), int(port)
-    while not _is_there(address):
+    while True:
+        with suppress(OSError):
+            socket.create_connection(address, timeout=10).close()
+            break
         time.sleep(_RETRY_SECONDS)
     server = socket.create_server(("127.0.0.1", 0))
     Thread(target=_serve, args=(server, address), daemon=True, name="coordinator").start()
     return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def _is_there(address: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(address, timeout=10).close()
-    except OSError:
-        return False
-    return True
 
 
 def _serve(server: socket.socket, address: tuple[str, int]) -> None:

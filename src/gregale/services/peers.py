@@ -12,6 +12,7 @@ that hangs ends all of them, itself included.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import selectors
 import socket
@@ -24,7 +25,7 @@ from threading import Event, Thread
 
 from gregale.errors import UserError
 from gregale.services.distributed import DistributedConfig
-from gregale.services.progress import Doing, Place, Progress, Standing, hanging
+from gregale.services.progress import Doing, Place, Progress, hanging
 from gregale.streams import LastingStream
 
 EXIT_CODE = os.EX_TEMPFAIL
@@ -43,7 +44,6 @@ class Peer:
         is_done: whether it has come to the end of the run.
         ended: when it said that it ends with an error; None if it did not.
         place: where its main thread is.
-        moved: when that last changed.
     """
 
     connection: socket.socket
@@ -52,13 +52,7 @@ class Peer:
     is_done: bool = False
     ended: float | None = None
     place: Place = field(default_factory=Place)
-    moved: float = 0.0
     unread: bytes = field(default=b"", repr=False)
-
-    def is_at(self, place: Place) -> None:
-        """Takes where its main thread is."""
-        if place != self.place:
-            self.place, self.moved = place, self.heard
 
     def tell(self, line: str) -> None:
         """Sends a line; whether it arrives is seen elsewhere."""
@@ -74,14 +68,17 @@ class Peer:
         *whole, self.unread = (self.unread + received).split(b"\n")
         return [line.decode(errors="replace") for line in whole] if received else None
 
-    def line(self) -> str | None:
-        """The next line, for which this waits; what comes after it stays unread. None if the connection has ended."""
+    def line(self, most: float = math.inf) -> str | None:
+        """The next line, for which this waits; what comes after it stays unread.
+
+        None if the connection has ended, or if the line has more than `most` bytes.
+        """
         while b"\n" not in self.unread:
             try:
                 received = self.connection.recv(1 << 16)
             except OSError:
                 received = b""
-            if not received:
+            if not received or len(self.unread) > most:
                 return None
             self.unread += received
         line, self.unread = self.unread.split(b"\n", 1)
@@ -107,15 +104,11 @@ class Watch(Thread):
         self._peers, self._is_first = peers, config.process == 0
         self._timeout, self._hang_seconds = config.timeout_seconds, config.hang_seconds
         self._beat = self._timeout / _BEATS
-        self._place, self._moved = self.progress.place, time.monotonic()
         for peer in peers:  # nothing was said while others were waited for
-            peer.heard = peer.moved = self._moved
+            peer.heard = time.monotonic()
         self._may_leave = self._has_failed = self._wants_verdict = False
         self._said_so, self._verdict = Event(), Event()
-        self._askers: list[Peer | None] = []  # who want to know whether all live; None: this process
-        self._told: list[Peer | None] = []  # those of them that are told as soon as all others have answered
-        self._unanswered: set[Peer] = set()
-        self._question, self._questions = 0, dict[Peer, str]()  # numbers of questions: of this process, of others
+        self._unanswered: dict[Peer | None, set[Peer]] = {}  # for who asks whether all others live; None: this process
 
     def leave(self) -> None:
         """Waits until all processes have come to the end of the run."""
@@ -152,31 +145,33 @@ class Watch(Thread):
                     said = time.monotonic()
                     for peer in self._peers:
                         peer.tell(f"alive {self.progress.place}")
-                self._ask()
+                self._ask_and_answer()
                 if not selector.select(0):  # a process that did not run for a while has first to hear what was said
                     self._check()
 
-    def _ask(self) -> None:
-        """Asks the peers whether they live, for who wants to know it, and tells it when all have answered.
+    def _ask(self, asker: Peer | None) -> None:
+        """Asks all peers but the asker whether they live.
 
         Signs of life do not tell: those of a dead process may still lie here unread. One that has ended with an error
         of its own before it could answer is likely the reason, and `_check` ends this process in time.
         """
+        self._unanswered[asker] = {peer for peer in self._peers if peer is not asker}
+        for peer in self._unanswered[asker]:
+            peer.tell(f"there? {asker.name if asker else ''}")
+
+    def _ask_and_answer(self) -> None:
+        """Tells all that asked at once, when all others have answered: who is told ends, and answers nobody."""
         if self._wants_verdict:
             self._wants_verdict = False
-            self._askers.append(None)
-        if self._askers:  # an error that reaches all of them makes all of them ask
-            self._told, self._askers, self._question = self._told + self._askers, [], self._question + 1
-            self._unanswered = {peer for peer in self._peers if peer not in self._told}
-            for peer in self._unanswered:
-                peer.tell(f"there? {self._question}")
-        if self._told and not self._has_failed and all(peer.is_done for peer in self._unanswered):
-            for asker in self._told:
-                if asker is None:
-                    self._verdict.set()
-                else:
-                    asker.tell(f"there {self._questions[asker]}")
-            self._told = []
+            self._ask(None)
+        if self._has_failed or not all(peer.is_done for silent in self._unanswered.values() for peer in silent):
+            return
+        for asker in self._unanswered:
+            if asker is None:
+                self._verdict.set()
+            else:
+                asker.tell("there ")
+        self._unanswered.clear()
 
     def _is_over(self) -> bool:
         if self._has_failed and not self._said_so.is_set():
@@ -204,15 +199,16 @@ class Watch(Thread):
             if word == "end":
                 code, _, text = rest.partition(" ")
                 self._end(int(code), text, peer)
-            if word == "alive":
-                peer.is_at(Place.parse(rest))
+            if word == "alive" and (place := Place.parse(rest)) != peer.place:
+                peer.place = place
             if word == "there?" and self._is_first:
-                self._askers.append(peer)
-                self._questions[peer] = rest
+                self._ask(peer)
             elif word == "there?" and not self._has_failed:
                 peer.tell(f"there {rest}")
-            if word == "there" and rest == str(self._question):
-                self._unanswered.discard(peer)
+            if word == "there":
+                for asker, silent in self._unanswered.items():
+                    if rest == (asker.name if asker else ""):
+                        silent.discard(peer)
             peer.is_done |= word == "done"
             if word == "failed":
                 peer.ended = peer.heard
@@ -231,10 +227,8 @@ class Watch(Thread):
 
     def _check_hanging(self, now: float, seconds: float) -> None:
         """Whether a main thread hangs, by what process 0 has heard from all."""
-        if self.progress.place != self._place:
-            self._place, self._moved = self.progress.place, now
-        processes = [Standing(who(0), self._place, self._moved)]
-        processes += [Standing(peer.name, peer.place, peer.moved) for peer in self._peers if not peer.is_done]
+        places = {peer.name: peer.place for peer in self._peers if not peer.is_done}
+        processes = {who(0): self.progress.place, **places}
         if (text := hanging(processes, now, seconds)) is not None:
             bound = f"At most {seconds:g} s are given to a step, ten times that to other work"
             self._end(EXIT_CODE, f"{text} {bound} (distributed.hang_seconds).")

@@ -15,9 +15,10 @@ and nothing is judged while a process prepares its data or restores a checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 OTHER_WORK = 10  # times the patience for a step: compiling, evaluating a batch, handing a checkpoint to its writer
@@ -50,12 +51,14 @@ class Place:
     - `steps`: done, or begun
     - `waits`: for its devices
     - `marks`: counts how often it came on
+    - `since`: when this process learned of it, which is no part of it
     """
 
     steps: int = 0
     doing: Doing = Doing.PREPARING
     waits: bool = False
     marks: int = 0
+    since: float = field(default_factory=time.monotonic, compare=False)
 
     def __str__(self) -> str:
         return f"{self.steps} {self.doing} {self.waits:d} {self.marks}"
@@ -65,6 +68,10 @@ class Place:
         """A place as `str` writes it."""
         steps, doing, waits, marks = text.split()
         return cls(int(steps), Doing(doing), waits == "1", int(marks))
+
+    def is_late(self, now: float, seconds: float) -> bool:
+        """Return whether the thread has been here for longer than `Doing.patience` gives it."""
+        return now - self.since > self.doing.patience(seconds)
 
 
 class Progress:
@@ -79,57 +86,49 @@ class Progress:
 
     def still(self) -> None:
         """The main thread has come on with what it is doing."""
-        self.place = replace(self.place, marks=self.place.marks + 1)
+        self._come_on(self.place.waits)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, the main thread waits for devices."""
-        self.place = replace(self.place, waits=True)
+        self.place = replace(self.place, waits=True, since=time.monotonic())
         yield
-        self.place = replace(self.place, waits=False, marks=self.place.marks + 1)
+        self._come_on(False)
+
+    def _come_on(self, waits: bool) -> None:
+        self.place = replace(self.place, waits=waits, marks=self.place.marks + 1, since=time.monotonic())
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A process by its name, where it is, and since when it has not come on."""
-
-    name: str
-    place: Place
-    since: float
-
-    def is_late(self, now: float, seconds: float) -> bool:
-        return now - self.since > self.place.doing.patience(seconds)
-
-
-def hanging(processes: Sequence[Standing], now: float, seconds: float) -> str | None:
+def hanging(processes: Mapping[str, Place], now: float, seconds: float) -> str | None:
     """Which process hangs, in a sentence; None while none does.
 
     Processes that wait for their devices may wait for another's. Of those that do not, the ones with the fewest steps
     hold up all others. If all wait, it is the devices of the ones with the fewest steps.
 
-    - `processes`: all of them
+    - `processes`: where each of them is, by its name
     - `seconds`: `distributed.hang_seconds`
     """
-    running = [each for each in processes if each.place.doing is not Doing.ENDING]
-    suspects = [each for each in running if not each.place.waits] or running
-    fewest = min((each.place.steps for each in suspects), default=0)
-    behind = [each for each in suspects if each.place.steps == fewest]
-    if not behind or not all(each.is_late(now, seconds) for each in behind):
+    running = {name: place for name, place in processes.items() if place.doing is not Doing.ENDING}
+    suspects = {name: place for name, place in running.items() if not place.waits} or running
+    fewest = min((place.steps for place in suspects.values()), default=0)
+    behind = {name: place for name, place in suspects.items() if place.steps == fewest}
+    if not behind or not all(place.is_late(now, seconds) for place in behind.values()):
         return None
-    if behind[0].place.waits and any(not each.is_late(now, seconds) for each in running):
+    waits = any(place.waits for place in behind.values())
+    if waits and not all(place.is_late(now, seconds) for place in running.values()):
         return None
-    return _sentence(behind, running, min(now - each.since for each in behind))
+    return _sentence(behind, len(running), now)
 
 
-def _sentence(behind: Sequence[Standing], running: Sequence[Standing], stood: float) -> str:
-    place = behind[0].place
+def _sentence(behind: Mapping[str, Place], running: int, now: float) -> str:
+    place, stood = next(iter(behind.values())), now - max(place.since for place in behind.values())
     at = f"for {stood:.0f} s {place.doing} after {place.steps} steps"
     if place.doing in (Doing.TRAINING, Doing.COMPILING):
         at = f"for {stood:.0f} s in step {place.steps}"
         at += ", which it compiles" if place.doing is Doing.COMPILING else ""
-    if len(behind) == len(running) > 1:
+    if len(behind) == running > 1:
         waits = ", waiting for their devices" if place.waits else ""
         return f"All {len(behind)} processes hang: they have been {at}{waits}."
-    names = ", ".join(each.name for each in behind[:3]) + (f" and {len(behind) - 3} more" if len(behind) > 3 else "")
+    names = ", ".join([*behind][:3]) + (f" and {len(behind) - 3} more" if len(behind) > 3 else "")
     devices = ", waiting for devices" if place.waits else ""
     return f"{names} {'hangs: it has' if len(behind) == 1 else 'hang: they have'} been {at}{devices}."

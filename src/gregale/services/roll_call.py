@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 
@@ -85,16 +86,30 @@ class _Waiting:
             self._next += self._every
 
 
+_STRANGER = Greeting(-1, 0, 0, "", "")
+
+
+@dataclass(eq=False)
+class _Caller(Peer):
+    """A process that came to process 0.
+
+    - `word`: what it was given to prove the secret with
+    - `greeting`: who it is, as soon as it has said it
+    """
+
+    word: str = field(default_factory=lambda: secrets.token_hex(16))
+    greeting: Greeting = _STRANGER
+
+
 class _Roll:
     """Process 0: takes the numbers of those that come until all are there."""
 
     def __init__(self, config: DistributedConfig, token: bytes, waiting: _Waiting):
         self._config, self._token, self._waiting = config, token, waiting
-        self._there: dict[int, Peer] = {}
-        self._strangers: dict[Peer, str] = {}  # who have not said who they are, and the words that they were given
-        self._rivals: dict[int, Peer] = {}  # who came with a number while another, who is asked, has it
-        self._greetings: dict[Peer, Greeting] = {}
-        self._own_word, self._is_over = secrets.token_hex(16), Event()
+        self._there: dict[int, _Caller] = {}
+        self._rivals: dict[int, _Caller] = {}  # who came with a number while another, who is asked, has it
+        self._strangers: set[_Caller] = set()
+        self._own, self._is_over = Greeting.of(config, secrets.token_hex(16)), Event()
         self._mistake: UserError | None = None  # told by another process 0
         self._said = 0.0
 
@@ -119,8 +134,8 @@ class _Roll:
             peer.connection.close()
         for peer in self._there.values():
             peer.connection.settimeout(None)
-            peer.tell(f"hello {self._greetings[peer].answer(self._token, who(0))}")
-        return list(self._there.values())
+            peer.tell(f"hello {peer.greeting.answer(self._token, who(0))}")
+        return [*self._there.values()]
 
     def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         for key, _ in selector.select(_BEAT_SECONDS / 4):
@@ -162,15 +177,12 @@ class _Roll:
     def _visit(self) -> None:
         """Comes to the coordinator's address as the others do: who answers there may be another process 0."""
         while not self._is_over.is_set():
-            with suppress(OSError), socket.create_connection(_address(self._config), _GREETING_SECONDS) as connection:
-                process_0 = Peer(connection, "", time.monotonic())
-                while (lines := process_0.lines()) is not None:
-                    for line in lines:
-                        word, _, rest = line.partition(" ")
-                        if word == "who":
-                            process_0.tell(Greeting.of(self._config, self._own_word).line(self._token, rest))
-                        if word == "no":
-                            self._mistake = UserError(rest)
+            address = _address(self._config)
+            with suppress(OSError, _Late), socket.create_connection(address, _GREETING_SECONDS) as connection:
+                try:
+                    _has_all(Peer(connection, "", time.monotonic()), self._own, self._config, self._token)
+                except UserError as error:
+                    self._mistake = error
                 return
             self._is_over.wait(_RETRY_SECONDS)
 
@@ -181,12 +193,12 @@ class _Roll:
         with suppress(OSError):
             connection, _ = server.accept()
             connection.settimeout(_GREETING_SECONDS)
-            peer = Peer(connection, "", time.monotonic())
-            self._strangers[peer] = secrets.token_hex(16)
-            peer.tell(f"who {self._strangers[peer]}")
+            peer = _Caller(connection, "", time.monotonic())
+            self._strangers.add(peer)
+            peer.tell(f"who {peer.word}")
             selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _hear(self, peer: Peer, selector: selectors.BaseSelector) -> None:
+    def _hear(self, peer: _Caller, selector: selectors.BaseSelector) -> None:
         """Takes who a stranger is; one that has ended is missing again."""
         if peer.connection.fileno() < 0:  # forgotten a moment ago
             return
@@ -194,8 +206,8 @@ class _Roll:
         if lines is None or len(peer.unread) > _MOST_UNREAD_BYTES:
             self._forget(peer, selector)
         elif lines and peer in self._strangers:
-            found = Greeting.parse(lines[0], self._token, self._strangers.pop(peer))
-            if found is None or found[0].word == self._own_word:
+            found = Greeting.parse(lines[0], self._token, peer.word)
+            if found is None or found[0].word == self._own.word:
                 self._forget(peer, selector)
             elif reason := self._refused(*found):
                 says(f"{found[0].name} is refused. {reason}")
@@ -203,13 +215,13 @@ class _Roll:
                 self._forget(peer, selector)
             else:
                 self._take(peer, found[0])
-        elif "there" in lines and (rival := self._rivals.get(self._greetings[peer].number)) is not None:
+        elif "there" in lines and (rival := self._rivals.get(peer.greeting.number)) is not None:
             raise self._twice(rival, peer.name)
 
-    def _take(self, peer: Peer, greeting: Greeting) -> None:
+    def _take(self, peer: _Caller, greeting: Greeting) -> None:
         """Takes a process for the one with its number, unless another one with it answers."""
-        number, peer.name = greeting.number, greeting.name
-        self._greetings[peer] = greeting
+        number, peer.name, peer.greeting = greeting.number, greeting.name, greeting
+        self._strangers.discard(peer)
         if number == 0:
             raise self._twice(peer, who(0))
         if number not in self._there:
@@ -220,10 +232,10 @@ class _Roll:
         self._rivals[number] = peer
         self._there[number].tell("there?")
 
-    def _twice(self, rival: Peer, other: str) -> UserError:
+    def _twice(self, rival: _Caller, other: str) -> UserError:
         """That two processes have one number, which the rival is told here, and all others by who catches it."""
         error = UserError(
-            f"distributed.process is {self._greetings[rival].number} for two processes, {other} and {rival.name}: each "
+            f"distributed.process is {rival.greeting.number} for two processes, {other} and {rival.name}: each "
             f"needs a number of its own, and process 0 is the one at the coordinator's address."
         )
         rival.tell(f"no {error}")
@@ -242,20 +254,18 @@ class _Roll:
             )
         return None
 
-    def _forget(self, peer: Peer, selector: selectors.BaseSelector) -> None:
+    def _forget(self, peer: _Caller, selector: selectors.BaseSelector) -> None:
         """Lets go of a process; who came with its number takes its place."""
         selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers.pop(peer, None)
-        greeting = self._greetings.pop(peer, None)
-        if greeting is None:
-            return
-        if self._rivals.get(greeting.number) is peer:
-            del self._rivals[greeting.number]
-        elif self._there.get(greeting.number) is peer:
-            del self._there[greeting.number]
-            if (rival := self._rivals.pop(greeting.number, None)) is not None:
-                self._there[greeting.number] = rival
+        self._strangers.discard(peer)
+        number = peer.greeting.number
+        if self._rivals.get(number) is peer:
+            del self._rivals[number]
+        elif self._there.get(number) is peer:
+            del self._there[number]
+            if (rival := self._rivals.pop(number, None)) is not None:
+                self._there[number] = rival
 
     def _forget_the_silent(self, selector: selectors.BaseSelector) -> None:
         """Lets go of strangers that do not say who they are, and of who does not answer while another has its number.
@@ -277,6 +287,7 @@ class _Roll:
 def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Peer:
     """Process 0, when all are there."""
     while True:
+        greeting = Greeting.of(config, secrets.token_hex(16))
         why = "it does not answer"
         try:
             connection = socket.create_connection(_address(config), _GREETING_SECONDS)
@@ -286,7 +297,7 @@ def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Pee
             peer = Peer(connection, "process 0", time.monotonic())
             with ExitStack() as stack:
                 stack.callback(connection.close)
-                if _has_all(peer, config, token):
+                if _has_all(peer, greeting, config, token):
                     stack.pop_all()
                     return peer
         waiting.for_(
@@ -295,33 +306,28 @@ def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Pee
         time.sleep(_RETRY_SECONDS)
 
 
-def _has_all(process_0: Peer, config: DistributedConfig, token: bytes) -> bool:
+def _has_all(process_0: Peer, greeting: Greeting, config: DistributedConfig, token: bytes) -> bool:
     """Waits until process 0 says that all are there; False if it is silent or gone, so that it may come again."""
-    greeting = Greeting.of(config, secrets.token_hex(16))
     process_0.connection.settimeout(config.timeout_seconds)
-    while (lines := process_0.lines()) is not None:
-        for place, line in enumerate(lines, 1):
-            word, _, rest = line.partition(" ")
-            if word == "who":
-                process_0.tell(greeting.line(token, rest))
-            if word == "there?":
-                process_0.tell("there")
-            if word == "no":
-                raise UserError(rest)
-            if word == "late":
-                raise _Late(rest)
-            if word == "hello":
-                if (name := greeting.proved(token, rest)) is None:
-                    raise UserError(
-                        f"distributed.token_file: who answers at {config.coordinator} has another secret than this "
-                        f"process; it may be another program. Give all processes the same file."
-                    )
-                process_0.name = name
-                process_0.connection.settimeout(None)
-                process_0.unread = "".join(f"{each}\n" for each in lines[place:]).encode() + process_0.unread
-                return True
-        if len(process_0.unread) > _MOST_UNREAD_BYTES:
-            return False
+    while (line := process_0.line(_MOST_UNREAD_BYTES)) is not None:
+        word, _, rest = line.partition(" ")
+        if word == "who":
+            process_0.tell(greeting.line(token, rest))
+        if word == "there?":
+            process_0.tell("there")
+        if word == "no":
+            raise UserError(rest)
+        if word == "late":
+            raise _Late(rest)
+        if word == "hello":
+            if (name := greeting.proved(token, rest)) is None:
+                raise UserError(
+                    f"distributed.token_file: who answers at {config.coordinator} has another secret than this "
+                    f"process; it may be another program. Give all processes the same file."
+                )
+            process_0.name = name
+            process_0.connection.settimeout(None)
+            return True
     return False
 
 

@@ -1,10 +1,11 @@
-"""The lock of a run in an object store: an object that its holder writes anew every few seconds.
+"""The lock of a run: a file or an object `lock` that its holder writes anew every few seconds.
 
-A store gives nothing back when a process ends. So the object `lock` says who holds it, and counts; who finds it waits
-and sees whether it still counts, unless the holder was a process of this machine that is gone. It is made under the
+Nothing is given back when a process ends. So the lease says who holds it, and counts; who finds it waits and sees
+whether it still counts, unless the holder was a process of this machine that is gone. In a store it is made under the
 condition that there is none, where the store offers conditions. One whose holder counts no more is written over, and
 belongs to whoever is still in it a moment later. Who finds another in it has lost it, and must write no more: a process
-that was cut off from the store for so long that it was taken for dead.
+that was cut off for so long that it was taken for dead. On a disk that has locks, `run_lock` locks the file first, so
+that a process of the same host is refused, or takes it, at once.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from threading import Event, Thread
+from typing import IO
 from uuid import uuid4
 
 from gregale.errors import Busy, UserError
 from gregale.files import Holder, is_gone, machine
-from gregale.storage import Place, Remote, StoreError
+from gregale.storage import Place, StoreError, create
 
+_BYTES = 4096  # no lease has so many
 _PERIODS = 3.0  # without a count, after which a holder is taken for dead
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """What the object says."""
+    """What the file or the object says."""
 
     host: str
     pid: int
@@ -43,14 +47,28 @@ class _Lease:
         return _Lease(socket.gethostname(), os.getpid(), time.time(), machine(), uuid4().hex)
 
     @staticmethod
-    def read(place: Remote) -> _Lease | None:
+    def parse(content: bytes) -> _Lease | None:
+        """None: it is no lease."""
+        try:
+            return _Lease(**json.loads(content))
+        except (ValueError, TypeError):
+            return None
+
+    @staticmethod
+    def read(place: Place) -> _Lease | None:
         """None: there is none, or none that can be read."""
         try:
-            return _Lease(**json.loads(place.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError) as error:
-            if isinstance(error, StoreError):
-                raise
+            return _Lease.parse(place.read_bytes())
+        except FileNotFoundError:
             return None
+
+    def write(self, place: Place) -> None:
+        if not isinstance(place, Path):
+            place.write_bytes(self.to_bytes())
+            return
+        with place.open("r+b", buffering=0) as file:  # the file that is locked, and a full disk has room for it
+            file.write(self.to_bytes())
+            file.truncate()
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -72,15 +90,17 @@ class _Lease:
 
 
 class Held:
-    """A lease that this process holds, until it loses it."""
+    """A lease that this process holds, until it loses it; `locked`: the file, where it is locked too."""
 
-    def __init__(self, place: Remote, lease: _Lease):
-        self._place, self._lease = place, lease
+    def __init__(self, place: Place, lease: _Lease, locked: IO[str] | None = None):
+        self._place, self._lease, self._locked = place, lease, locked
         self.lost_to: Holder | None = None
 
     def check(self) -> None:
-        """Raises `UserError` if the lease was lost; asks the store."""
+        """Raises `UserError` if the lease was lost; asks the disk or the store."""
         found = _Lease.read(self._place)
+        if found is None and self._locked is not None:  # another may have taken it, and removed it when it ended
+            found = _Lease.parse(os.pread(self._locked.fileno(), _BYTES, 0))
         if found is not None and found.token != self._lease.token:
             self.lost_to = found.holder
         if self.lost_to is not None:
@@ -90,7 +110,7 @@ class Held:
         """Shows that the holder lives. Raises as `check`."""
         self.check()
         self._lease = replace(self._lease, count=self._lease.count + 1)
-        self._place.write_bytes(self._lease.to_bytes())
+        self._lease.write(self._place)
 
     def give_back(self) -> None:
         found = _Lease.read(self._place)
@@ -100,16 +120,21 @@ class Held:
 
 @contextmanager
 def leased(
-    place: Remote, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float
+    place: Place,
+    refusal: Callable[[Holder], str],
+    report: Callable[[str], None],
+    beat_seconds: float,
+    locked: IO[str] | None = None,
 ) -> Iterator[Held]:
     """Holds the lease at a place. A process that loses it is told by SIGTERM, as if somebody had stopped the run.
 
     - `refusal`: says that another process holds it
     - `beat_seconds`: time between two counts
+    - `locked`: the file, where it is locked: no other process of this host has it
 
     Raises `Busy` if another process holds it.
     """
-    held = Held(place, _taken(place, refusal, report, beat_seconds))
+    held = Held(place, _taken(place, refusal, report, beat_seconds, locked is not None), locked)
     ended = Event()
     counting = Thread(target=_count, args=(held, ended, report, beat_seconds), daemon=True, name="run lease")
     counting.start()
@@ -118,27 +143,34 @@ def leased(
     finally:
         ended.set()
         counting.join(beat_seconds)
-        with suppress(StoreError):  # then the next to come has to wait
+        with suppress(StoreError, OSError):  # then the next to come has to wait
             held.give_back()
 
 
-def is_counting(place: Remote, silence_seconds: float) -> bool:
+def is_counting(place: Place, silence_seconds: float) -> bool:
     """Whether the lease at a place has a holder that has counted of late, and is no dead process of this machine."""
-    lease, modified = _Lease.read(place), place.modified()
+    try:
+        lease = _Lease.read(place)
+        modified = place.stat().st_mtime if isinstance(place, Path) else place.modified()
+    except OSError:
+        return False
     if lease is None or modified is None or lease.is_of_nobody:
         return False
     return time.time() - modified < silence_seconds
 
 
 def _taken(
-    place: Remote, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float
+    place: Place, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float, is_locked: bool
 ) -> _Lease:
     mine = _Lease.of_this_process()
-    if place.create(mine.to_bytes()):
+    if not is_locked and create(place, mine.to_bytes()):
         other = _Lease.read(place)  # a store without conditions may have written over another's
         if other is not None and other.token == mine.token:
             return mine
     last = _Lease.read(place)
+    if is_locked and (last is None or last.host == mine.host):
+        mine.write(place)
+        return mine
     if last is not None and not last.is_of_a_dead_process:
         seconds = _PERIODS * beat_seconds
         report(f"{place.parent} was last trained by {last.holder}; looking for {seconds:.0f} s whether it still is.")
@@ -147,7 +179,7 @@ def _taken(
             time.sleep(beat_seconds / 4)
             if _Lease.read(place) not in (None, last):
                 raise Busy(refusal(last.holder))
-    place.write_bytes(mine.to_bytes())
+    mine.write(place)
     time.sleep(beat_seconds / 10)  # of two who do the same, the first sees the second
     found = _Lease.read(place)
     if found is not None and found.token != mine.token:
@@ -159,7 +191,7 @@ def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: flo
     while not ended.wait(seconds):
         try:
             held.count()
-        except StoreError:
+        except (StoreError, OSError):
             continue  # out of order: others cannot take it either
         except UserError as error:
             stop(error, report)

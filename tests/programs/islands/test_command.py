@@ -20,7 +20,6 @@ def test_what_a_fleet_says_and_its_secret_stay_on_this_machine():
     ("command", "arguments", "says"),
     [
         ("islands", [], "sync.type is 'psdp'"),
-        ("islands", ["--count", "0"], "count is 0"),
         ("train", ["--islands.lighthouse", "10.0.0.2:29510"], "`gregale island` trains"),
         ("island", [], "islands.lighthouse is not set"),
         ("island", ["--islands.lighthouse", "10.0.0.2:29510"], "islands.token_file is not set"),

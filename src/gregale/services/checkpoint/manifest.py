@@ -2,13 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gregale.storage import Place, Remote, write_bytes
+from gregale.errors import UserError
+from gregale.files import flush, replacing
+from gregale.storage import Place, Remote
 
 MANIFEST = "manifest.json"
+PIECES = "pieces.json"  # where which piece of which array is
 _FORMAT = 1
 _HASHING_THREADS = 4  # hashlib releases the interpreter lock
 
@@ -20,7 +22,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content: bytes | memoryview) -> str:
     """The checksum of what is in memory."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -29,31 +31,34 @@ def _digest_of_records(records: FileRecords) -> str:
     return digest_of(json.dumps(records, sort_keys=True).encode())
 
 
-def files_below(folder: Path) -> list[str]:
-    """Every file below `folder`, as sorted relative POSIX paths."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def record(folder: Path, names: Iterable[str]) -> FileRecords:
-    """Size and checksum of the named files."""
-
-    def one(name: str) -> tuple[str, dict]:
-        path = folder / name
-        return name, {"bytes": path.stat().st_size, "blake2b": _digest(path)}
-
-    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(pool.map(one, names))
-
-
 def write_manifest(folder: Place, records: FileRecords) -> None:
-    """Writes the manifest; `folder` is complete once this returns."""
+    """Writes the manifest; `folder` is complete once this returns, and on a disk power may fail then."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
-    write_bytes(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+    content = json.dumps(manifest, indent=1).encode()
+    if isinstance(folder, Remote):
+        (folder / MANIFEST).write_bytes(content)
+        return
+    with replacing(folder / MANIFEST) as temporary:
+        temporary.write_bytes(content)
+        flush(temporary)
+    flush(folder)
 
 
 def read_records(folder: Place) -> FileRecords:
     """What a sound manifest names."""
     return json.loads((folder / MANIFEST).read_bytes())["files"]
+
+
+def root_of(folder: Place, records: FileRecords) -> Place:
+    """Where the files that a manifest names are; raises `UserError` if an earlier version of Gregale wrote them."""
+    for name in records:
+        own, _, last = name.partition("/")
+        if last == PIECES:
+            return folder / own
+    raise UserError(
+        f"The checkpoint {folder} has Orbax's format, which this version of Gregale does not read. Commit 87fb450 of "
+        f"Gregale reads it: go on with that one, or have it export the model, which `gregale import` reads."
+    )
 
 
 def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
@@ -63,6 +68,8 @@ def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
         folder: the committed checkpoint.
         part: number of the first file to check.
         parts: check every `parts`-th file from there on; processes share the reading.
+
+    Raises `UserError` if an earlier version of Gregale wrote it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -75,6 +82,7 @@ def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
         return f"{MANIFEST} has format {version}; this version reads format {_FORMAT}"
     if digest != _digest_of_records(records):
         return f"{MANIFEST} is corrupted: its checksum is not the one it states"
+    root_of(folder, records)
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         return next((damage for damage in pool.map(lambda one: _file_damage(folder, *one), expected) if damage), None)

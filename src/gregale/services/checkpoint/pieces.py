@@ -7,6 +7,7 @@ the shortest stream so far writes it. All processes come to the same plan, from 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -92,20 +93,20 @@ def _bytes_of(data: jax.Array) -> np.ndarray:
     return np.ascontiguousarray(on_host).reshape(-1).view(np.uint8)
 
 
-def parts(pieces: Iterable[np.ndarray], part_bytes: int) -> Iterator[list[memoryview]]:
-    """The parts of a stream in their order, each as the views that make it up."""
-    part: list[memoryview] = []
-    room = part_bytes
-    for piece in pieces:
-        view = piece.data
-        while len(view):
-            part.append(view[:room])
-            view, room = view[len(part[-1]) :], room - len(part[-1])
-            if not room:
-                yield part
-                part, room = [], part_bytes
-    if part:
-        yield part
+def to_json(plan: Plan, part_bytes: int) -> str:
+    """The content of `pieces.json`."""
+    arrays = {name: [[*piece.block, piece.process, piece.offset] for piece in pieces] for name, pieces in plan.items()}
+    return json.dumps({"part_bytes": part_bytes, "arrays": arrays})
+
+
+def from_json(content: bytes) -> tuple[Plan, int]:
+    """The plan, and the size of a part."""
+    found = json.loads(content)
+    plan = {
+        name: [Piece(Block(tuple(start), tuple(shape)), *rest) for start, shape, *rest in pieces]
+        for name, pieces in found["arrays"].items()
+    }
+    return plan, found["part_bytes"]
 
 
 def wanted(sharding: Sharding, shape: tuple[int, ...]) -> list[Block]:
@@ -122,17 +123,23 @@ class Rows(NamedTuple):
     stop: int
 
 
-def rows_for(piece: Piece, blocks: Iterable[Block], item_bytes: int) -> Rows | None:
-    """The rows of a piece (slices of its first axis) that any of some blocks has elements of."""
+def rows_for(piece: Piece, blocks: Iterable[Block], item_bytes: int, most_bytes: int = 128 << 20) -> Iterator[Rows]:
+    """The rows of a piece (slices of its first axis) that any of some blocks has elements of.
+
+    They come in groups of at most `most_bytes`, or of one row.
+    """
     overlaps = [overlap for block in blocks if (overlap := piece.block.overlap(block))]
     if not overlaps:
-        return None
+        return
     if not piece.block.shape:
-        return Rows(piece.block, piece.process, piece.offset, piece.offset + item_bytes)
+        yield Rows(piece.block, piece.process, piece.offset, piece.offset + item_bytes)
+        return
     (first, *start), (_, *shape) = piece.block
     low = min(overlap.start[0] for overlap in overlaps)
     high = max(overlap.start[0] + overlap.shape[0] for overlap in overlaps)
     row_bytes = int(np.prod(shape, dtype=np.int64)) * item_bytes
-    begin = piece.offset + (low - first) * row_bytes
-    rows = Block((low, *start), (high - low, *shape))
-    return Rows(rows, piece.process, begin, begin + (high - low) * row_bytes)
+    count = max(most_bytes // row_bytes, 1)
+    for row in range(low, high, count):
+        end = min(row + count, high)
+        bounds = (piece.offset + (each - first) * row_bytes for each in (row, end))
+        yield Rows(Block((row, *start), (end - row, *shape)), piece.process, *bounds)

@@ -1,15 +1,14 @@
 """What the processes of a run tell each other about a checkpoint."""
 
 import json
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed  # nothing public waits in a thread
 from jax.experimental import multihost_utils
-from orbax.checkpoint import multihost
 
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK, reason
@@ -19,7 +18,6 @@ from gregale.storage import Place, write_bytes
 T = TypeVar("T")
 
 _HANDOVER = "checksums-of-process-"
-_WRITTEN_BY = re.compile(r"ocdbt\.process_(\d+)")
 _MESSAGE_BYTES = 2048
 _BARRIER_MINUTES = 20
 _THREADS = 8
@@ -31,7 +29,10 @@ def barrier(name: str) -> None:
     Args:
         name: the same in every process, and used once.
     """
-    multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_MINUTES * 60_000)
+    if jax.process_count() > 1:
+        client = distributed.global_state.client
+        assert client is not None, "jax.distributed joins several processes"
+        client.wait_at_barrier(name, _BARRIER_MINUTES * 60_000)
 
 
 def from_first_process(number: int) -> int:
@@ -99,21 +100,9 @@ def agreed(message: str, exit_code: int = UserError.exit_code) -> UserError:
     return error
 
 
-def hashed_by(name: str, processes: int) -> int:
-    """The process that wrote a file (and has it in its page cache); process 0 for what is common."""
-    found = _WRITTEN_BY.search(name)
-    process = int(found.group(1)) if found else 0
-    return process if process < processes else 0
-
-
 def hand_over(folder: Place, process: int, records: FileRecords) -> None:
     """Leaves a process's checksums for process 0, which collects them after a barrier."""
     write_bytes(folder / f"{_HANDOVER}{process}.json", json.dumps(records).encode())
-
-
-def is_handover(name: str) -> bool:
-    """Whether a file is such a message, which does not stay in the checkpoint."""
-    return name.startswith(_HANDOVER)
 
 
 def collect(folder: Place, processes: int) -> FileRecords:

@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.settings import Settings, whole
-from gregale.storage import Place, Remote
+from gregale.storage import Place, names, status
 
 LEAVES = "leaves.json"
 METADATA = "metadata.json"
@@ -16,7 +15,6 @@ METADATA = "metadata.json"
 _THREADS = 8  # requests at once
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"step-\d{8,}\.(partial|deleted)")
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def arrays_name(step: int) -> str:
-    """The name of Orbax's folder; it builds the names of its barriers from it, and a barrier's should be used once."""
-    return f"arrays-{step:08d}"
-
-
 def step_of(name: str) -> int | None:
     """The step of the checkpoint that a file or folder belongs to, by its name below the folder of checkpoints."""
     match = _COMMITTED.fullmatch(name.partition("/")[0])
@@ -61,28 +54,20 @@ def step_of(name: str) -> int | None:
 
 
 def committed_steps(directory: Place) -> list[int]:
-    """The steps with a committed checkpoint (sound or not), in ascending order."""
-    if isinstance(directory, Remote):
-        return _with_manifest(directory)
-    if not directory.is_dir():
-        return []
-    steps = (step_of(path.name) for path in directory.iterdir())
-    return sorted(step for step in steps if step is not None)
+    """The steps with a committed checkpoint (sound or not), in ascending order.
 
-
-def _with_manifest(directory: Remote) -> list[int]:
-    """In a store a checkpoint counts if its manifest, which comes last and goes first, is there."""
-    steps = [step for name in directory.names() if (step := step_of(name)) is not None]
+    A checkpoint counts if its manifest, which comes last and goes first, is there.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        there = list(pool.map(lambda step: (directory / folder_name(step) / MANIFEST).is_file(), steps))
-    return [step for step, is_there in zip(steps, there, strict=True) if is_there]
+        folders = [name for name in names(directory) if step_of(name) is not None]
+        there = list(pool.map(lambda name: status(directory / name / MANIFEST) is not None, folders))
+    return sorted(step_of(name) or 0 for name, is_there in zip(folders, there, strict=True) if is_there)
 
 
-def unfinished(directory: Path) -> list[Path]:
-    """Folders that a killed process left half-written or half-deleted."""
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name) and path.is_dir()]
+def without_manifest(directory: Place) -> list[str]:
+    """The names of what is no committed checkpoint but has the name of one, by ascending step."""
+    committed = {folder_name(step) for step in committed_steps(directory)}
+    return [name for name in names(directory) if step_of(name) is not None and name not in committed]
 
 
 def superfluous(steps: Iterable[int], saved: int, config: CheckpointConfig) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import jax
 
@@ -13,9 +14,16 @@ from gregale.files import reason
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.leaves import arrays_by_name, specs_by_name
 from gregale.services.checkpoint.manifest import FileRecords
-from gregale.services.checkpoint.processes import barrier, first_message
-from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name, superfluous
-from gregale.services.checkpoint.shelf import Shelf
+from gregale.services.checkpoint.processes import barrier, first_message, hand_over, messages_of_all
+from gregale.services.checkpoint.retention import (
+    LEAVES,
+    METADATA,
+    CheckpointConfig,
+    committed_steps,
+    folder_name,
+    superfluous,
+)
+from gregale.services.checkpoint.writing import commit, delete, discard, make_room, prepare
 from gregale.storage import Place, StoreError
 
 
@@ -41,8 +49,8 @@ class Saver:
     Every process makes the same calls in the same order. `failure` is why the last save failed, None if it did not.
     """
 
-    def __init__(self, directory: Place, config: CheckpointConfig, shelf: Shelf, notices: Notices):
-        self._directory, self._config, self._shelf, self._notices = directory, config, shelf, notices
+    def __init__(self, directory: Place, config: CheckpointConfig, notices: Notices):
+        self._directory, self._config, self._notices = directory, config, notices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
@@ -60,16 +68,19 @@ class Saver:
         texts = {LEAVES: json.dumps(leaves, indent=1), METADATA: json.dumps(metadata, indent=1)}
         stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         size = sum(array.nbytes for array in stored.values())
-        # Who has lost the run must not take what its new process is writing for what a killed one has left.
-        for action in (self._check, lambda: self._shelf.begin(step, texts, size)):
+        # No other save has this folder, in which every process writes.
+        root = self._directory / folder_name(step) / messages_of_all(uuid4().hex[:8])[0]
+        # A process that lost the run must not remove what the new one is writing.
+        for action in (self._check, lambda: self._make_room(size)):
             failed = _failure_of(action)
             if failed and jax.process_index() == 0:
-                self._give_up(step, failed)
+                self._give_up(step, root, failed)
             self.failure = first_message(failed.message if failed else None)
             if self.failure:
                 return
-        failed = _failure_of(lambda: self._shelf.take(step, stored))
-        self._in_flight = step, self._thread.submit(self._commit, step, failed, beside)
+        writing: list[Callable[[], FileRecords]] = []
+        failed = _failure_of(lambda: writing.append(prepare(root, stored, texts)))
+        self._in_flight = step, self._thread.submit(self._commit, step, root, writing, failed, beside)
 
     def wait(self) -> None:
         """As `Checkpoints.wait`."""
@@ -83,11 +94,14 @@ class Saver:
     def close(self) -> None:
         """Waits, without the other processes, and frees the threads."""
         self._thread.shutdown()
-        self._shelf.close(has_failed=bool(self.failure))
 
     def _check(self) -> None:
         if jax.process_index() == 0:
             self._notices.check()
+
+    def _make_room(self, size: int) -> None:
+        if jax.process_index() == 0:
+            make_room(self._directory, size)
 
     def _check_finite(self, step: int, tree: Any) -> None:
         if names := not_finite(tree):
@@ -97,51 +111,58 @@ class Saver:
                 f"smaller optimizer.clip_norm may help."
             )
 
-    def _commit(self, step: int, failed: _Failure | None, beside: Callable[[], object]) -> str | None:
-        """In the background: waits for the arrays, adds the checksums, has the checkpoint count, deletes old ones.
+    def _commit(
+        self,
+        step: int,
+        root: Place,
+        writing: list[Callable[[], FileRecords]],
+        failed: _Failure | None,
+        beside: Callable[[], object],
+    ) -> str | None:
+        """In the background: writes the files, has the checkpoint count, deletes old ones.
 
         Takes why it failed so far and returns why it failed, as far as this process knows.
         """
-        name = self._directory / folder_name(step)
         records: FileRecords = {}
-        failed = failed or _failure_of(lambda: records.update(self._written(step, beside)))
-        barrier(f"{name} has its checksums, save {self._saves}")
+
+        def write() -> None:
+            records.update(writing.pop()())  # then nothing refers to the copies of the arrays
+            beside()
+            if jax.process_index() > 0:
+                hand_over(root, jax.process_index(), records)
+
+        failed = failed or _failure_of(write)
+        barrier(f"{root} has its checksums, save {self._saves}")
         if jax.process_index() == 0:
             failed = failed or _failure_of(self._check)
-            failed = failed or _failure_of(lambda: self._shelf.publish(step, records))
+            failed = failed or _failure_of(lambda: commit(root, records))
             if failed:
-                self._give_up(step, failed)
+                self._give_up(step, root, failed)
             else:
                 self._notices.report(f"The checkpoint of step {step} is saved.")
                 self._tidy(step)
-        barrier(f"{name} is committed, save {self._saves}")
+        barrier(f"{root} is committed, save {self._saves}")
         return failed.message if failed else None
-
-    def _written(self, step: int, beside: Callable[[], object]) -> FileRecords:
-        """Waits until the arrays are written, then writes what is beside; returns this process's checksums."""
-        self._shelf.finish()
-        beside()
-        return self._shelf.record(step)
 
     def _tidy(self, saved: int) -> None:
         """Notes what was saved and deletes old checkpoints; that it fails is worth a line, no more."""
 
         def tidy() -> None:
             self._notices.committed(saved)
-            for old in superfluous(self._shelf.steps(), saved, self._config):
-                self._shelf.delete(old)
+            for old in superfluous(committed_steps(self._directory), saved, self._config):
+                delete(self._directory / folder_name(old))
 
         if failed := _failure_of(tidy):
             self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
 
-    def _give_up(self, step: int, failed: _Failure) -> None:
+    def _give_up(self, step: int, root: Place, failed: _Failure) -> None:
         """Frees the room that a failed save takes, and says so."""
-        self._shelf.clear(step)
+        discard(root)
         self._notices.report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:
-            steps = self._shelf.steps()
+            steps = committed_steps(self._directory)
         except UserError:  # the store cannot be asked: likely why
             return "The earlier ones are as they were"
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
@@ -155,7 +176,7 @@ def _failure_of(action: Callable[[], object]) -> _Failure | None:
         return _Failure(error.fact.rstrip("."), str(error).rstrip("."))
     except UserError as error:
         fact = str(error).rstrip(".")
-    except Exception as error:  # Orbax and TensorStore have no common type for a disk that takes no more
+    except Exception as error:
         fact = reason(error)
     else:
         return None

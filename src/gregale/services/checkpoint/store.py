@@ -1,4 +1,4 @@
-"""Saving and restoring checkpoints, on a disk (see `disk`) or in an object store (see `objects`)."""
+"""Saving and restoring checkpoints, on a disk or in an object store."""
 
 import json
 from collections.abc import Callable
@@ -9,15 +9,21 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from gregale.errors import UserError
-from gregale.services.checkpoint.disk import DiskShelf
 from gregale.services.checkpoint.leaves import LeafSpec, arrays_by_name, check_match, fill, sharding_of, specs_by_name
-from gregale.services.checkpoint.manifest import MANIFEST
-from gregale.services.checkpoint.objects import ObjectShelf
+from gregale.services.checkpoint.manifest import MANIFEST, find_damage, read_records, root_of
 from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, from_first_process
-from gregale.services.checkpoint.retention import LEAVES, METADATA, CheckpointConfig, folder_name
+from gregale.services.checkpoint.reading import read_arrays
+from gregale.services.checkpoint.retention import (
+    LEAVES,
+    METADATA,
+    CheckpointConfig,
+    committed_steps,
+    folder_name,
+    step_of,
+    without_manifest,
+)
 from gregale.services.checkpoint.saving import Notices, Saver
-from gregale.services.checkpoint.shelf import Shelf
-from gregale.storage import Place, Remote, place
+from gregale.storage import Place, place
 
 _NONE = -1
 
@@ -38,10 +44,6 @@ class Restored(Generic[Tree]):
     step: int
     tree: Tree
     metadata: dict
-
-
-def _shelf_at(directory: Place) -> Shelf:
-    return ObjectShelf(directory) if isinstance(directory, Remote) else DiskShelf(directory)
 
 
 class Checkpoints:
@@ -72,9 +74,8 @@ class Checkpoints:
         """
         self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
-        self._shelf = _shelf_at(self._directory)
         notices = Notices(self._report, check, committed)
-        self._saver = Saver(self._directory, config or CheckpointConfig(), self._shelf, notices)
+        self._saver = Saver(self._directory, config or CheckpointConfig(), notices)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -121,7 +122,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in ascending order."""
-        return self._shelf.steps()
+        return committed_steps(self._directory)
 
     def metadata(self, step: int) -> dict:
         """What was saved beside the arrays of a step.
@@ -131,7 +132,7 @@ class Checkpoints:
         """
         folder = self._existing(step)
         try:
-            return json.loads(self._shelf.read(step, METADATA))
+            return json.loads((self._root(step) / METADATA).read_bytes())
         except UserError:
             raise
         except (OSError, ValueError, LookupError, StopIteration) as error:
@@ -206,6 +207,10 @@ class Checkpoints:
             raise UserError(f"There is no checkpoint of step {step} in {self._directory}; there are: {there}.")
         return folder
 
+    def _root(self, step: int) -> Place:
+        folder = self._directory / folder_name(step)
+        return root_of(folder, read_records(folder))
+
     def _newest_below(self, bound: int | None) -> int | None:
         steps = [step for step in by_first_process(self.steps, []) if bound is None or step < bound]
         newest = from_first_process(steps[-1] if steps else _NONE)
@@ -215,8 +220,8 @@ class Checkpoints:
         """What is wrong with a checkpoint; the processes share the reading and agree on the answer."""
         found, failed = None, None
         try:
-            found = self._shelf.damage(step, jax.process_index(), jax.process_count())
-        except UserError as error:  # the store does not give it: no damage, and no other checkpoint would be better
+            found = find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count())
+        except UserError as error:  # a store that fails, an old format: no damage, and no other would be better
             failed = str(error)
         if failed := first_message(failed):
             raise agreed(failed)
@@ -225,10 +230,10 @@ class Checkpoints:
     def _report_without_manifest(self, newest: int | None) -> None:
         """Reports what lies after the newest one that counts: a save was killed, or a manifest was deleted."""
         others = "There is no other one" if newest is None else f"The newest one that counts is that of step {newest}"
-        for step in by_first_process(self._shelf.without_manifest, []):
-            if newest is None or step > newest:
+        for name in by_first_process(lambda: without_manifest(self._directory), []):
+            if (step := step_of(name) or 0) > (-1 if newest is None else newest):
                 self._report(
-                    f"The checkpoint of step {step} does not count: {self._directory / folder_name(step)} has no "
+                    f"The checkpoint of step {step} does not count: {self._directory / name} has no "
                     f"{MANIFEST}, which a save writes last. {others}."
                 )
 
@@ -241,16 +246,16 @@ class Checkpoints:
 
     def read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
         """Restores a checkpoint that is known to be sound; arguments as for `restore`."""
-        folder = self._directory / folder_name(step)
-        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads(self._shelf.read(step, LEAVES)).items()}
+        root = self._root(step)
+        saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((root / LEAVES).read_bytes()).items()}
         if isfunction(template):
             template = template(self.metadata(step))
         wanted = specs_by_name(template)
-        check_match(saved, wanted, str(folder), partial(self.metadata(step)) if callable(partial) else partial)
+        check_match(saved, wanted, str(root.parent), partial(self.metadata(step)) if callable(partial) else partial)
         structs = arrays_by_name(template)
         empty = {name: struct for name, struct in structs.items() if wanted[name].is_empty}
         stored = {name: struct for name, struct in structs.items() if not wanted[name].is_empty}
-        arrays = self._shelf.arrays(step, stored) if stored else {}
+        arrays = read_arrays(root, stored) if stored else {}
         for name, struct in empty.items():  # they are not stored
             arrays[name] = jax.numpy.zeros(struct.shape, struct.dtype, device=sharding_of(struct))
         self._saver.history = {step}
