@@ -110,10 +110,8 @@ def test_what_is_compiled_sends_the_peak_over_the_slow_axis(plans, case):
     """Each array's collectives, by the bytes that the audit says a device sends; scalars are smaller than any."""
     plan, method = plans(case), plans(case).setup.method
     legs = [name for name in plan.programs if name not in ("step", "warm_up")]
-    large = {
-        name: [e for e in over(plan, name, method.axis) if e.axes == (method.axis,) and e.bytes > 48] for name in legs
-    }
-    sent = [sum(each.bytes_sent for each in found) for found in large.values()]
+    found = [[each for each in over(plan, name, method.axis) if each.axes == (method.axis,)] for name in legs]
+    sent = [sum(each.bytes_sent for each in leg if each.bytes > 48) for leg in found]
     flags = "four bits" in case  # each leg's byte that says whether values were finite, too small for the list above
     assert max(sent) + flags == bytes_a_step(plan.setup)[1]
     assert plan.step.audit.over(method.axis) == ()
@@ -128,9 +126,8 @@ def test_joining_sends_every_shard_of_a_fragment_once_each_way(plans, case, prog
     part = jax.eval_shape(Fragment.at(method.schedule, index, 0).take, method.inner.model)
     expected = 0
     for leaf in jax.tree.leaves(part, is_leaf=is_named):
-        expected += (
-            4 * leaf.size // prod(layout.mesh.shape[each] for each in layout.mesh_axes(leaf.axes, layout.params))
-        )
+        split = layout.mesh_axes(leaf.axes, layout.params)
+        expected += 4 * leaf.size // prod(layout.mesh.shape[each] for each in split)
     payload = sum(each.bytes for each in over(plan, program, "replica") if each.bytes > 48)
     assert payload == (2 * expected if program == "synchronise" else expected)
 
