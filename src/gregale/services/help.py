@@ -84,8 +84,10 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         hanging = " " * (len(indent) + sum(columns) + 4)
         if len(head) > width - SHORTEST_MEANING:
             start = f"{indent}{name:<{columns[0]}}  "
-            whole = {"break_on_hyphens": False, "break_long_words": False}
-            lines += textwrap.wrap(value, width, initial_indent=start, subsequent_indent=" " * len(start), **whole)
+            wrapper = textwrap.TextWrapper(
+                width, start, " " * len(start), break_long_words=False, break_on_hyphens=False
+            )
+            lines += wrapper.wrap(value)
             head = hanging
         lines += _wrapped(meaning, width, head, hanging) or [head.rstrip()]
     return lines
