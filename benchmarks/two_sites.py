@@ -1,4 +1,4 @@
-"""The recipe for two sites of `docs/islands.md` in network namespaces (as root, with wireguard-go and nftables).
+"""The recipe for two sites of `docs/two_sites.md` in network namespaces (as root, with wireguard-go and nftables).
 
     python -m benchmarks.two_sites FOLDER                         # commits rounds through the tunnel, counts packets
     python -m benchmarks.two_sites FOLDER --minimum 2 --cut 30    # cuts the link for 30 s, prints what the islands did
@@ -25,7 +25,7 @@ from benchmarks.latency import delayed
 from tests.fleet import GREGALE, Fleet, Seconds
 from tests.namespaces import Network, Site, rate_limited, run
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "islands.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "two_sites.md"
 NAMES = ("oslo", "turin")
 LIGHTHOUSE, SERVERS = "10.8.0.1:29510", ("10.8.0.1:29511", "10.8.0.2:29511")
 WAN, PACE_SECONDS = Seconds(heartbeat=10.0, reduce=60.0, join=3.0), 0.1

@@ -1,7 +1,7 @@
-"""Fills the tables of the configuration page from the help texts of the dataclasses, so that they cannot go stale.
+"""Fill the tables of two pages from the code, so that they cannot go stale.
 
-The line `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with the options of its own, and
-`<!-- fixed -->` the keys that a run cannot change.
+In configuration.md `<!-- keys -->` becomes the keys of a run, `<!-- options -->` each command with its options, and
+`<!-- fixed -->` the keys that a run cannot change. In metrics.md `<!-- metrics -->` becomes all metrics.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
 from gregale.services.config import TrainConfig
 from gregale.services.fields import REQUIRED, Entry, entries
+from gregale.services.tracking.metrics import METRICS
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Called by mkdocs for every page."""
-    if page.file.src_path != "configuration.md":
-        return markdown
-    parts = {"keys": tables(TrainConfig), "options": commands(), "fixed": fixed()}
+    parts = PARTS.get(page.file.src_path, {})
     for name, part in parts.items():
-        markdown = markdown.replace(f"<!-- {name} -->", part)
+        markdown = markdown.replace(f"<!-- {name} -->", part())
     return markdown
+
+
+def metrics() -> str:
+    """Every metric that a run logs."""
+    rows = [(f"`{each.name}`", each.when, each.unit, each.meaning, each.where) for each in METRICS]
+    lines = ["| name | lines of | unit | meaning | runs that have it |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def fixed() -> str:
@@ -75,3 +81,9 @@ def default(entry: Entry) -> str:
 def escaped(text: str) -> str:
     """Text for a cell: no cell ends at a `|` of a type, and `<name>` is no HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+PARTS = {
+    "configuration.md": {"keys": lambda: tables(TrainConfig), "options": commands, "fixed": fixed},
+    "metrics.md": {"metrics": metrics},
+}

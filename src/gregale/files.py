@@ -160,10 +160,8 @@ class Taken(Exception):
         self.holder = holder
 
 
-def acquire(path: Path, wait: bool = False) -> IO[str]:
+def acquire(path: Path) -> IO[str]:
     """The lock of a file, which is made if absent; to be closed, and the system closes it when the process ends.
-
-    - `wait`: until it is free, instead of raising `Taken`
 
     A lock whose file was removed or renamed meanwhile is not the one that others see, so it is taken anew. Who looks
     whether it is held (`is_held`) has it for a moment, so that it is tried twice.
@@ -172,7 +170,7 @@ def acquire(path: Path, wait: bool = False) -> IO[str]:
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at(file, path):
                 return file
         except BlockingIOError:

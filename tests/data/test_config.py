@@ -290,6 +290,6 @@ def test_the_folder_of_an_older_version_is_named_and_not_used(config, tmp_path):
     assert again.fingerprint == corpus.fingerprint
     (note,) = again.notes
     assert note == (
-        f"data.sources.books: an older version of Gregale built {older}, all tokens in one file. It is not used any "
-        f"more: the tokens were built again in {store.folder}. Delete the older folder."
+        f"data.sources.books: {older} is a token store of an older version of Gregale and not used any more: the "
+        f"tokens were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
     )

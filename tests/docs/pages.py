@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages that are carried out from begin to end, their commands too (`test_walks`).
-WALKS = [ROOT / "docs" / "from_huggingface.md", ROOT / "docs" / "to_huggingface.md"]
+WALKS = [ROOT / "docs" / "huggingface.md"]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 

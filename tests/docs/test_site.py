@@ -13,6 +13,7 @@ import yaml
 
 from gregale.services.config import TrainConfig
 from gregale.services.fields import entries
+from gregale.services.tracking.metrics import METRICS
 from tests.docs.pages import ROOT
 
 FETCHED = re.compile(
@@ -36,6 +37,11 @@ def test_every_key_has_its_line(site):
     assert not missing
 
 
+def test_every_metric_has_its_line(site):
+    page = unescape((site / "metrics" / "index.html").read_text())
+    assert not [metric.name for metric in METRICS if f"<code>{metric.name}</code>" not in page]
+
+
 def test_every_module_has_its_reference(site):
     reference = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
     paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
@@ -45,10 +51,10 @@ def test_every_module_has_its_reference(site):
 
 
 def pages_of_nav(nav: list) -> list[str]:
-    """The pages of mkdocs.yml's menu, without the index; of a group of pages the first."""
-    targets = [target for entry in nav for target in entry.values()]
-    firsts = [next(iter(target[0].values())) if isinstance(target, list) else target for target in targets]
-    return [first for first in firsts if first != "index.md"]
+    """Return the pages of mkdocs.yml's menu, without the index; of the code reference only the first."""
+    groups = [target for entry in nav for target in entry.values() if isinstance(target, list)]
+    pages = [page for group in groups for entry in group for page in entry.values()]
+    return [page for page in pages if not page.startswith("reference/")] + ["reference/axes.md"]
 
 
 def test_the_index_has_the_pages_of_the_menu_in_its_order():

@@ -36,7 +36,13 @@ QUICK = Seconds(heartbeat=10.0, reduce=20.0)
 PATIENCE_SECONDS = 300.0
 QUICK_TO_COMPILE = {"XLA_FLAGS": FAST_TO_COMPILE}
 ROWS = 4  # of an island's batch
-ISLAND = {"mesh": {"data": 1}, "batch__size": ROWS, "batch__microbatches": 1, "optimizer__epsilon": 1e-4}
+ISLAND = {
+    "mesh": {"data": 1},
+    "batch__size": ROWS,
+    "batch__microbatches": 1,
+    "optimizer__epsilon": 1e-4,
+    "data__held_out": 0.0,
+}
 SYNC = {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5}
 FOUR_BITS = ["--reduce.codec", "int4", "--reduce.second_leg", "int4"]  # with the default feedback
 

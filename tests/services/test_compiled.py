@@ -1,4 +1,4 @@
-"""Programs kept compiled: found again by the next start, and never the end of a run."""
+"""Programs kept compiled, on a disk or in a store: found again by the next start, and never the end of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gregale.errors import UserError
 from gregale.services import compiled
 from gregale.services.compiled import FOLDER, keep_compiled, make_room, processor, user_cache
+from gregale.services.config import TrainConfig
+from gregale.storage import Patience
 from tests.anew import as_a_process_begins, cache_events
 from tests.disk import largest_file
 
@@ -162,3 +165,59 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path, monkeypatch):
     make_room(tmp_path)
     assert sorted(path.name[4] for path in tmp_path.glob("compiled-*/*")) == ["a", "d"]
     assert other.exists()
+
+
+@pytest.mark.parametrize("store", ["s3", "gs"])
+def test_another_host_finds_it_in_the_store(store, request, events, tmp_path, monkeypatch):
+    url = request.getfixturevalue(store)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for did in ("cache_misses", "cache_hits"):
+        with as_a_process_begins():
+            keep_compiled(str(url))
+            assert answer(events)[1] == [did]
+    assert programs(tmp_path / "gregale") == [], "all of it is in the store"
+
+
+def test_a_damaged_one_in_the_store_is_compiled_and_written_anew(s3, events, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled(str(s3))
+    answer(events)
+    (name,) = (name for name in s3.files_below() if "jit_program-" in name)
+    (s3 / name).write_bytes(b"not a program")
+    assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "STORE_PATIENCE", Patience(0.3, 0.3, 0.05))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    keep_compiled(str(s3))
+    assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]], "the folder has it"
+    said = capfd.readouterr().err
+    assert said.startswith("gregale: compilation_cache: s3://")
+    assert said.count("\n") == said.count("Until the next start, what is compiled is kept in") == 1
+
+
+def test_a_store_that_fails_later_is_left_for_the_folder(s3, events, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "STORE_PATIENCE", Patience(0.3, 0.3, 0.05))
+    keep_compiled(str(s3))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    warnings.warn("Error reading persistent compilation cache entry for 'jit_a': out of order", stacklevel=1)
+    assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]]
+    assert capfd.readouterr().err.count("Until the next start, what is compiled is kept in") == 1
+    assert len(programs(tmp_path / "gregale")) == 1
+
+
+def test_a_bucket_that_does_not_exist_is_no_end_and_is_not_made(s3, events, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled("s3://nobody-made-this/programs")
+    assert answer(events)[1] == ["cache_misses"]
+    assert "there is no bucket s3://nobody-made-this" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("url", "words"), [("ftp://host/programs", "ftp:// is not a store"), ("gs://", "no bucket")])
+def test_what_is_no_store_is_refused(url, words):
+    with pytest.raises(UserError, match=rf"compilation_cache is '{url}'\..*{words}"):
+        TrainConfig(name="a", steps=1, compilation_cache=url)

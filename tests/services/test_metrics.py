@@ -1,19 +1,10 @@
-"""The table of metrics: on its page, and what a name is of."""
+"""What a metric's name is of."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from gregale.services.tracking.metrics import METRICS, metric_of, table
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def test_the_page_has_the_table_of_the_code():
-    begin, end = "<!-- metrics: begin -->", "<!-- metrics: end -->"
-    assert PAGE.read_text().partition(begin)[2].partition(end)[0].strip() == table().strip()
+from gregale.services.tracking.metrics import METRICS, metric_of
 
 
 def test_every_metric_is_found_by_a_name_of_it():

@@ -211,7 +211,7 @@ def notes_on(key: str, store: TokenStore) -> list[str]:
     older = store.folder.with_name(key_of(1, store.manifest["source"], store.manifest["tokenizer"]))
     if (older / MANIFEST_NAME).is_file():
         notes.append(
-            f"data.{key}: an older version of Gregale built {older}, all tokens in one file. It is not used any more: "
-            f"the tokens were built again in {store.folder}. Delete the older folder."
+            f"data.{key}: {older} is a token store of an older version of Gregale and not used any more: the tokens "
+            f"were built again in {store.folder}. Delete it, and {older.name}.parts beside it if there is one."
         )
     return notes

@@ -1,29 +1,8 @@
 """Documents of a store, one after the other, as one long stream of tokens."""
 
-from typing import Any, Protocol
-
 import numpy as np
 
-from gregale.data.text_bytes import Corrections
-
-
-class Documents(Protocol):
-    """What a stream is cut from: a `TokenStore`, or a part of one.
-
-    Attributes:
-        tokens: ids [token], or what reads them by their places.
-        offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
-        corrections: the tokens that stand for other bytes of text than their pieces have.
-    """
-
-    @property
-    def tokens(self) -> Any: ...
-
-    @property
-    def offsets(self) -> np.ndarray: ...
-
-    @property
-    def corrections(self) -> Corrections: ...
+from gregale.data.store import TokenStore
 
 
 class DocumentStream:
@@ -39,7 +18,7 @@ class DocumentStream:
         starts: int64 [chosen document + 1], where each document begins in the stream, and the end of the last.
     """
 
-    def __init__(self, store: Documents, chosen: np.ndarray, start: int = 0, stop: int | None = None):
+    def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):
         offsets = store.offsets.clip(start, stop)
         numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
         lengths = offsets[numbers + 1] - offsets[numbers]

@@ -49,11 +49,6 @@ class Corrections(NamedTuple):
         found = np.searchsorted(self.places, places).clip(max=len(self.places) - 1)
         return np.where(self.places[found] == places, self.differences[found], 0)
 
-    def between(self, start: int, stop: int) -> "Corrections":
-        """Those of the tokens from one place to another, with places counted from the first."""
-        first, last = np.searchsorted(self.places, [start, stop])
-        return Corrections(self.places[first:last] - start, self.differences[first:last])
-
     def packed(self) -> str:
         """All of it as a short text."""
         rows = np.array([np.diff(self.places, prepend=0), self.differences], "<i8")

@@ -26,7 +26,7 @@ from gregale.settings import Range, Settings, between, whole
 EVALUATED = ("outer", "average", "first_replica")
 
 OUTER = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
-FEW_ROUNDS = 100  # between the 60 at which the plain average was better (docs/diloco.md) and the hundreds of the papers
+FEW_ROUNDS = 100  # between the 60 at which the plain average was better (docs/benchmarks.md) and the papers' hundreds
 
 
 class Parts(NamedTuple):

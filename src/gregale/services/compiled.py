@@ -1,8 +1,10 @@
 """Compiled programs, kept in a folder so that the next start reads them instead of compiling them anew.
 
-JAX's own cache does it, and `gregale.services.compiled_store` brings it into an object store. Nothing here may end a
-run: a folder that cannot be used is not, and an entry that cannot be read, of a killed process or a full disk, is
-deleted and compiled again.
+JAX's own cache does it, in a folder or in an object store, where process 0 writes. Nothing here may end a run: a folder
+that cannot be used is not, a store that fails is not asked again, and an entry that cannot be read, of a killed process
+or a full disk, is deleted and compiled again.
+
+Whoever can write there can have the hosts run anything, as a program is machine code.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ import hashlib
 import os
 import platform
 import re
+import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from gregale.data.sources.base import expand
+from gregale.errors import UserError
 from gregale.files import user_cache
-from gregale.services.compiled_store import Mirror, kept_in, let_every_process_write
 from gregale.services.distributed import AUTO
-from gregale.storage import Patience, is_url
+from gregale.storage import Patience, Place, is_url, names
 from gregale.storage import place as place_of
+from gregale.streams import say
 
 MOST_BYTES = 1 << 30  # of all programs together; those that were not used for longest go first
 FOLDER = "jax_compilation_cache_dir"  # JAX's name of the setting
@@ -37,7 +42,7 @@ def keep_compiled(place: str | None) -> None:
     """Keeps compiled programs from one start to the next; to be called before anything is compiled.
 
     - `place`: `compilation_cache` of a configuration: a folder; `auto`: `gregale` in the user's cache directory; the
-      URL of a folder in a store: there and in that directory; None: nothing is kept
+      URL of a folder in a store: there, or in that directory if the store fails; None: nothing is kept
 
     A folder that JAX was given already, by JAX_COMPILATION_CACHE_DIR say, is left to JAX.
     """
@@ -51,15 +56,27 @@ def keep_compiled(place: str | None) -> None:
         if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
             return
         make_room(base)
-        mirror, is_one_of_several = None, jax.distributed.is_initialized()
-        if is_url(place) or is_one_of_several:
-            mirror = Mirror(folder, place_of(place, STORE_PATIENCE) / folder.name if is_url(place) else None)
-        if is_one_of_several:
-            let_every_process_write()
-        jax.config.update(FOLDER, str(folder) if mirror is None else kept_in(mirror))
+        jax.config.update(FOLDER, str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # XLA ends the process where it cannot write
-        mend_by_warnings(folder, mirror)
+        if not is_url(place):
+            mend_by_warnings(folder, folder)
+            return
+        try:  # JAX would wait longer for a store that does not answer, and make a bucket that is not there
+            names(parent := place_of(place, STORE_PATIENCE))
+        except UserError as error:
+            give_up(folder, error)
+            return
+        jax.config.update(FOLDER, str(parent / folder.name))
+        mend_by_warnings(parent / folder.name, folder)
+
+
+def give_up(folder: Path, error: Exception) -> None:
+    """Has JAX use this host's folder in the place of a store that failed, and says so."""
+    known = f"compilation_cache: {error} Until the next start, what is compiled is kept in {folder} alone."
+    say(f"gregale: {known}", sys.stderr, flush=True)
+    jax.config.update(FOLDER, str(folder))
+    compilation_cache.reset_cache()
 
 
 def processor() -> str:
@@ -88,10 +105,13 @@ def make_room(base: Path) -> None:
         size -= bytes_
 
 
-def mend_by_warnings(folder: Path, mirror: Mirror | None) -> None:
+def mend_by_warnings(place: Place, folder: Path) -> None:
     """Deletes an entry when JAX warns that it could not read or write it; the user hears nothing of it.
 
     JAX compiles the program then, and would neither write over the damaged entry nor stop to read it in later starts.
+
+    - `place`: of the entries
+    - `folder`: what JAX uses from then on, if `place` is in a store that fails
     """
     show = warnings.showwarning
 
@@ -99,11 +119,14 @@ def mend_by_warnings(folder: Path, mirror: Mirror | None) -> None:
         if (trouble := _TROUBLE.match(str(message))) is None:
             show(message, category, filename, lineno, file, line)
             return
-        for path in folder.glob(f"{trouble[1]}-*{ENTRY}"):
-            with suppress(OSError):
-                path.unlink()
-                if mirror is not None:
-                    mirror.forget(path.name)
+        with suppress(OSError):
+            try:
+                for name in names(place):
+                    if name.startswith(f"{trouble[1]}-") and name.endswith(ENTRY):
+                        (place / name).unlink(missing_ok=True)
+            except UserError as error:
+                if getattr(jax.config, FOLDER) == str(place):
+                    give_up(folder, error)
 
     warnings.filterwarnings("always", message=_TROUBLE.pattern)
     warnings.showwarning = mend

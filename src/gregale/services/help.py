@@ -85,7 +85,7 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
         if len(head) > width - SHORTEST_MEANING:
             start = f"{indent}{name:<{columns[0]}}  "
             wrapper = textwrap.TextWrapper(
-                width, start, " " * len(start), break_long_words=False, break_on_hyphens=False
+                width, start, " " * len(start), break_on_hyphens=False, break_long_words=False
             )
             lines += wrapper.wrap(value)
             head = hanging

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from gregale.services.page.files import write_page
 from gregale.services.parsing import dump
 from gregale.services.run_places import RunPlaces
 from gregale.settings import Settings, whole
-from gregale.storage import Place, Remote, is_url, place, write_bytes
+from gregale.storage import Patience, Place, Remote, StoreError, is_url, place, write_bytes
 
 POLL_SECONDS = 0.5
+SHORT = Patience(seconds=1.0, silence_seconds=1.0)  # a store is asked again soon, and signals do not wait for it
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,11 @@ class Fleet:
     def _show(self, is_last: bool = False) -> None:
         """Shows the runs that have begun."""
         for member in self._members:
-            run = RunPlaces(member.run)
-            if member.name not in self._followers and run.metrics.is_file():
-                self._followers[member.name] = Follower(run)
+            path = replace(member.run, patience=SHORT) if isinstance(member.run, Remote) else member.run
+            run = RunPlaces(path)
+            with suppress(StoreError):  # out of order for now
+                if member.name not in self._followers and run.metrics.is_file():
+                    self._followers[member.name] = Follower(run)
         if snapshots := looks(self._followers.values(), self._screen):
             self._screen.show(snapshots, is_last)
 

@@ -30,7 +30,9 @@ def barrier(name: str) -> None:
         name: the same in every process, and used once.
     """
     if jax.process_count() > 1:
-        distributed.global_state.client.wait_at_barrier(name, _BARRIER_MINUTES * 60_000)
+        client = distributed.global_state.client
+        assert client is not None, "jax.distributed joins several processes"
+        client.wait_at_barrier(name, _BARRIER_MINUTES * 60_000)
 
 
 def from_first_process(number: int) -> int:

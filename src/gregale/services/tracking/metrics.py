@@ -1,4 +1,4 @@
-"""Every figure that a run logs: its name, unit and meaning. docs/metrics.md has the table.
+"""Every figure that a run logs: its name, unit and meaning. The site makes the table of docs/metrics.md from it.
 
     metric_of("loss").unit                    # "nats a token"
     metric_of("grad_norm/layer.3").meaning    # of the family `grad_norm/<part>`
@@ -104,10 +104,3 @@ def in_unit(name: str, value: float | None) -> str:
     """Format a metric's value in its unit; nothing for None."""
     metric = metric_of(name)
     return "" if value is None else format_quantity(value, "" if metric is None else metric.unit)
-
-
-def table() -> str:
-    """All of them as a table in Markdown."""
-    rows = [(f"`{each.name}`", each.when, each.unit, each.meaning, each.where) for each in METRICS]
-    lines = ["| name | lines of | unit | meaning | where |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"

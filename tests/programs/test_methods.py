@@ -1,4 +1,7 @@
-"""DiLoCo and Streaming DiLoCo through `gregale train`: stopped in the middle of a period, and with other replicas."""
+"""Methods through `gregale train`: stopped where it is hard, evaluated, and gone on with otherwise.
+
+Of each method there is one run; `test_train.py` has the run of exact PSDP. Two of them are quantised.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,14 @@ COMMON = [
     *["--checkpoint.every", "2", "--checkpoint.keep_last", "9"],
 ]
 DILOCO = ["--sync.type", "diloco", "--sync.period", "4"]
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4", "--reduce.measure=true"]
 SETTINGS = {
+    "psdp": [*COMMON, *FOUR_BITS],
     "diloco": [*COMMON, *DILOCO],
     "streaming": [
         *[*COMMON, "--sync.type", "streaming_diloco", "--sync.period", "4", "--sync.fragments", "2"],
         *["--sync.delay", "3", "--sync.alpha", "0.25", "--sync.dropout", "0.3", "--log_every", "2"],
-        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0}]"],
+        *["--data.replica_mixtures", "[{words: 1.0}, {words: 3.0}]", *FOUR_BITS],
     ],
 }
 
@@ -60,7 +65,7 @@ def killed(run: Path, folder: Path, step: int) -> Path:
     return left
 
 
-def test_a_stop_in_the_middle_of_a_period_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys):
+def test_a_stop_changes_no_bit(inputs, kind, never_stopped, tmp_path, capsys):
     stopped = killed(never_stopped, tmp_path, STOPPED)
     assert checkpoint_steps(stopped) == [2, 4, STOPPED]
     assert train(inputs, stopped, *SETTINGS[kind]) == 0
@@ -69,13 +74,22 @@ def test_a_stop_in_the_middle_of_a_period_changes_no_bit(inputs, kind, never_sto
     assert losses(stopped) == losses(never_stopped)
     assert lines(stopped)[-1] == lines(never_stopped)[-1], "the outer parameters' held-out loss"
     names = saved_state(stopped, STEPS).keys()
-    for part in ("inner/sharded/", "outer/parameters/", "outer/optimizer/", "seen"):
+    of_diloco = ("inner/sharded/", "outer/parameters/", "outer/optimizer/", "seen")
+    for part in ("sharded/", "error/first") if kind == "psdp" else of_diloco:
         assert any(name.startswith(f"method/{part}") for name in names), names
 
 
-def test_the_stop_was_where_it_is_hard(never_stopped):
-    """Replicas apart, weighted unevenly; in streaming a fragment is on its way, another one is about to be sent."""
+def test_the_stop_was_where_it_is_hard(kind, never_stopped):
+    """Replicas apart, weighted unevenly; in streaming a fragment is on its way, another one is about to be sent.
+
+    With four bits, there are errors that were not sent yet.
+    """
     state = saved_state(never_stopped, STOPPED)
+    kept = {"psdp": ["error/first"], "diloco": [], "streaming": ["error/first", "outer/pending"]}
+    for part in kept[kind]:
+        assert any(np.any(array) for name, array in state.items() if part in name), part
+    if kind == "psdp":
+        return
     for name, array in state.items():
         if name.startswith("method/inner/parameters"):
             assert np.abs(array[0] - array[1]).max() > 1e-4, name
@@ -85,6 +99,7 @@ def test_the_stop_was_where_it_is_hard(never_stopped):
     assert [STREAMING.applied(step) for step in range(6, 10)] == [None, 1, None, 0]
 
 
+@pytest.mark.parametrize("kind", ["diloco", "streaming"], indirect=True, scope="module")
 def test_figures_of_every_replica_and_of_what_was_sent(kind, never_stopped):
     """A line has what was sent since the one before; streaming sends in odd steps here, its lines are of even ones."""
     logged = {line["step"]: line for line in lines(never_stopped) if "loss" in line}
@@ -101,7 +116,35 @@ def test_figures_of_every_replica_and_of_what_was_sent(kind, never_stopped):
     assert all(norms) if kind == "diloco" else any(norms)
 
 
-@pytest.mark.parametrize("kind", ["diloco"], indirect=True)
+@pytest.mark.parametrize("kind", ["psdp", "streaming"], indirect=True, scope="module")
+def test_what_is_lost_is_measured_beside_the_held_out_loss(never_stopped):
+    (evaluation,) = [line for line in lines(never_stopped) if "eval_loss" in line]
+    assert 0.02 < evaluation["quantisation_error"] < 0.3, "4 bits: 0.1 for normal values"
+    assert evaluation["feedback_norm"] > 0
+
+
+OTHERWISE = {
+    "another mesh": [*FOUR_BITS, "--mesh.replica=4", "--mesh.data=2"],
+    "exact": [],
+    "another codec": ["--reduce.codec=int8", "--reduce.feedback=null"],
+}
+
+
+@pytest.mark.parametrize("kind", ["psdp"], indirect=True, scope="module")
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_a_quantised_run_goes_on_otherwise_with_its_errors_begun_anew(inputs, never_stopped, tmp_path, how):
+    run, stop = killed(never_stopped, tmp_path, STEPS - 2), STEPS - 2
+    assert train(inputs, run, *COMMON, *OTHERWISE[how]) == 0
+    assert losses(run)[:stop] == losses(never_stopped)[:stop]
+    np.testing.assert_allclose(losses(run), losses(never_stopped), atol=0.3)
+    has_errors = any("error/first" in name for name in saved_state(run, STEPS))
+    assert has_errors == (how == "another mesh")
+    if how == "exact":
+        sent = [line["replica_bytes"] for line in lines(run) if "loss" in line]
+        assert (sent[-1] - sent[-2]) / sent[0] > 4, "parameters are few here, so that blocks are not full"
+
+
+@pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
 def test_other_replicas_are_refused_and_taken_through_psdp(inputs, never_stopped, tmp_path, capsys):
     four = [*DILOCO, "--mesh.replica", "4", "--mesh.data", "2"]
     diloco = killed(never_stopped, tmp_path / "diloco", JOINED)
@@ -150,7 +193,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_was(inputs, kind, never_stopped, m
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
-@pytest.mark.parametrize("kind", ["diloco"], indirect=True)
+@pytest.mark.parametrize("kind", ["diloco"], indirect=True, scope="module")
 def test_the_model_is_sampled_on_one_device_and_evaluated_as_in_the_run(inputs, never_stopped, tmp_path, capsys):
     assert main(["sample", str(never_stopped), "the wind", "--tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("the wind")
