@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.disk import Disk
+from gregale.data.build import NamedSource, TokenCache, build_store
+from gregale.data.disk import ChunkCache
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
 from gregale.data.tokenizers import BpeConfig, FileConfig, tokenizer_from_file, train_bpe
@@ -102,7 +102,7 @@ def gregale(saved: Path, folder: Path, round_: int, cores: int) -> Callable[[], 
     """Builds the token store of the same texts."""
     tokenizer = tokenizer_from_file(FileConfig(str(saved), "<|end_of_document|>"))
     source = NamedSource("text", JsonLinesSource(files=(str(folder / "text.jsonl"),)))
-    cache = Cache(folder / f"cache-{round_}", Disk(folder / "pieces"))
+    cache = TokenCache(folder / f"cache-{round_}", ChunkCache(folder / "pieces"))
 
     def run() -> None:
         build_store(source, tokenizer, cache, cores, silent).verify()

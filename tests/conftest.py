@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from gregale.storage import Remote
+from gregale.storage import ObjectPath
 from tests.stores import BUCKET, CREDENTIALS, gcs_server, s3_server
 
 FLAGS = (
@@ -98,18 +98,18 @@ def gcs_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3(s3_endpoint, monkeypatch) -> Remote:
+def s3(s3_endpoint, monkeypatch) -> ObjectPath:
     """A folder of an S3 stand-in that no other test has; this process and those that it starts reach it."""
     for name, value in {"AWS_ENDPOINT_URL": s3_endpoint, **CREDENTIALS}.items():
         monkeypatch.setenv(name, value)
-    return Remote(f"s3://{BUCKET}/{uuid4().hex[:8]}")
+    return ObjectPath(f"s3://{BUCKET}/{uuid4().hex[:8]}")
 
 
 @pytest.fixture
-def gs(gcs_endpoint, monkeypatch) -> Remote:
+def gs(gcs_endpoint, monkeypatch) -> ObjectPath:
     """A folder of a GCS stand-in that no other test has; this process and those that it starts reach it."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_endpoint)
-    return Remote(f"gs://{BUCKET}/{uuid4().hex[:8]}")
+    return ObjectPath(f"gs://{BUCKET}/{uuid4().hex[:8]}")
 
 
 @pytest.fixture(scope="module")

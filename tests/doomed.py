@@ -26,12 +26,12 @@ from gregale.cli import main
 from gregale.islands.driver import Driver
 from gregale.islands.engine.server import Handler
 from gregale.islands.engine.transfer import Assembly
-from gregale.islands.worker import GroupLink, Worker
+from gregale.islands.worker import GroupLink, HostWorker
 
 DOOM = Path(os.environ["DOOM"])
 POINTS = {
     "reduce": (GroupLink, "send"),
-    "held": (Worker, "reduce"),
+    "held": (HostWorker, "reduce"),
     "step": (Driver, "stepped"),
     "healing-other": (Handler, "_send_all"),
     "healing": (Assembly, "put"),

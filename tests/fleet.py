@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from gregale.programs.islands.processes import end, make_token
 from gregale.services.entries import Entry, read_entries
 from gregale.services.history import ROUNDS
-from gregale.storage import Place, Remote, place
+from gregale.storage import ObjectPath, StoragePath, storage_path
 from tests.namespaces import Network, Site
 
 POLL_SECONDS = 0.05
@@ -69,7 +69,7 @@ class Island:
     """An island, whichever process it is in at the moment."""
 
     name: str
-    run: Place
+    run: StoragePath
     output: Path
     process: subprocess.Popen
 
@@ -176,7 +176,7 @@ class Fleet:
         doom.unlink(missing_ok=True)
         more = {"DOOM": str(doom), "PACE": str(pace or self._pace)}
         process = self._process([*command, *self._options, *options], output, more)
-        runs = place(url) if url else self.folder / "runs"
+        runs = storage_path(url) if url else self.folder / "runs"
         self.islands[name] = Island(name, runs / name, output, process)
         return self.islands[name]
 
@@ -215,7 +215,7 @@ class Fleet:
 
     def _rounds_of(self, island: Island) -> Sequence[Entry]:
         """Its rounds; none if they are in a store that was asked less than a second ago."""
-        if isinstance(island.run, Remote):
+        if isinstance(island.run, ObjectPath):
             if time.monotonic() - self._read[island.name] < STORE_SECONDS:
                 return []
             self._read[island.name] = time.monotonic()
@@ -276,7 +276,7 @@ class Fleet:
         self.close()
 
 
-def metrics(run: Place) -> list[dict[str, Any]]:
+def metrics(run: StoragePath) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""

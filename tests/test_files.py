@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from gregale.files import (
-    Holder,
-    Taken,
+    LockHeld,
+    LockHolder,
     acquire,
+    atomic_replace,
     holder_of,
-    is_gone,
-    reason,
-    replacing,
-    sign,
+    is_process_dead,
+    os_error_text,
     temporary_beside,
     write_bytes,
+    write_holder,
 )
 from tests.disk import largest_file
 
@@ -66,21 +66,21 @@ def test_what_a_killed_process_left_goes_with_the_next_write_and_nothing_else_do
 
 def test_who_has_ended_is_gone_whether_or_not_somebody_asked_how():
     with subprocess.Popen(["sleep", "1000"]) as process:
-        assert not is_gone(process.pid)
-        assert not is_gone(os.getpid())
+        assert not is_process_dead(process.pid)
+        assert not is_process_dead(os.getpid())
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert is_gone(process.pid), "it has a number still"
-    assert is_gone(process.pid)
+        assert is_process_dead(process.pid), "it has a number still"
+    assert is_process_dead(process.pid)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path):
-    with suppress(KeyError), replacing(tmp_path / "folder") as folder:
+    with suppress(KeyError), atomic_replace(tmp_path / "folder") as folder:
         folder.mkdir()
         (folder / "a").write_bytes(b"")
         raise KeyError
     assert os.listdir(tmp_path) == []
-    with replacing(tmp_path / "folder") as folder:
+    with atomic_replace(tmp_path / "folder") as folder:
         folder.mkdir()
         (folder / "a").write_bytes(b"")
     assert os.listdir(tmp_path) == ["folder"]
@@ -89,10 +89,10 @@ def test_a_folder_is_whole_or_not_there(tmp_path):
 def test_a_lock_names_its_holder_and_ends_with_its_file(tmp_path):
     path = tmp_path / "lock"
     with acquire(path) as file:
-        with pytest.raises(Taken, match="another process"):
+        with pytest.raises(LockHeld, match="another process"):
             acquire(path)
-        sign(file)
-        with pytest.raises(Taken) as caught:
+        write_holder(file)
+        with pytest.raises(LockHeld) as caught:
             acquire(path)
         assert caught.value.holder.pid == os.getpid()
     with acquire(path) as file:
@@ -104,8 +104,8 @@ def test_a_lock_names_its_holder_and_ends_with_its_file(tmp_path):
 
 def test_a_lock_can_be_held_on_a_full_disk(tmp_path):
     with acquire(tmp_path / "lock") as file, largest_file(0):
-        sign(file)
-        with pytest.raises(Taken, match="another process"):
+        write_holder(file)
+        with pytest.raises(LockHeld, match="another process"):
             acquire(tmp_path / "lock")
 
 
@@ -121,8 +121,8 @@ def test_a_lock_can_be_held_on_a_full_disk(tmp_path):
     ],
 )
 def test_the_reason_is_short(error, words):
-    assert reason(error) == words
+    assert os_error_text(error) == words
 
 
 def test_a_holder_reads_as_words():
-    assert str(Holder("h", 7, 0.0)).startswith("process 7 on h, since 19")
+    assert str(LockHolder("h", 7, 0.0)).startswith("process 7 on h, since 19")

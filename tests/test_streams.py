@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gregale.streams import LastingStream, printable, say
+from gregale.streams import ResilientStream, printable, say
 
 # Standard output leads to a pipe without a reader, to a full disk, or to a file that may not grow.
 PROGRAM = """
@@ -62,7 +62,7 @@ def test_a_line_that_is_said_is_one_line(capsys):
 
 def test_everything_else_is_the_streams_own():
     file = os.fdopen(without_a_reader(), "w")
-    stream = LastingStream(file)
+    stream = ResilientStream(file)
     assert (stream.isatty(), stream.fileno(), stream.encoding) == (False, file.fileno(), file.encoding)
     for _ in range(2):
         assert stream.write("words") == 5

@@ -1,3 +1,3 @@
 """Gregale: a named-axis training toolkit for language models in JAX."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.05
 _TEMPORARY = re.compile(r".+\.tmp-([0-9a-f]{8})-(\d{1,7})-\d+")  # of the machine, the process and the thread
 
 
-def reason(error: BaseException) -> str:
+def os_error_text(error: BaseException) -> str:
     """Why something could not be read or written, in the system's few words and with the file if it is known."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
@@ -46,14 +46,14 @@ def reason(error: BaseException) -> str:
 def write_bytes(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all; what a failure leaves half-written is removed."""
     try:
-        with replacing(path) as temporary:
+        with atomic_replace(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_replace(path: Path) -> Iterator[Path]:
     """A name to write a file or a folder under, which then gets the path's name, or goes if anything fails."""
     temporary = temporary_beside(path)
     try:
@@ -87,7 +87,7 @@ def _sweep(folder: str) -> None:
     with suppress(OSError):
         for path in Path(folder).iterdir():
             found = _TEMPORARY.fullmatch(path.name)
-            if found and found[1] == _machine() and is_gone(int(found[2])):
+            if found and found[1] == _machine() and is_process_dead(int(found[2])):
                 remove(path)
 
 
@@ -100,7 +100,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_gone(pid: int) -> bool:
+def is_process_dead(pid: int) -> bool:
     """Whether no process of this machine, or of this container, has this number, or one that has ended."""
     try:
         os.kill(pid, 0)
@@ -136,7 +136,7 @@ def user_cache() -> Path:
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """The process that holds a lock, or that held it last."""
 
     host: str
@@ -144,18 +144,18 @@ class Holder:
     since: float  # seconds since 1970, by its own clock
 
     @staticmethod
-    def this_process() -> Holder:
-        return Holder(socket.gethostname(), os.getpid(), time.time())
+    def this_process() -> LockHolder:
+        return LockHolder(socket.gethostname(), os.getpid(), time.time())
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, since {since}"
 
 
-class Taken(Exception):
+class LockHeld(Exception):
     """Another process holds the lock."""
 
-    def __init__(self, holder: Holder | None):
+    def __init__(self, holder: LockHolder | None):
         super().__init__(str(holder) if holder else "another process")
         self.holder = holder
 
@@ -176,7 +176,7 @@ def acquire(path: Path) -> IO[str]:
         except BlockingIOError:
             with file:
                 if looked:
-                    raise Taken(holder_of(file)) from None
+                    raise LockHeld(holder_of(file)) from None
             looked = True
             time.sleep(_LOOK_SECONDS)
             continue
@@ -206,19 +206,19 @@ def is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def holder_of(file: IO[str]) -> Holder | None:
+def holder_of(file: IO[str]) -> LockHolder | None:
     """Who wrote its name into a lock; None if nobody did, or not yet in full."""
     file.seek(0)
     try:
         found = json.loads(file.read())
-        return Holder(found["host"], found["pid"], found["since"])
+        return LockHolder(found["host"], found["pid"], found["since"])
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def sign(file: IO[str]) -> Holder:
+def write_holder(file: IO[str]) -> LockHolder:
     """Writes this process's name into a lock that it holds; a full disk is no reason not to hold it."""
-    mine = Holder.this_process()
+    mine = LockHolder.this_process()
     with suppress(OSError):
         file.truncate(0)
         file.write(json.dumps(asdict(mine)))

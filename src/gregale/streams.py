@@ -43,7 +43,7 @@ def abandon(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-class LastingStream:
+class ResilientStream:
     """A text stream that falls silent when its terminal is closed, its reader has ended or its disk is full."""
 
     def __init__(self, stream: TextIO):

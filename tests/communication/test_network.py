@@ -10,7 +10,7 @@ from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
 from gregale.communication.legs import EXACT
 from gregale.communication.network import NetworkReducer, Reduced
-from gregale.communication.rows import Rows, rows_of
+from gregale.communication.rows import RowLayout, rows_of
 from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()
@@ -20,7 +20,7 @@ MOST, BUCKET = 256, 700  # bytes: wide is four rows, and there are more buckets 
 
 
 @cache
-def cut(config: ReduceConfig) -> dict[str, Rows]:
+def cut(config: ReduceConfig) -> dict[str, RowLayout]:
     return {key: rows_of(size, config, exact=key == "gain|", most=MOST) for key, size in SIZES.items()}
 
 
@@ -32,7 +32,7 @@ def values_of(member: int, round_number: int = 0) -> dict[str, np.ndarray]:
 def messages_of(values: dict[str, np.ndarray], config: ReduceConfig) -> dict[str, np.ndarray]:
     found = {}
     for key, rows in cut(config).items():
-        found[key] = np.asarray(rows.first_codec(config).encode(rows.cut(values[key])))
+        found[key] = np.asarray(rows.first_codec(config).encode(rows.to_rows(values[key])))
     return found
 
 
@@ -55,8 +55,8 @@ def by_hand(weights, config: ReduceConfig) -> dict[str, np.ndarray]:
     for rank, weight in enumerate(weights):
         for key, rows in cut(config).items():
             codec = rows.first_codec(config)
-            sent = codec.decode(codec.encode(rows.cut(values_of(rank)[key])), rows.row)
-            total[key] += weight / sum(weights) * np.asarray(rows.join(sent), np.float64)
+            sent = codec.decode(codec.encode(rows.to_rows(values_of(rank)[key])), rows.row)
+            total[key] += weight / sum(weights) * np.asarray(rows.from_rows(sent), np.float64)
     return total
 
 
@@ -71,7 +71,7 @@ def test_all_members_get_the_same_bits_and_send_what_the_closed_form_says(config
             np.testing.assert_allclose(first.gradient[key], expected, rtol=1e-6, atol=1e-6)
         else:
             codec = config.second_codec()
-            twice = own.join(codec.decode(codec.encode(own.cut(expected.astype(np.float32))), own.row))
+            twice = own.from_rows(codec.decode(codec.encode(own.to_rows(expected.astype(np.float32))), own.row))
             assert np.mean(np.abs(first.gradient[key] - np.asarray(twice)) > 0.02) < 0.02, "codes at a border may flip"
     reducer = NetworkReducer(config, cut(config), BUCKET)
     for rank, (result, link) in enumerate(everyone):
@@ -103,7 +103,7 @@ def test_small_fragments_are_shared_among_all_members():
 def test_what_is_under_way_is_bounded():
     rows = {"long|0": rows_of(1 << 16, EXACTLY, most=256)}
     reducer = NetworkReducer(EXACTLY, rows, bucket_bytes=2048)
-    message = {"long|0": np.asarray(EXACT.encode(rows["long|0"].cut(np.ones(1 << 16, np.float32))))}
+    message = {"long|0": np.asarray(EXACT.encode(rows["long|0"].to_rows(np.ones(1 << 16, np.float32))))}
 
     def member(link: ThreadLink) -> int:
         reducer.reduce(message, [1, 1, 1], link, timeout_seconds=20)
@@ -217,4 +217,4 @@ def test_a_row_holds_whole_blocks():
         assert rows.count * rows.row >= size > (rows.count - 1) * rows.row
         assert rows.count == 1 or rows.row % FOUR_BITS.block == 0
         values = np.arange(size, dtype=np.float32)
-        np.testing.assert_array_equal(rows.join(rows.cut(jax.numpy.asarray(values))), values)
+        np.testing.assert_array_equal(rows.from_rows(rows.to_rows(jax.numpy.asarray(values))), values)

@@ -72,7 +72,7 @@ def program(replica: int, data: int, config: ReduceConfig, dtype=np.float32) -> 
 
     def step(sums, weights, error):
         averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
-        given, error = reducer.give_back(averages, error)
+        given, error = reducer.all_gather_params(averages, error)
         return averages, given, error
 
     inputs = Program(layout, config, None, start)._place(tree, None, start)
@@ -359,7 +359,7 @@ def test_four_bits_on_both_legs_send_a_seventh_of_float32():
 
         def step(sums, weights, error, reducer=reducer):
             averages, error = reducer.reduce(sums, reducer.totals(weights)[0], error)
-            return reducer.give_back(averages, error)
+            return reducer.all_gather_params(averages, error)
 
         places = (layout.shardings(tree, layout.params), None, reducer.shardings(start))
         weights = hax.ones(layout.Replica)

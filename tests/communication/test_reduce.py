@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.audit import audit
 from gregale.axes.layout import EMBED, REPLICA
-from gregale.communication.reduce import ExactReducer, give_back
+from gregale.communication.reduce import ExactReducer, all_gather_params
 from tests.mesh.support import layout_of, placed
 
 Embed, Mlp, Vocab = Axis(EMBED, 16), Axis("mlp", 8), Axis("vocab", 32)
@@ -70,7 +70,7 @@ def test_giving_back_is_one_all_gather_an_array():
     layout = layout_of(2, 2, 2)
     tree = {"up": hax.ones((Embed, Mlp)), "table": hax.ones((Vocab, Embed)), "bias": hax.ones(Mlp)}
     tree = placed(tree, layout, layout.opt_state)
-    compiled = jax.jit(lambda tree: give_back(tree, layout)).lower(tree).compile()
+    compiled = jax.jit(lambda tree: all_gather_params(tree, layout)).lower(tree).compile()
     found = audit(compiled, layout.mesh).collectives
     assert [(c.kind, c.axes) for c in found] == [("all-gather", (REPLICA,))] * 2
     assert sorted(c.bytes for c in found) == [4 * 16 * 8 // 4, 4 * 32 * 16 // 4]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.data.disk import Disk
-from gregale.data.parts import CHUNK_BYTES, LENGTH, Seal, part_name, write_seal
+from gregale.data.disk import ChunkCache
+from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_seal
 from gregale.data.store import TokenStore, complete_store, open_store
 from gregale.data.text_bytes import NONE, Corrections
 
@@ -28,10 +28,10 @@ def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
         (folder / part_name(number)).write_bytes(content)
         chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
         digests = "".join(sha256(chunk).hexdigest() for chunk in chunks)
-        seals.append(Seal(len(documents), len(tokens), 2, {}, digests))
+        seals.append(PartManifest(len(documents), len(tokens), 2, {}, digests))
         write_seal(folder, number, seals[-1])
     complete_store(folder, seals, {"dtype": "uint16", "tokenizer": "none", "source": {}})
-    return open_store(folder, Disk(folder / "pieces", 0))
+    return open_store(folder, ChunkCache(folder / "pieces", 0))
 
 
 @dataclass(frozen=True)

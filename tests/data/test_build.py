@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from gregale.data import parts
-from gregale.data.build import Cache, NamedSource, build_store, store_key
-from gregale.data.disk import Disk
+from gregale.data.build import NamedSource, TokenCache, build_store, store_key
+from gregale.data.disk import ChunkCache
 from gregale.data.parts import make_tasks, token_dtype
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource, TokensSource
 from gregale.data.store import open_store
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.errors import UserError
-from gregale.storage import names, place
+from gregale.storage import names, storage_path
 
 BYTES = BytesTokenizer()
 
@@ -63,11 +63,13 @@ if GUARD:
 
 
 def build(source, cache, workers=1, report=silent):
-    return build_store(NamedSource("x", source), BYTES, Cache(cache, Disk(cache / "pieces", 10**9)), workers, report)
+    return build_store(
+        NamedSource("x", source), BYTES, TokenCache(cache, ChunkCache(cache / "pieces", 10**9)), workers, report
+    )
 
 
 def opened(folder):
-    return open_store(place(str(folder)), Disk(Path("nowhere"), 0))
+    return open_store(storage_path(str(folder)), ChunkCache(Path("nowhere"), 0))
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def test_two_builders_at_once_both_end_with_the_one_store(tmp_path, builder, req
     assert [process.returncode for process in both] == [0, 0]
     (folder,) = outputs
     opened(folder).verify()
-    assert not [name for name in names(place(folder)) if name.endswith(".claim")]
+    assert not [name for name in names(storage_path(folder)) if name.endswith(".claim")]
 
 
 @pytest.mark.parametrize("guard", ['__name__ == "__main__"', "True"])

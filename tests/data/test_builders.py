@@ -10,8 +10,8 @@ import pytest
 
 from gregale.data import build as building
 from gregale.data import claims, parts
-from gregale.data.build import Build, Cache, NamedSource, build_store, store_key
-from gregale.data.disk import Disk
+from gregale.data.build import Build, NamedSource, TokenCache, build_store, store_key
+from gregale.data.disk import ChunkCache
 from gregale.data.parts import discard, make_tasks, read_part, read_seal
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource
@@ -62,7 +62,9 @@ def source(tmp_path, monkeypatch):
 
 
 def build(source, cache, report=silent):
-    return build_store(NamedSource("x", source), BYTES, Cache(cache, Disk(cache / "pieces", 10**9)), 1, report)
+    return build_store(
+        NamedSource("x", source), BYTES, TokenCache(cache, ChunkCache(cache / "pieces", 10**9)), 1, report
+    )
 
 
 def same(one, two) -> bool:

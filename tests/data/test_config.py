@@ -212,9 +212,9 @@ def test_a_held_out_end_trains_no_bpe(tmp_path):
     (train,) = texts_of(corpus.train_streams, corpus.tokenizer)
     assert train + out == text
     assert "qz" in out
-    assert not [piece for piece in corpus.tokenizer.token_pieces if b"qz" in piece or b"zq" in piece]
+    assert not [piece for piece in corpus.tokenizer.vocabulary_bytes if b"qz" in piece or b"zq" in piece]
     leaky = build_stores(config)[0]
-    assert [piece for piece in leaky.token_pieces if b"qz" in piece], "it would have learnt them"
+    assert [piece for piece in leaky.vocabulary_bytes if b"qz" in piece], "it would have learnt them"
     told.clear()
     assert prepare(config, 16, 0, lambda *report: told.append(report[0])).fingerprint == corpus.fingerprint
     assert told == []

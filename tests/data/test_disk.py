@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from gregale.data.disk import Disk
+from gregale.data.disk import ChunkCache
 from tests.disk import largest_file
 
 
@@ -31,15 +31,15 @@ def get(fetched):
 
 def test_what_was_fetched_stays_for_later_processes(tmp_path, get, fetched):
     for _ in range(2):
-        get(Disk(tmp_path, 1000), b"some")
+        get(ChunkCache(tmp_path, 1000), b"some")
     assert fetched == [b"some"]
 
 
 def test_a_damaged_piece_is_fetched_again(tmp_path, get, fetched):
-    get(Disk(tmp_path, 1000), b"some")
+    get(ChunkCache(tmp_path, 1000), b"some")
     (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
     path.write_bytes(b"sume")
-    disk = Disk(tmp_path, 1000)
+    disk = ChunkCache(tmp_path, 1000)
     get(disk, b"some")
     assert path.read_bytes() == b"some"
     get(disk, b"some")
@@ -47,7 +47,7 @@ def test_a_damaged_piece_is_fetched_again(tmp_path, get, fetched):
 
 
 def test_what_was_not_read_for_longest_goes(tmp_path, get, fetched):
-    disk = Disk(tmp_path, 1000)
+    disk = ChunkCache(tmp_path, 1000)
     contents = [bytes([number]) * 100 for number in range(9)]
     for age, content in enumerate(contents):
         get(disk, content)
@@ -67,7 +67,7 @@ def test_what_was_not_read_for_longest_goes(tmp_path, get, fetched):
 def test_without_room_everything_is_fetched(tmp_path, get, fetched):
     with largest_file(2):
         for _ in range(2):
-            get(Disk(tmp_path / "disk", 1000), b"some")
+            get(ChunkCache(tmp_path / "disk", 1000), b"some")
     (tmp_path / "file").write_text("no folder")
-    get(Disk(tmp_path / "file", 1000), b"some")
+    get(ChunkCache(tmp_path / "file", 1000), b"some")
     assert fetched == [b"some"] * 3

@@ -1,6 +1,6 @@
 from tokenizers import pre_tokenizers
 
-from gregale.data.pieces import byte_level_reader, decoder_kinds, token_pieces
+from gregale.data.pieces import byte_level_reader, decoder_kinds, vocabulary_bytes
 
 
 def test_the_byte_level_alphabet_is_the_librarys():
@@ -22,4 +22,4 @@ def test_ids_that_no_token_has_stand_for_nothing():
     added = [{"id": 5, "content": "<s>", "special": True}, {"id": 6, "content": "ü", "special": False}]
     tokenizer = {"decoder": {"type": "ByteLevel"}, "added_tokens": added}
     vocabulary = {"a": 0, "Ġb": 3, "<s>": 5, "ü": 6}
-    assert token_pieces(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]
+    assert vocabulary_bytes(tokenizer, vocabulary, "here") == [b"a", b"", b"", b" b", b"", b"", "ü".encode()]

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from gregale.data import store
-from gregale.data.disk import Disk
+from gregale.data.disk import ChunkCache
 from gregale.data.parts import json_sha256
 from gregale.data.store import MANIFEST_NAME, open_store
 from gregale.errors import UserError
 from tests.data.conftest import store_of
 
 FILES = ["part-00000000.bin", "part-00000000.json", "documents.npy", "manifest.json"]
-NO_DISK = Disk(Path("nowhere"), 0)
+NO_DISK = ChunkCache(Path("nowhere"), 0)
 
 
 def flip_byte(path, place):

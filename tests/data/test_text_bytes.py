@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gregale.data.bigram import more_bytes_of
-from gregale.data.build import Cache, NamedSource, build_store
+from gregale.data.build import NamedSource, TokenCache, build_store
 from gregale.data.config import DataConfig
-from gregale.data.disk import Disk
+from gregale.data.disk import ChunkCache
 from gregale.data.preparation import prepare
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
@@ -166,7 +166,7 @@ def test_the_bigram_model_counts_the_bytes_of_the_text(tmp_path):
 def test_a_store_in_an_object_store_has_the_counts(tmp_path, s3):
     config, documents = corpus(tmp_path, "prefix-space")
     tokenizer = TOKENIZERS["prefix-space"]
-    cache = Cache(s3 / "cache", Disk(tmp_path / "pieces"))
+    cache = TokenCache(s3 / "cache", ChunkCache(tmp_path / "pieces"))
     for _ in range(2):
         store = build_store(NamedSource("x", config.sources["x"]), tokenizer, cache, 1, silent)
         assert store.corrections.differences.tolist() == [-1 for each in documents if not each.startswith(" ")]

@@ -164,7 +164,7 @@ def test_a_tokenizer_json_of_the_sentence_piece_kind(tmp_path):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes[ids].sum() == len(text.encode())
-    assert tokenizer.token_pieces[tokenizer.vocabulary_size - 1] == b"<think>"
+    assert tokenizer.vocabulary_bytes[tokenizer.vocabulary_size - 1] == b"<think>"
     assert tokenizer.end_of_document == 2
     assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
 

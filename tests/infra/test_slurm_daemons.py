@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.files import is_gone
+from gregale.files import is_process_dead
 from tests.infra.cluster import Cluster, cluster, until, why_not
 from tests.infra.stand_ins import ROOT
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs
@@ -72,7 +72,7 @@ def test_a_run_whose_batch_node_fails_goes_on_alone(slurm, tree, is_script_kille
         for pid in jobs.split():
             os.kill(int(pid), signal.SIGKILL)
     slurm.end_node(node)
-    until(lambda: is_gone(orphan))
+    until(lambda: is_process_dead(orphan))
     until(lambda: len(logs(tree)) == 2 and "Going on after step" in logs(tree)[1])
     first = logs(tree)[0]
     assert is_script_killed or "srun ended with 0, but 0 of 1 processes have noted that the run is complete" in first

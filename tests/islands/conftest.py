@@ -25,7 +25,7 @@ def header():
             "seen": 7,
             "holder": "s",
             "asked": 1,
-            "again": True,
+            "retried": True,
             "hosts": (f"{name}:1",),
         }
         return Header(name=name, session="s", **fields | {"agreement": "x", "version": "1"} | changes)

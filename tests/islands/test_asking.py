@@ -9,8 +9,8 @@ from queue import Queue
 
 import pytest
 
-from gregale.islands.asking import Asking
-from gregale.islands.engine.coordinator import Coordinator
+from gregale.islands.asking import ViewPoller
+from gregale.islands.engine.coordinator import CoordinatorClient
 from gregale.islands.engine.lighthouse import Lighthouse, Quorum, serve
 from gregale.islands.protocol.headers import NO_ROUND, View
 
@@ -31,11 +31,11 @@ def lighthouse() -> Iterator[Lighthouse]:
 def member(lighthouse):
     made = []
 
-    def make(name: str, token: bytes = TOKEN) -> tuple[Asking, Queue[View | str]]:
+    def make(name: str, token: bytes = TOKEN) -> tuple[ViewPoller, Queue[View | str]]:
         """One that asks; its views, its complaints, and why it ends."""
         views: Queue[View | str] = Queue()
-        coordinator = Coordinator(lighthouse.address, name, token, PATIENCE)
-        asking = Asking(coordinator, PATIENCE, views.put, lambda reason: None, views.put, views.put)
+        coordinator = CoordinatorClient(lighthouse.address, name, token, PATIENCE)
+        asking = ViewPoller(coordinator, PATIENCE, views.put, lambda reason: None, views.put, views.put)
         asking.start()
         made.append(asking)
         return asking, views
@@ -76,7 +76,7 @@ def test_only_the_one_with_another_token_ends(member, header):
 
 def test_a_header_of_another_version_ends_an_island_without_a_state_only_if_it_has_one(lighthouse, member, header):
     """Else the other one is as new, and may be the one that is wrong."""
-    newer = Coordinator(lighthouse.address, "newer", TOKEN, PATIENCE)
+    newer = CoordinatorClient(lighthouse.address, "newer", TOKEN, PATIENCE)
     fresh, told = member("a")
     for state in (NO_ROUND, 7):
         fresh.ask(header("a", round=NO_ROUND))
@@ -92,8 +92,8 @@ def test_a_header_of_another_version_ends_an_island_without_a_state_only_if_it_h
 def test_no_thread_is_left_in_a_request_when_it_is_closed(header):
     """One that comes back from the library's own code while Python ends would abort the process."""
     failed: Queue[str] = Queue()
-    nobody = Coordinator("127.0.0.1:9", "a", TOKEN, 0.5)
-    asking = Asking(nobody, PATIENCE, print, failed.put, print, print)
+    nobody = CoordinatorClient("127.0.0.1:9", "a", TOKEN, 0.5)
+    asking = ViewPoller(nobody, PATIENCE, print, failed.put, print, print)
     asking.start()
     for number in range(3):
         asking.ask(header("a", round=4, asked=number))

@@ -11,21 +11,21 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands import files
-from gregale.islands.protocol.headers import Generation, Outer
-from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
-from gregale.methods.island_outer import Held, OwnLeaves
+from gregale.islands.protocol.headers import Generation, OuterRecord
+from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
+from gregale.methods.island_outer import OwnLeaves, VersionedArray
 from gregale.services.checkpoint import parts
-from gregale.storage import Place, StoreError, names, place
+from gregale.storage import StoragePath, StoreError, names, storage_path
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 
-LEDGER = advance(Ledger(), [Report("a", "s", 3)], Lot(8, 4))
-OUTER = Outer(Generation(2, "name"), 7, "digest", "key", 3, LEDGER)
+LEDGER = advance(Ledger(), [LeaseReport("a", "s", 3)], LeasePolicy(8, 4))
+OUTER = OuterRecord(Generation(2, "name"), 7, "digest", "key", 3, LEDGER)
 LEAVES = {
-    "0/theta/w|0,1": Held(np.arange(12, dtype=np.float32).reshape(3, 4), 7),
-    "0/optimizer/count": Held(np.array(5, np.int32), 7),
-    "1/theta/nothing|": Held(np.zeros((0, 2), np.float32), 4),
-    "1/theta/turned|": Held(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
+    "0/theta/w|0,1": VersionedArray(np.arange(12, dtype=np.float32).reshape(3, 4), 7),
+    "0/optimizer/count": VersionedArray(np.array(5, np.int32), 7),
+    "1/theta/nothing|": VersionedArray(np.zeros((0, 2), np.float32), 4),
+    "1/theta/turned|": VersionedArray(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
 }
 OWN = OwnLeaves({"0/second/w|/scales": np.arange(4, dtype=ml_dtypes.bfloat16)}, {0: "a, b"})
 
@@ -37,15 +37,15 @@ def small_parts(monkeypatch) -> None:
 
 
 @pytest.fixture(params=["disk", "s3"])
-def directory(request, tmp_path) -> Place:
+def directory(request, tmp_path) -> StoragePath:
     return tmp_path / "outer" if request.param == "disk" else request.getfixturevalue("s3") / "outer"
 
 
-def write(directory: Place, outer: Outer = OUTER, leaves: dict[str, Held] = LEAVES) -> None:
+def write(directory: StoragePath, outer: OuterRecord = OUTER, leaves: dict[str, VersionedArray] = LEAVES) -> None:
     files.write(directory, outer, leaves, OWN)
 
 
-def part_names(directory: Place) -> list[str]:
+def part_names(directory: StoragePath) -> list[str]:
     return [name for name in names(files.folder_of(directory, 7)) if name != files.MANIFEST]
 
 
@@ -81,7 +81,7 @@ def test_what_a_killed_process_left_does_not_count_and_goes(directory):
 
 
 def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(directory):
-    write(directory, leaves={name: Held(held.array + 1, 7) for name, held in LEAVES.items()})
+    write(directory, leaves={name: VersionedArray(held.array + 1, 7) for name, held in LEAVES.items()})
     again = replace(OUTER, generation=Generation(3, "other"))
     write(directory, again)
     saved = files.read(directory, 7)
@@ -110,7 +110,7 @@ def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint
         with pytest.raises(StoreError, match="the store refused access"):
             files.read(s3, 7)
         proxy.faults.clear()
-        assert files.read(place(str(s3)), 7).outer == OUTER
+        assert files.read(storage_path(str(s3)), 7).outer == OUTER
 
 
 @pytest.mark.parametrize("name", ["part", files.MANIFEST])

@@ -14,16 +14,16 @@ from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
 from gregale.islands.follower import Follower
-from gregale.islands.hands import Hands, joint_digest
-from gregale.islands.healing import Found, NotAsRecorded
-from gregale.islands.hosts import Host, Link
-from gregale.islands.orders import Arrive, Down, Finish, Pace, Restart, Show, Take
+from gregale.islands.hands import HostGroup, joint_digest
+from gregale.islands.healing import DigestMismatch, FetchedState
+from gregale.islands.hosts import HostConnection, RemoteHost
+from gregale.islands.orders import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, RoundPacing, SendMessage
 from gregale.islands.protocol.headers import Peer, seed
-from gregale.islands.worker import Count, NotFinite, OuterSide, Timeouts
-from gregale.methods.island_outer import Moment
+from gregale.islands.worker import Count, NotFinite, OuterSnapshot, Timeouts
+from gregale.methods.island_outer import OuterView
 from gregale.methods.schedule import Schedule
 
-PACE = Pace(Schedule(4, 1, 0, 1), 10, False, 1.0)
+PACE = RoundPacing(Schedule(4, 1, 0, 1), 10, False, 1.0)
 PEERS = (Peer("a", "s", ("a:1", "a:2")), Peer("b", "s", ("b:1", "b:2")))
 OF_ALL = joint_digest(["digest of 0", "digest of 1"])
 
@@ -40,8 +40,8 @@ class Recorded:
         self.digests: dict[str, str] = {}
 
     @property
-    def side(self) -> OuterSide:
-        return OuterSide(None, Moment({}, {0: self.committed}, {}))
+    def side(self) -> OuterSnapshot:
+        return OuterSnapshot(None, OuterView({}, {0: self.committed}, {}))
 
     def reduce(self, key, number, members, weights, name) -> str:
         self.log.append(("reduce", key, number, tuple(members), tuple(weights), name))
@@ -53,14 +53,14 @@ class Recorded:
     def commit(self, key, outer) -> None:
         self.committed += 1
 
-    def fetch(self, sources, settled) -> Found:
+    def fetch(self, sources, settled) -> FetchedState:
         """Of the first source; `digests`: what a source's arrays have in place of what the record was made of."""
         self.log.append(("fetch", *(source.name for source in sources)))
         if self.fails and (error := self.fails.pop(0)):
             raise error
         number = self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]
         digest = self.digests.get(sources[0].name, f"digest of {self.name}")
-        return Found(replace(seed(OF_ALL), round=number), digest, settled)
+        return FetchedState(replace(seed(OF_ALL), round=number), digest, settled)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.log.append((name, *arguments))
@@ -70,9 +70,9 @@ class Recorded:
 def island():
     """All hands of two hosts, their workers, and the follower."""
     workers: Any = Recorded("0"), Recorded("1")
-    hands = Hands(workers[0], [Host(1)])
+    hands = HostGroup(workers[0], [RemoteHost(1)])
     workers[0].server = server = Server("127.0.0.1", b"a token", hands.heard)
-    follower = Follower(workers[1], Link(server.address, b"a token", 1), PACE)
+    follower = Follower(workers[1], HostConnection(server.address, b"a token", 1), PACE)
     follower.start()
     yield hands, workers, follower
     hands.close()
@@ -82,7 +82,15 @@ def island():
 
 def test_the_others_are_told_the_same_in_the_same_order(island):
     hands, _, follower = island
-    orders = [Take(3), None, Arrive(3, 12.5), Show(), Restart(9), Restart(10, inherits=True), Finish(complete=True)]
+    orders = [
+        SendMessage(3),
+        None,
+        ApplyRound(3, 12.5),
+        CopyInnerState(),
+        LoadOuterState(9),
+        LoadOuterState(10, inherits=True),
+        Finish(complete=True),
+    ]
     for order in orders:
         hands.ordered(order)
         hands.granted(None if order is None else len(order))
@@ -95,7 +103,7 @@ def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
     hands, _, follower = island
     for _ in range(3):
         hands.commit("key", seed("d"))
-        hands.ordered(Arrive(0, 1.0))
+        hands.ordered(ApplyRound(0, 1.0))
     found = []
     for _ in range(3):
         follower.order()
@@ -160,7 +168,7 @@ def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source
 
 def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
     hands, (_, other), _ = island
-    other.fails = [NotAsRecorded("garbage"), None]
+    other.fails = [DigestMismatch("garbage"), None]
     assert hands.heal(PEERS, True).outer.round == 7
 
 
@@ -174,7 +182,7 @@ def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(isl
 
 
 def test_what_a_host_says_twice_counts_once():
-    host = Host(1)
+    host = RemoteHost(1)
     answer = host.ask("reduce", [])
     assert host.heard({"have": 0})["told"] == host.heard({"have": 0})["told"] != []
     said = {"number": 0, "ask": 0, "value": "digest"}
@@ -184,4 +192,4 @@ def test_what_a_host_says_twice_counts_once():
 
 def test_a_host_that_does_not_reach_host_0_says_what_to_set():
     with pytest.raises(UserError, match=r"host 1 of this island cannot reach host 0 .*islands.bind of process 0"):
-        Link("127.0.0.1:9/0", b"a token", 1)
+        HostConnection("127.0.0.1:9/0", b"a token", 1)

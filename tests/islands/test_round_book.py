@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gregale.islands import round_book
-from gregale.islands.protocol.headers import Generation, Outer
+from gregale.islands.protocol.headers import Generation, OuterRecord
 from gregale.islands.protocol.ledger import Ledger
-from gregale.islands.round_book import RoundBook
+from gregale.islands.round_book import RoundLog
 from gregale.islands.worker import Count
 
-OUTER = Outer(Generation(1, "line"), 3, "digest", "key", 2, Ledger())
+OUTER = OuterRecord(Generation(1, "line"), 3, "digest", "key", 2, Ledger())
 
 
 class Clock:
@@ -38,7 +38,7 @@ def written() -> list[dict[str, Any]]:
 
 def test_a_round_that_ends_while_the_trainer_waits_has_that_time(clock, written):
     """The wait is over because the round is: it is written down before the trainer says that it goes on."""
-    book = RoundBook(Count(), written.append)
+    book = RoundLog(Count(), written.append)
     book.begin()
     clock.now += 2
     book.waits()
@@ -49,7 +49,7 @@ def test_a_round_that_ends_while_the_trainer_waits_has_that_time(clock, written)
 
 
 def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
-    book = RoundBook(Count(), written.append)
+    book = RoundLog(Count(), written.append)
     book.waits()
     clock.now += 1
     book.begin()
@@ -65,7 +65,7 @@ def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
 
 
 def test_a_round_that_nobody_waited_for_has_none(clock, written):
-    book = RoundBook(Count(), written.append)
+    book = RoundLog(Count(), written.append)
     book.begin()
     clock.now += 2
     book.end(OUTER, 10.0)

@@ -10,17 +10,17 @@ import pytest
 
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import Hands, Recovery
-from gregale.islands.hosts import Host, Link
-from gregale.islands.inner import Inner
-from gregale.islands.orders import Pace, Restart, Show
+from gregale.islands.hands import HostGroup, Recovery
+from gregale.islands.hosts import HostConnection, RemoteHost
+from gregale.islands.inner import InnerOptimizerState
+from gregale.islands.orders import CopyInnerState, LoadOuterState, RoundPacing
 from gregale.islands.protocol.headers import Peer
-from gregale.islands.worker import Timeouts, Worker
+from gregale.islands.worker import HostWorker, Timeouts
 from gregale.methods.schedule import Schedule
 
 TOKEN = b"a token of the fleet"
 SCHEDULE = Schedule(4, 1, 0, 1)
-PACE = Pace(SCHEDULE, 10, False, 1.0)
+PACE = RoundPacing(SCHEDULE, 10, False, 1.0)
 
 
 class Island:
@@ -29,27 +29,27 @@ class Island:
     def __init__(self, stack: ExitStack, steps: tuple[int, int] = (5, 5)):
         self.steps = steps
         self.workers = [self._worker(host) for host in (0, 1)]
-        self.hands = Hands(self.workers[0], [Host(1)], wants_inner=True)
-        link = Link(self.workers[0].server.address, TOKEN, 1)
+        self.hands = HostGroup(self.workers[0], [RemoteHost(1)], wants_inner=True)
+        link = HostConnection(self.workers[0].server.address, TOKEN, 1)
         self.follower = Follower(self.workers[1], link, PACE)
         self.follower.start()
         stack.callback(self.follower.close)
         stack.callback(self.hands.close)
 
-    def _worker(self, host: int) -> Worker:
+    def _worker(self, host: int) -> HostWorker:
         server = Server("127.0.0.1", TOKEN, self._shown)
         expected = {name: (array.shape, array.dtype) for name, array in optimizer(host, 0).arrays.items()}
         outer: Any = Unused()
-        return Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
+        return HostWorker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0), host, expected)
 
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""
         if message["kind"] == "host":
             return self.hands.heard(message)
         assert message == {"kind": "inner"}
-        self.hands.ordered(Show())
+        self.hands.ordered(CopyInnerState())
         self.hands.show(optimizer(0, self.steps[0]))
-        assert self.follower.order() == Show()
+        assert self.follower.order() == CopyInnerState()
         self.follower.shown(optimizer(1, self.steps[1]))
         self.hands.await_copies(self.steps[0])
         return {}
@@ -57,9 +57,9 @@ class Island:
     def peer(self) -> Peer:
         return Peer("peer", "session", tuple(worker.server.address for worker in self.workers))
 
-    def inherited(self) -> list[Inner | None]:
+    def inherited(self) -> list[InnerOptimizerState | None]:
         """What the trainers get with the state that is installed now."""
-        order = Restart(3, self.hands.takes_inner())
+        order = LoadOuterState(3, self.hands.takes_inner())
         self.hands.ordered(order)
         assert self.follower.order() == order
         return [take() if order.inherits else None for take in (self.hands.inherited, self.follower.inherited)]
@@ -72,10 +72,10 @@ class Unused:
         return None
 
 
-def optimizer(host: int, step: int) -> Inner:
+def optimizer(host: int, step: int) -> InnerOptimizerState:
     """A host's shards after so many steps."""
     moments = np.full((3, 2), 10 * step + host, np.float32)
-    return Inner(step, {f"inner/mu|{host}": moments, "inner/count|": np.array(step)})
+    return InnerOptimizerState(step, {f"inner/mu|{host}": moments, "inner/count|": np.array(step)})
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def make():
         yield lambda *steps: Island(stack, *steps)
 
 
-def same(found: Inner | None, expected: Inner) -> None:
+def same(found: InnerOptimizerState | None, expected: InnerOptimizerState) -> None:
     assert found is not None
     assert found.step == expected.step
     assert found.arrays.keys() == expected.arrays.keys()

@@ -8,7 +8,7 @@ import threading
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.server import Server
 from gregale.islands.protocol.headers import Peer
-from gregale.islands.watching import Watch, dead
+from gregale.islands.watching import PeerProbe, dead_peers
 
 TOKEN = b"a token of the fleet"
 
@@ -19,7 +19,7 @@ def test_one_that_takes_connections_and_says_nothing_is_named_and_the_group_drop
     server = Server("127.0.0.1", TOKEN, dict)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         peers = {"lives": server.address, "stopped": f"127.0.0.1:{stopped.getsockname()[1]}"}
-        watch = Watch(peers, TOKEN, 1.0, dropped.set)
+        watch = PeerProbe(peers, TOKEN, 1.0, dropped.set)
         with watch:
             assert dropped.wait(10.0)
         assert watch.silent == ["stopped"]
@@ -28,7 +28,7 @@ def test_one_that_takes_connections_and_says_nothing_is_named_and_the_group_drop
 
 
 def test_a_round_that_is_over_soon_asks_nobody():
-    watch = Watch({"nobody": "127.0.0.1:9"}, TOKEN, 0.2, lambda: None)
+    watch = PeerProbe({"nobody": "127.0.0.1:9"}, TOKEN, 0.2, lambda: None)
     with watch:
         pass
     assert watch.silent == []
@@ -51,6 +51,6 @@ def test_dead_is_only_who_is_refused_by_its_host():
         silent = f"127.0.0.1:{stopped.getsockname()[1]}"
         port = other.getsockname()[1]
         peers = [Peer("stopped", "1", (silent,)), Peer("nowhere", "2", ("no.such.host.invalid:9",))]
-        assert dead(peers) == frozenset()
+        assert dead_peers(peers) == frozenset()
         other.close()
-        assert dead([*peers, Peer("killed", "3", (f"127.0.0.1:{port}",))]) == {"killed/3"}
+        assert dead_peers([*peers, Peer("killed", "3", (f"127.0.0.1:{port}",))]) == {"killed/3"}

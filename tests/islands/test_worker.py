@@ -9,10 +9,10 @@ import pytest
 from gregale.islands import files
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.hands import Hands
-from gregale.islands.healing import Found, newest
-from gregale.islands.protocol.headers import Generation, Outer, Peer, seed
-from gregale.islands.worker import Timeouts, Worker
+from gregale.islands.hands import HostGroup
+from gregale.islands.healing import FetchedState, newest
+from gregale.islands.protocol.headers import Generation, OuterRecord, Peer, seed
+from gregale.islands.worker import HostWorker, Timeouts
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.training.state import initial_state
@@ -27,11 +27,11 @@ def make():
     """Makes a host that holds the common seed."""
     made = []
 
-    def one() -> Worker:
+    def one() -> HostWorker:
         outer = HostOuter(on_one_device(SCHEDULE))
         outer.begin(initial_state(outer.island, Net.init).method.psdp.parameters)
         server = Server("127.0.0.1", TOKEN, dict)
-        made.append(Worker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0)))
+        made.append(HostWorker(outer, SCHEDULE, server, TOKEN, Timeouts(20.0, 20.0)))
         return made[-1]
 
     yield one
@@ -39,7 +39,7 @@ def make():
         worker.close()
 
 
-def at_round(worker: Worker, number: int, change: float = 0.0) -> Outer:
+def at_round(worker: HostWorker, number: int, change: float = 0.0) -> OuterRecord:
     """A host that serves the state of a round; returns its record. `change`: of one value, after it was recorded."""
     arrays = {name: held.array + number for name, held in worker.outer.leaves().items()}
     worker.outer.load(arrays, dict.fromkeys(arrays, number))
@@ -49,7 +49,7 @@ def at_round(worker: Worker, number: int, change: float = 0.0) -> Outer:
     return record
 
 
-def peer(worker: Worker, name: str) -> Peer:
+def peer(worker: HostWorker, name: str) -> Peer:
     return Peer(name, "session", (worker.server.address,))
 
 
@@ -60,7 +60,7 @@ def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make
     assert at_round(spoilt, 3, change=1.0) == at_round(other, 3, change=1.0) == record
     sources = [peer(spoilt, "spoilt"), peer(other, "other"), peer(sound, "sound")]
     before = joiner.outer.digest
-    hands = Hands(joiner)
+    hands = HostGroup(joiner)
     with pytest.raises(TransferFailed, match=r"round 3 of spoilt have the digest .*, their record has"):
         hands.heal(sources[:1], settled=False)
     assert hands.heal(sources, settled=False).outer == record
@@ -74,13 +74,13 @@ def test_a_record_that_is_none_is_not_the_end(make):
     record = at_round(sound, 3)
     at_round(spoilt, 4)
     spoilt.server.publish(replace(spoilt.server.shelf._snapshot, facts={"outer": "garbage"}))
-    assert Hands(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
+    assert HostGroup(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 
 def test_one_heals_from_the_other_and_saves_what_it_has_taken_over(make, tmp_path):
     peers, joins = make(), make()
     record = at_round(peers, 3)
-    assert Hands(joins).heal([peer(peers, "peer")], settled=False).outer == record
+    assert HostGroup(joins).heal([peer(peers, "peer")], settled=False).outer == record
     joins.install(record)
     assert joins.outer.digest == record.digest
     files.write(tmp_path, record, joins.outer.leaves())
@@ -102,10 +102,10 @@ def test_one_heals_from_the_other_and_saves_what_it_has_taken_over(make, tmp_pat
 def test_a_joiner_has_a_state_that_nobody_is_about_to_replace(found, seconds, round):
     asked, comes = [], iter(found)
 
-    def heal(settled: bool) -> Found:
+    def heal(settled: bool) -> FetchedState:
         asked.append(settled)
         number, is_settled = next(comes)
-        return Found(replace(seed("d"), round=number), "d", is_settled)
+        return FetchedState(replace(seed("d"), round=number), "d", is_settled)
 
     assert newest(heal, False, seconds).round == round
     assert asked == [False, *(len(found) - 1) * [True]]

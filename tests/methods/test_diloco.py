@@ -220,7 +220,9 @@ def test_one_replica_is_evaluated_and_handed_over_with_its_last_period(evaluated
     """P = 1, tau = 1, an outer rate of one: after a multiple of H theta has to be the replica's own parameters."""
     method = make(MeshConfig(replica=1, data=2), Schedule(3, delay=1), outer=optax.sgd(1.0))
     state, stepper = begin(method)
-    seen = jax.jit(lambda state: method.trained(state) if evaluated == "trained" else method.end(state).parameters)
+    seen = jax.jit(
+        lambda state: method.eval_model(state) if evaluated == "trained" else method.to_psdp(state).parameters
+    )
     for t in range(1, 7):
         state, _ = stepper(state, named_batch(rows(t)), t)
         own = values_of(state.method.inner.parameters)[0]
@@ -292,6 +294,6 @@ def test_psdp_becomes_diloco_and_back():
     )
     start = jax.jit(psdp.init)()
     start, _ = jax.jit(psdp.step)(start, named_batch(rows(1)))
-    back = jax.jit(lambda state: method.end(method.begin(state)))(start)
+    back = jax.jit(lambda state: method.to_psdp(method.from_psdp(state)))(start)
     for one, other in zip(jax.tree.leaves(start), jax.tree.leaves(back), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -78,7 +78,7 @@ def test_two_rounds_of_diloco():
     second = 0.9975 - 0.7 * (slope + 0.9 * slope_momentum), 0.798 - 0.7 * (intercept + 0.9 * intercept_momentum)
     assert second == pytest.approx((1.64812515, 1.4426769))
     close(take(4), [[second[0]] * 2, [second[1]] * 2])
-    trained = method.trained(state.method)
+    trained = method.eval_model(state.method)
     close([trained.slope.array, trained.intercept.array], second)
 
 
@@ -140,7 +140,7 @@ def test_more_than_a_period_of_streaming():
     # The rests are due to be sent again: what is evaluated has that round, with the momentum of the first.
     gradient = rest - (rests[0] + rests[1]) / 2
     rest = rest - 0.7 * (gradient + 0.9 * (0.9 * -1.875 + gradient))
-    outer = method.trained(state.method)
+    outer = method.eval_model(state.method)
     close(outer.weights.array, [first, second])
     close(outer.rest.array, rest)
 

@@ -12,7 +12,7 @@ from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.shards import host_device
 from gregale.errors import UserError
-from gregale.methods.config import DilocoConfig, Parts, PsdpConfig, StreamingDilocoConfig
+from gregale.methods.config import DilocoConfig, MethodContext, PsdpConfig, StreamingDilocoConfig
 from gregale.optim import SgdConfig
 from tests.mesh.support import layout_of
 from tests.methods.islands import psdp_on
@@ -20,8 +20,8 @@ from tests.methods.islands import psdp_on
 FOUR_BITS = ReduceConfig(codec="int4")
 
 
-def parts(layout=None, reduce=FOUR_BITS) -> Parts:
-    return Parts(layout or layout_of(replica=2), psdp_on, reduce, steps=100, seed=0)
+def parts(layout=None, reduce=FOUR_BITS) -> MethodContext:
+    return MethodContext(layout or layout_of(replica=2), psdp_on, reduce, steps=100, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_linear_regression_equals_plain_optax(sizes, microbatches):
         assert float(metrics.weight) == pytest.approx(ROWS / 2)
     expected_losses, slope, offset = plain_optax()
     np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
-    trained = method.trained(state)
+    trained = method.eval_model(state)
     assert float(trained.slope) == pytest.approx(slope, abs=1e-5)
     assert float(trained.offset) == pytest.approx(offset, abs=1e-5)
     assert losses[-1] < losses[0] / 5
@@ -88,7 +88,7 @@ def test_what_is_not_a_parameter_stays_as_it_is():
     optimizer = SgdConfig(schedule=ConstantSchedule()).build(eqx.filter(line, eqx.is_inexact_array), STEPS)
     method = Psdp(line, loss, optimizer, layout_of())
     state, metrics = jax.jit(method.step)(jax.jit(method.init)(), next(batches()))
-    trained = method.trained(state)
+    trained = method.eval_model(state)
     assert (trained.name, trained.points_seen.dtype, int(trained.points_seen)) == ("line", jnp.int32, 0)
     assert float(trained.slope) != 0.5
     gradient = jax.grad(lambda line, batch: loss(line, batch)[0] / loss(line, batch)[1], allow_int=True)

@@ -141,7 +141,7 @@ def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
     method, state, losses = trained("diloco", 25)
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5]), "it trains"
     assert not [array for array in jax.tree.leaves(state.method.outer.parameters) if copies_differ(array)]
-    reached, start = method.trained(state.method), Net.init()
+    reached, start = method.eval_model(state.method), Net.init()
     assert any(
         np.any(np.asarray(new) != np.asarray(old))
         for new, old in zip(jax.tree.leaves(reached), jax.tree.leaves(start), strict=True)

@@ -15,7 +15,7 @@ import pytest
 from gregale.services.checkpoint.manifest import find_damage
 from gregale.services.checkpoint.retention import folder_name
 from gregale.services.peers import EXIT_CODE
-from gregale.storage import Remote
+from gregale.storage import ObjectPath
 from tests.ports import free_port
 from tests.programs.tiny import (
     FAST_TO_COMPILE,
@@ -50,7 +50,7 @@ def one(inputs) -> Path:
     return inputs / "runs" / "tiny"
 
 
-def start_hosts(tmp_path: Path, store: Remote) -> list[subprocess.Popen]:
+def start_hosts(tmp_path: Path, store: ObjectPath) -> list[subprocess.Popen]:
     """A process for each host, whose home, folder of work, temporary folder and caches no other sees."""
     port, processes = free_port(), []
     for host in range(HOSTS):

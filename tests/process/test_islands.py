@@ -17,13 +17,13 @@ from gregale import storage
 from gregale.axes.mesh import make_mesh
 from gregale.data.preparation import prepare
 from gregale.islands import files
-from gregale.islands.protocol.headers import Outer
+from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island import Island
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.setup import set_up
 from gregale.services.config import TrainConfig
 from gregale.services.parsing import load
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.services.run_summary import State, summary_of
 from tests.fleet import Fleet, Seconds
 from tests.methods.islands import Fleet as ByHand
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, names: list[str], *options: str) -> files.Saved:
+def trained(folder, names: list[str], *options: str) -> files.SavedOuterState:
     """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
     common = ["--islands.lockstep", "true", "--islands.start", "2", "--islands.lease_steps", "50", *options]
     with Fleet(folder, "streaming.yaml", PATIENT, common, True, environment=QUICK_TO_COMPILE) as fleet:
@@ -71,7 +71,7 @@ def trained(folder, names: list[str], *options: str) -> files.Saved:
         codes = [island.process.wait(PATIENCE_SECONDS) for island in fleet.islands.values()]
         assert codes == [0, 0], fleet.tails()
         assert fleet.check() >= 2 * SYNC["fragments"]
-        assert all(summary_of(RunPlaces(run)).state is State.COMPLETE for run in runs)
+        assert all(summary_of(RunPaths(run)).state is State.COMPLETE for run in runs)
         return files.read(runs[0] / "outer", fleet.newest())
 
 
@@ -103,7 +103,7 @@ def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(fol
     assert np.mean(np.concatenate(far)) < 1e-3
 
 
-def firsts(outer: Outer, names: list[str]) -> list[int]:
+def firsts(outer: OuterRecord, names: list[str]) -> list[int]:
     """The first example of each island's lease; it had a single one."""
     leases = [lease for lease in outer.ledger.leases if lease.name in names]
     assert all(lease.used > 0 and len(lease.spans) == 1 for lease in leases)

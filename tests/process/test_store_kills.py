@@ -22,7 +22,7 @@ import pytest
 from gregale.services.checkpoint.manifest import find_damage
 from gregale.services.checkpoint.retention import folder_name
 from gregale.services.checkpoint.store import Checkpoints
-from gregale.storage import Remote
+from gregale.storage import ObjectPath
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,7 @@ def made_for(step: int) -> dict:
     return {f"array {n}": jax.device_put(values * (step + n), sharding) for n in range(7)}
 
 
-def kill_within_a_save(folder: Remote, source: random.Random) -> int:
+def kill_within_a_save(folder: ObjectPath, source: random.Random) -> int:
     """Start a process that saves, kill it within its third save, and return the step of that save."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
@@ -77,7 +77,7 @@ def kill_within_a_save(folder: Remote, source: random.Random) -> int:
     return begun
 
 
-def look_at(folder: Remote, begun: int) -> None:
+def look_at(folder: ObjectPath, begun: int) -> None:
     """Read all checkpoints that count."""
     reports: list[str] = []
     with Checkpoints(folder, report=reports.append) as checkpoints:

@@ -18,7 +18,7 @@ from gregale.errors import UserError
 from gregale.methods.comparison import compared
 from gregale.methods.config import DilocoConfig, PsdpConfig, StreamingDilocoConfig
 from gregale.methods.fragments import Fragment
-from gregale.methods.schedule import Legs, Schedule
+from gregale.methods.schedule import Schedule, StepFragments
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.methods import methods_of
 from gregale.programs.plan.remedies import remedies
@@ -230,7 +230,7 @@ def test_legs_are_those_of_the_schedule():
     joining = setup.method.traffic(step_shape(setup))
     schedule = Schedule(8, 3, 2, 3)
     assert [legs for _, legs in joining.steps()] == [
-        Legs(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
+        StepFragments(schedule.sent(step - 1), schedule.applied(step)) for step in range(16, 24)
     ]
 
 

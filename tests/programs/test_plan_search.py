@@ -15,7 +15,7 @@ from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
-from gregale.programs.plan.candidates import Candidate, Weighed, weighed_candidates
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, weighed_candidates
 from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, Asked, _Compiler, scheduled_seconds, search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
@@ -152,8 +152,8 @@ def test_what_is_asynchronous_inside_a_slice_is_hidden(found):
 def test_one_that_takes_more_than_what_does_not_fit_is_not_asked_about():
     compiler = _Compiler(setup_for(CONFIG, 257, TARGET), 257, TARGET, Asked(None, None, str))
 
-    def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> Weighed:
-        return Weighed(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)
+    def weighed(microbatches: int, seconds: float, remat="full", fits: bool | None = None) -> ScoredCandidate:
+        return ScoredCandidate(Candidate(remat, microbatches, 1, "per_layer"), 1, seconds, fits=fits, seconds=seconds)
 
     two = weighed(2, 2.0, fits=False)
     compiler.answers[two.candidate] = two

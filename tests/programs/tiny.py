@@ -18,7 +18,7 @@ import yaml
 
 from gregale.services.checkpoint.retention import committed_steps, folder_name
 from gregale.services.checkpoint.store import Checkpoints
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]
 
@@ -91,22 +91,22 @@ def finished(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def lines(run: Place) -> list[dict[str, Any]]:
+def lines(run: StoragePath) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl, if it is there."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def losses(run: Place) -> list[tuple[int, float]]:
+def losses(run: StoragePath) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines(run) if "loss" in line]
 
 
-def checkpoint_steps(run: Place) -> list[int]:
+def checkpoint_steps(run: StoragePath) -> list[int]:
     return committed_steps(run / "checkpoints")
 
 
-def saved_state(run: Place, step: int) -> dict[str, np.ndarray]:
+def saved_state(run: StoragePath, step: int) -> dict[str, np.ndarray]:
     """Every array of a checkpoint by its name: parameters, optimizer state and counters."""
     with Checkpoints(run / "checkpoints") as checkpoints:
         return state_of(checkpoints, step)
@@ -123,7 +123,7 @@ def state_of(checkpoints: Checkpoints, step: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(leaf, "array", leaf)) for name, leaf in tree.items()}
 
 
-def assert_same_state(run: Place, other: Place, step: int) -> None:
+def assert_same_state(run: StoragePath, other: StoragePath, step: int) -> None:
     """Two checkpoints agree in every bit."""
     found, expected = saved_state(run, step), saved_state(other, step)
     assert found.keys() == expected.keys()

@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.services.checkpoint import CheckpointConfig, parts
 from gregale.services.checkpoint.manifest import MANIFEST, write_manifest
-from gregale.services.checkpoint.pieces import Block, Piece, Rows, rows_for
+from gregale.services.checkpoint.pieces import Region, RowRange, ShardExtent, rows_for
 from gregale.services.checkpoint.store import Checkpoints
-from gregale.storage import Patience, Place, files_below, names, place
+from gregale.storage import RetryPolicy, StoragePath, files_below, names, storage_path
 from tests.disk import largest_file
 from tests.stores import Fault, proxied
 
@@ -82,7 +82,7 @@ def reports() -> list[str]:
 
 
 @pytest.fixture(params=["disk", "s3"])
-def folder(request, tmp_path) -> Place:
+def folder(request, tmp_path) -> StoragePath:
     return (tmp_path if request.param == "disk" else request.getfixturevalue("s3")) / "checkpoints"
 
 
@@ -449,7 +449,7 @@ def test_what_is_outdated_is_replaced_and_nothing_else_is(folder, reports):
 def test_a_store_that_fails_costs_one_checkpoint(s3, s3_endpoint, monkeypatch, reports, where):
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        folder = place(str(s3), Patience(seconds=0.3, first_delay_seconds=0.05))
+        folder = storage_path(str(s3), RetryPolicy(seconds=0.3, first_delay_seconds=0.05))
         with Checkpoints(folder, report=reports.append) as checkpoints:
             checkpoints.save(1, small(1), {})
             checkpoints.wait()
@@ -477,12 +477,14 @@ def test_parts_are_cut_anywhere():
 
 
 def test_only_the_rows_of_a_piece_that_are_asked_for_are_read():
-    piece = Piece(Block((4, 8), (4, 8)), process=3, offset=100)
-    wanted = [Block((0, 0), (5, 9)), Block((6, 10), (1, 1))]
-    assert list(rows_for(piece, wanted, item_bytes=2)) == [Rows(Block((4, 8), (3, 8)), 3, 100, 100 + 3 * 8 * 2)]
+    piece = ShardExtent(Region((4, 8), (4, 8)), process=3, offset=100)
+    wanted = [Region((0, 0), (5, 9)), Region((6, 10), (1, 1))]
+    assert list(rows_for(piece, wanted, item_bytes=2)) == [RowRange(Region((4, 8), (3, 8)), 3, 100, 100 + 3 * 8 * 2)]
     assert list(rows_for(piece, wanted, item_bytes=2, most_bytes=40)) == [
-        Rows(Block((4, 8), (2, 8)), 3, 100, 132),
-        Rows(Block((6, 8), (1, 8)), 3, 132, 148),
+        RowRange(Region((4, 8), (2, 8)), 3, 100, 132),
+        RowRange(Region((6, 8), (1, 8)), 3, 132, 148),
     ]
-    assert list(rows_for(piece, [Block((0, 0), (4, 99))], item_bytes=2)) == []
-    assert list(rows_for(Piece(Block((), ()), 0, 7), [Block((), ())], 4)) == [Rows(Block((), ()), 0, 7, 11)]
+    assert list(rows_for(piece, [Region((0, 0), (4, 99))], item_bytes=2)) == []
+    assert list(rows_for(ShardExtent(Region((), ()), 0, 7), [Region((), ())], 4)) == [
+        RowRange(Region((), ()), 0, 7, 11)
+    ]

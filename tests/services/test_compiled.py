@@ -15,7 +15,7 @@ from gregale.errors import UserError
 from gregale.services import compiled
 from gregale.services.compiled import FOLDER, keep_compiled, make_room, processor, user_cache
 from gregale.services.config import TrainConfig
-from gregale.storage import Patience
+from gregale.storage import RetryPolicy
 from tests.anew import as_a_process_begins, cache_events
 from tests.disk import largest_file
 
@@ -190,7 +190,7 @@ def test_a_damaged_one_in_the_store_is_compiled_and_written_anew(s3, events, tmp
 
 def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "STORE_PATIENCE", Patience(0.3, 0.3, 0.05))
+    monkeypatch.setattr(compiled, "STORE_PATIENCE", RetryPolicy(0.3, 0.3, 0.05))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     keep_compiled(str(s3))
     assert [answer(events)[1] for _ in range(2)] == [["cache_misses"], ["cache_hits"]], "the folder has it"
@@ -201,7 +201,7 @@ def test_a_store_that_is_away_is_said_once(s3, events, tmp_path, monkeypatch, ca
 
 def test_a_store_that_fails_later_is_left_for_the_folder(s3, events, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "STORE_PATIENCE", Patience(0.3, 0.3, 0.05))
+    monkeypatch.setattr(compiled, "STORE_PATIENCE", RetryPolicy(0.3, 0.3, 0.05))
     keep_compiled(str(s3))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     warnings.warn("Error reading persistent compilation cache entry for 'jit_a': out of order", stacklevel=1)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gregale.services.coordinator import way_to
+from gregale.services.coordinator import start_proxy
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def accepted(server: socket.socket) -> socket.socket:
 def client(coordinator):
     """A client of JAX's, and the coordinator's end of its connection."""
     port = coordinator.getsockname()[1]
-    host, _, local = way_to(f"127.0.0.1:{port}").rpartition(":")
+    host, _, local = start_proxy(f"127.0.0.1:{port}").rpartition(":")
     accepted(coordinator).close()  # who looks whether it is there
     with socket.create_connection((host, int(local)), 20) as client:
         yield client, accepted(coordinator)

@@ -9,32 +9,34 @@ from threading import Thread
 import pytest
 
 from gregale.services.distributed import DistributedConfig
-from gregale.services.peers import Peer, Watch, watched
-from gregale.services.progress import Doing, Place
+from gregale.services.peers import LivenessMonitor, Peer, monitor_peers
+from gregale.services.progress import Phase, ThreadProgress
 
 
 def test_who_waited_for_long_in_the_roll_call_is_not_lost_when_the_watch_begins():
     """It was silent then, as it had to be."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = Peer(ours, "process 1", heard=time.monotonic() - 1000)
-        Watch([peer], DistributedConfig("here:1", 2, 0, timeout_seconds=60))
-        assert time.monotonic() - peer.heard < 30
+        peer = Peer(ours, "process 1", last_heartbeat=time.monotonic() - 1000)
+        LivenessMonitor([peer], DistributedConfig("here:1", 2, 0, timeout_seconds=60))
+        assert time.monotonic() - peer.last_heartbeat < 30
 
 
 def test_places_travel_with_the_signs_of_life_and_all_leave_together():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sides = [
-            Watch([Peer(connection, f"process {1 - process}", 0.0)], DistributedConfig("here:1", 2, process, 60, 1.2))
+            LivenessMonitor(
+                [Peer(connection, f"process {1 - process}", 0.0)], DistributedConfig("here:1", 2, process, 60, 1.2)
+            )
             for process, connection in enumerate((ours, theirs))
         ]
         for side in sides:
             side.start()
-        sides[1].progress.at(7, Doing.TRAINING)
+        sides[1].progress.at(7, Phase.TRAINING)
         seen = sides[0]._peers[0]
         until = time.monotonic() + 20
-        while seen.place != Place(7, Doing.TRAINING, False, 1) and time.monotonic() < until:
+        while seen.place != ThreadProgress(7, Phase.TRAINING, False, 1) and time.monotonic() < until:
             time.sleep(0.01)
         assert seen.place.steps == 7
         sides[1]._may_leave = True
@@ -44,12 +46,12 @@ def test_places_travel_with_the_signs_of_life_and_all_leave_together():
 
 
 def test_without_others_nothing_is_watched():
-    with watched(None, str) as progress:
-        progress.at(1, Doing.TRAINING)
+    with monitor_peers(None, str) as progress:
+        progress.at(1, Phase.TRAINING)
     assert progress.place.steps == 1
 
 
-class Telling(Watch):
+class Telling(LivenessMonitor):
     """Tells why it would have ended this process."""
 
     def __init__(self, *arguments):
@@ -149,14 +151,14 @@ def test_a_process_that_did_not_run_for_a_while_hears_before_it_judges(ends):
         def place(self):
             self.times += 1
             if self.times > 2 and ends:
-                return Place()
+                return ThreadProgress()
             theirs.sendall(b"alive 3 training 0 1\n")
             if self.times == 2:
-                watch._peers[0].heard = time.monotonic()
+                watch._peers[0].last_heartbeat = time.monotonic()
                 if ends:
                     theirs.close()
                 time.sleep(1.5)
-            return Place()
+            return ThreadProgress()
 
     watch.progress = Stalls()
     with ours, theirs:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from gregale.services.progress import OTHER_WORK, Doing, Place, Progress, hanging
+from gregale.services.progress import OTHER_WORK, Phase, Progress, ThreadProgress, find_hung
 
 SECONDS = 60.0
 NOW = 1_000_000.0
 
 
-def named(places) -> dict[str, Place]:
+def named(places) -> dict[str, ThreadProgress]:
     return {
-        f"process {process}": Place(steps, Doing(doing), waits, since=NOW - stood)
+        f"process {process}": ThreadProgress(steps, Phase(doing), waits, since=NOW - stood)
         for process, steps, doing, waits, stood in places
     }
 
 
 def test_a_place_is_told_as_text():
     progress = Progress()
-    assert Place.parse(str(progress.place)) == progress.place == Place(0, Doing.PREPARING, False, 0)
-    progress.at(801, Doing.TRAINING)
+    assert ThreadProgress.parse(str(progress.place)) == progress.place == ThreadProgress(0, Phase.PREPARING, False, 0)
+    progress.at(801, Phase.TRAINING)
     with progress.waiting():
-        assert progress.place == Place.parse(str(progress.place)) == Place(801, Doing.TRAINING, True, 1)
+        assert (
+            progress.place == ThreadProgress.parse(str(progress.place)) == ThreadProgress(801, Phase.TRAINING, True, 1)
+        )
     progress.still()
-    assert progress.place == Place(801, Doing.TRAINING, False, 3)
+    assert progress.place == ThreadProgress(801, Phase.TRAINING, False, 3)
 
 
 HANGS = {
@@ -79,16 +81,16 @@ GO_ON = {
 
 @pytest.mark.parametrize(("places", "sentence"), HANGS.values(), ids=HANGS)
 def test_who_hangs_is_named(places, sentence):
-    assert hanging(named(places), NOW, SECONDS) == sentence
+    assert find_hung(named(places), NOW, SECONDS) == sentence
 
 
 @pytest.mark.parametrize("places", GO_ON.values(), ids=GO_ON)
 def test_work_that_takes_its_time_is_not_a_hang(places):
-    assert hanging(named(places), NOW, SECONDS) is None
+    assert find_hung(named(places), NOW, SECONDS) is None
 
 
 def test_every_work_has_its_patience():
-    assert {doing: doing.patience(1) for doing in Doing} == {
+    assert {doing: doing.timeout(1) for doing in Phase} == {
         "preparing": float("inf"),
         "compiling": OTHER_WORK,
         "training": 1,

@@ -13,7 +13,7 @@ import pytest
 from gregale.errors import UserError
 from gregale.services import roll_call as module
 from gregale.services.distributed import DistributedConfig
-from gregale.services.greeting import Greeting
+from gregale.services.greeting import JoinRequest
 from gregale.services.peers import EXIT_CODE, Peer
 from gregale.services.roll_call import roll_call
 from tests.ports import free_port
@@ -64,7 +64,7 @@ def joined(port: int, number: int | str, processes: int, host: str):
     """A connection to process 0 of a process that has said who it is, and says nothing else."""
     with said(port, "") as connection:
         challenge = heard(connection, "\n").split()[1]
-        connection.sendall(f"{Greeting(number, processes, 98, host, 'word').line(b'', challenge)}\n".encode())
+        connection.sendall(f"{JoinRequest(number, processes, 98, host, 'word').line(b'', challenge)}\n".encode())
         yield connection
 
 
@@ -209,7 +209,7 @@ def test_who_stands_at_the_coordinator_s_address_without_the_secret_is_not_belie
         with connection:
             connection.sendall(b"who 1234\n")
             greeting = heard(connection, "\n").split()
-            answer = Greeting(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
+            answer = JoinRequest(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
             connection.sendall(f"hello {answer}\n".encode())
             with pytest.raises(UserError, match=r"who answers at 127.0.0.1:\d+ has another secret than this process"):
                 call.result(30)

@@ -34,7 +34,7 @@ def test_no_run(tmp_path):
     with pytest.raises(UserError, match=r"nowhere is not a run directory: it has no config.yaml"):
         RunDirectory(tmp_path / "nowhere").read_config()
     RunDirectory(tmp_path / "nowhere").check_compatible(CONFIG)
-    assert RunDirectory(tmp_path / "nowhere").set_aside() is None
+    assert RunDirectory(tmp_path / "nowhere").archive() is None
 
 
 def test_a_run_goes_on_with_what_may_change_only(run):

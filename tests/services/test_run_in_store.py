@@ -13,7 +13,7 @@ from gregale.services import lines as lines_module
 from gregale.services.config import TrainConfig
 from gregale.services.run_directory import RunDirectory
 from gregale.services.tracking import JsonlTracker, RunInfo
-from gregale.storage import Patience, files_below, place
+from gregale.storage import RetryPolicy, files_below, storage_path
 from tests.stores import Fault, proxied
 
 CONFIG = TrainConfig("a", 10)
@@ -66,15 +66,15 @@ def test_a_run_is_set_aside_with_all_it_has(run, store):
 def test_setting_aside_that_fails_leaves_the_run(s3, s3_endpoint, monkeypatch):
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        run = RunDirectory(place(str(s3 / "a"), Patience(seconds=0.2, first_delay_seconds=0.05)))
+        run = RunDirectory(storage_path(str(s3 / "a"), RetryPolicy(seconds=0.2, first_delay_seconds=0.05)))
         run.write_config(CONFIG)
         (run.path / "samples.txt").write_bytes(b"text")
         proxy.faults[:] = [Fault(503, 1000, "PUT", "a.old-1/samples.txt")]
         with pytest.raises(UserError, match="the store did not answer as it should"):
-            run.set_aside()
+            run.archive()
         assert list(files_below(run.path)) == ["config.yaml", "samples.txt"]
         proxy.faults.clear()
-        assert run.set_aside() == s3 / "a.old-2"
+        assert run.archive() == s3 / "a.old-2"
 
 
 def test_lines_are_written_before_a_checkpoint_counts_and_at_the_end(s3):
@@ -104,7 +104,7 @@ def test_lines_are_written_after_a_while_and_kept_while_the_store_is_away(s3, s3
     with proxied(s3_endpoint) as (endpoint, proxy):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reports: list[str] = []
-        to = place(str(s3 / "metrics.jsonl"), Patience(seconds=0.1, first_delay_seconds=0.05))
+        to = storage_path(str(s3 / "metrics.jsonl"), RetryPolicy(seconds=0.1, first_delay_seconds=0.05))
         tracker = JsonlTracker(to, report=reports.append)
         proxy.faults[:] = [Fault(500, 4, "PUT")]
         tracker.log(1, {"loss": 2.0})

@@ -19,9 +19,9 @@ import pytest
 from gregale.errors import Busy, UserError
 from gregale.files import acquire
 from gregale.services import run_lease, run_lock
-from gregale.services.run_lease import Held, _Lease
+from gregale.services.run_lease import LeaseRecord, RunLease
 from gregale.services.run_lock import LOCK, training
-from gregale.storage import Place, names
+from gregale.storage import StoragePath, names
 from tests.disk import largest_file
 
 BEAT_SECONDS = 0.2
@@ -47,7 +47,7 @@ def without_locks(monkeypatch) -> None:
 
 
 @pytest.fixture(params=["disk", "disk without locks", "s3"])
-def folder(request, tmp_path, monkeypatch) -> Place:
+def folder(request, tmp_path, monkeypatch) -> StoragePath:
     if request.param == "s3":
         return request.getfixturevalue("s3")
     if request.param == "disk without locks":
@@ -55,19 +55,19 @@ def folder(request, tmp_path, monkeypatch) -> Place:
     return tmp_path / "run"
 
 
-def has_locks(folder: Place) -> bool:
+def has_locks(folder: StoragePath) -> bool:
     return isinstance(folder, Path) and run_lock.acquire is acquire
 
 
-def lease_in(folder: Place) -> _Lease:
-    return _Lease(**json.loads((folder / LOCK).read_bytes()))
+def lease_in(folder: StoragePath) -> LeaseRecord:
+    return LeaseRecord(**json.loads((folder / LOCK).read_bytes()))
 
 
-def of_another_machine() -> _Lease:
-    return replace(_Lease.of_this_process(), host="elsewhere", machine="elsewhere")
+def of_another_machine() -> LeaseRecord:
+    return replace(LeaseRecord.of_this_process(), host="elsewhere", machine="elsewhere")
 
 
-def give(folder: Place, lease: _Lease) -> None:
+def give(folder: StoragePath, lease: LeaseRecord) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / LOCK).write_bytes(lease.to_bytes())
 
@@ -116,13 +116,13 @@ def test_one_of_another_machine_that_counts_is_noticed_where_its_lock_does_not_r
 
 
 def test_one_of_this_host_before_it_started_anew_is_not_waited_for(tmp_path):
-    give(tmp_path, replace(_Lease.of_this_process(), machine="before"))
+    give(tmp_path, replace(LeaseRecord.of_this_process(), machine="before"))
     reports: list[str] = []
     with training(tmp_path, reports.append):
         assert reports == [], "it would have locked the file"
 
 
-def take(folder: Place, lease: _Lease, check: Callable[[], None], has_ended: bool) -> None:
+def take(folder: StoragePath, lease: LeaseRecord, check: Callable[[], None], has_ended: bool) -> None:
     """Gives the place to another; of its holder one count that was under way may come behind."""
     for _ in range(9):
         give(folder, lease)
@@ -175,7 +175,7 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
 
 
 def test_a_lease_that_is_gone_is_no_loss(s3):
-    held = Held(s3 / LOCK, _Lease.of_this_process())
+    held = RunLease(s3 / LOCK, LeaseRecord.of_this_process())
     held.check()
     held.give_back()
     (s3 / LOCK).write_bytes(b"torn")
@@ -183,7 +183,7 @@ def test_a_lease_that_is_gone_is_no_loss(s3):
 
 
 def test_a_full_disk_does_not_take_the_lease(tmp_path):
-    give(tmp_path, mine := _Lease.of_this_process())
+    give(tmp_path, mine := LeaseRecord.of_this_process())
     with largest_file(len(mine.to_bytes())):
-        Held(tmp_path / LOCK, mine).count()
+        RunLease(tmp_path / LOCK, mine).count()
     assert lease_in(tmp_path).count == 1

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.files import Taken, acquire, is_held
-from gregale.services.run_lease import _Lease
+from gregale.files import LockHeld, acquire, is_held
+from gregale.services.run_lease import LeaseRecord
 from gregale.services.run_lock import SILENCE_SECONDS, is_being_trained, training
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.services.run_summary import State, last_entries, summaries, summary_of
-from gregale.storage import Remote
+from gregale.storage import ObjectPath
 from tests.services.runs import step_line, write_lines, write_run
 
 
 def state_of(run) -> State:
-    return summary_of(RunPlaces(run)).state
+    return summary_of(RunPaths(run)).state
 
 
-def written(path: Path, lease: _Lease, age_seconds: float = 0.0) -> None:
+def written(path: Path, lease: LeaseRecord, age_seconds: float = 0.0) -> None:
     """A lease whose file nobody has locked."""
     path.write_bytes(lease.to_bytes())
     os.utime(path, (time.time() - age_seconds,) * 2)
@@ -35,7 +35,7 @@ def written(path: Path, lease: _Lease, age_seconds: float = 0.0) -> None:
 
 def test_a_run_in_a_few_figures(tmp_path):
     run = write_run(tmp_path / "a", 10, saved=10, evaluated=True, reduce={"codec": "int4"})
-    found = summary_of(RunPlaces(run))
+    found = summary_of(RunPaths(run))
     assert (found.name, found.state, found.problem) == ("a", State.COMPLETE, None)
     assert (found.step, found.steps, found.saved) == (10, 10, 10)
     assert (found.loss, found.eval_loss, found.bits_per_byte) == (3.9, 3.5, 2.0)
@@ -46,7 +46,7 @@ def test_a_run_in_a_few_figures(tmp_path):
 def test_what_an_island_has_sent_is_over_the_network(tmp_path):
     run = write_run(tmp_path / "a", 0)
     write_lines(run, step_line(1, replica_bytes=10, network_bytes_sent=7))
-    assert summary_of(RunPlaces(run)).bytes_sent == 7
+    assert summary_of(RunPaths(run)).bytes_sent == 7
 
 
 def test_figures_that_are_no_numbers_are_none(tmp_path):
@@ -54,7 +54,7 @@ def test_figures_that_are_no_numbers_are_none(tmp_path):
     line = '{"step": 4, "loss": NaN, "tokens": "4", "mfu": -Infinity, "tokens_per_second": 1e999, "replica_bytes": 1'
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f'{line}{"0" * 400}}}\n{{"step": 1{"0" * 400}, "loss": 1.0}}\n')
-    found = summary_of(RunPlaces(run))
+    found = summary_of(RunPaths(run))
     assert (found.step, found.loss, found.tokens, found.mfu, found.tokens_per_second, found.bytes_sent) == (
         4,
         *[None] * 5,
@@ -130,9 +130,9 @@ def test_a_killed_process_trains_no_more(tmp_path):
 
 @pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * SILENCE_SECONDS, False)])
 def test_of_another_host_the_touches_count(tmp_path, age, trained):
-    written(tmp_path / "lock", replace(_Lease.of_this_process(), host="elsewhere", machine="elsewhere"), age)
+    written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), host="elsewhere", machine="elsewhere"), age)
     assert is_being_trained(tmp_path) is trained
-    written(tmp_path / "lock", replace(_Lease.of_this_process(), pid=2**22 + 1), age)
+    written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), pid=2**22 + 1), age)
     assert not is_being_trained(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
     path.touch()
     with path.open() as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        with pytest.raises(Taken):
+        with pytest.raises(LockHeld):
             acquire(path)
         monkeypatch.setattr("gregale.files.time.sleep", lambda _: looking.close())
         acquire(path).close()
@@ -151,11 +151,11 @@ def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeyp
 
 @pytest.mark.parametrize("store", ["s3", "gs"])
 def test_in_a_store_who_counts_trains(store, request):
-    folder: Remote = request.getfixturevalue(store)
+    folder: ObjectPath = request.getfixturevalue(store)
     assert not is_being_trained(folder)
     with training(folder):
         assert is_being_trained(folder)
-    dead = replace(_Lease.of_this_process(), pid=2**22 + 1)
+    dead = replace(LeaseRecord.of_this_process(), pid=2**22 + 1)
     (folder / "lock").write_bytes(dead.to_bytes())
     assert not is_being_trained(folder), "a process of this machine that is gone"
     (folder / "lock").write_bytes(replace(dead, machine="elsewhere").to_bytes())
@@ -168,7 +168,7 @@ def test_runs_in_a_store(s3, tmp_path):
         if path.is_file():
             (s3 / path.relative_to(tmp_path).as_posix()).write_bytes(path.read_bytes())
     (found,) = summaries(s3)
-    assert replace(found, path="") == replace(summary_of(RunPlaces(run)), path="")
+    assert replace(found, path="") == replace(summary_of(RunPaths(run)), path="")
 
 
 def broken(run: Path, how: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gregale.storage import Patience, StoreError, place
+from gregale.storage import RetryPolicy, StoreError, storage_path
 from tests.stores import CREDENTIALS, Fault
 
 
@@ -49,7 +49,7 @@ def test_the_answer_of_a_creation_may_be_lost(failing):
 
 def test_what_does_not_pass_is_one_line_after_the_time_allowed(failing):
     folder, proxy = failing
-    folder = replace(folder, patience=Patience(seconds=1.5, first_delay_seconds=0.02))
+    folder = replace(folder, patience=RetryPolicy(seconds=1.5, first_delay_seconds=0.02))
     proxy.faults[:] = [Fault(503, 10_000)]
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"x: the store did not answer as it should for 1.5 s \(.*\)\. Nothing"):
@@ -99,4 +99,4 @@ def test_no_credentials_are_one_line(s3, monkeypatch, tmp_path):
 def test_a_missing_bucket_is_one_line(scheme, request):
     request.getfixturevalue(scheme)
     with pytest.raises(StoreError, match=f"there is no bucket {scheme}://nowhere. Make it, or correct the name."):
-        place(f"{scheme}://nowhere/x").write_bytes(b"content")
+        storage_path(f"{scheme}://nowhere/x").write_bytes(b"content")

@@ -12,17 +12,17 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.storage import (
-    Remote,
+    ObjectPath,
     Status,
     create,
     download,
     files_below,
     is_url,
     names,
-    place,
     read_range,
     remove_tree,
     status,
+    storage_path,
     upload,
     write_bytes,
 )
@@ -77,7 +77,7 @@ def test_the_identity_changes_with_the_content(folder):
 
 def test_names_that_begin_alike_are_not_below(folder):
     for name in ("run", "run-2"):
-        if not isinstance(folder, Remote):
+        if not isinstance(folder, ObjectPath):
             (folder / name).mkdir()
         write_bytes(folder / name / "x", b"")
     assert list(files_below(folder / "run")) == ["x"]
@@ -97,19 +97,19 @@ def test_of_several_that_create_one_does(folder):
 
 
 def test_what_a_text_names(tmp_path):
-    assert place(str(tmp_path)) == tmp_path
-    found = place("gs://bucket//runs/first/")
+    assert storage_path(str(tmp_path)) == tmp_path
+    found = storage_path("gs://bucket//runs/first/")
     assert (str(found), found.name, str(found.parent)) == ("gs://bucket/runs/first", "first", "gs://bucket/runs")
     assert str(found.with_name("second") / "config.yaml") == "gs://bucket/runs/second/config.yaml"
     assert is_url("az://x")
     with pytest.raises(UserError, match=r"az://x: az:// is not a store that is known; these are: s3://bucket/"):
-        place("az://x")
+        storage_path("az://x")
     for text, meant in (("s3:/bucket/x", "s3://bucket/x"), ("gs:bucket", "gs://bucket"), ("gcs:/b", "gs://b")):
         with pytest.raises(UserError, match=f"^{text} is neither a URL nor likely a path: {meant} names a store"):
-            place(text)
-    assert place("./s3:/bucket") == Path("s3:/bucket")
+            storage_path(text)
+    assert storage_path("./s3:/bucket") == Path("s3:/bucket")
     with pytest.raises(UserError, match="s3:// names no bucket; it has to be like s3://bucket/folder"):
-        place("s3://")
+        storage_path("s3://")
 
 
 def test_nothing_is_imported_before_an_object_is_asked_for():
@@ -126,7 +126,7 @@ print(*(name for name in ("jax", "fsspec", "s3fs", "numpy") if name in sys.modul
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"s3://b/x needs the package s3fs, .* Run `.* '\.\[s3\]'`"):
-        place("s3://b/x").read_bytes()
+        storage_path("s3://b/x").read_bytes()
 
 
 def test_a_file_that_goes_while_a_folder_is_looked_at_is_left_out(tmp_path, monkeypatch):

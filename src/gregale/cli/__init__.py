@@ -21,7 +21,7 @@ from typing import TextIO
 import gregale
 from gregale.errors import UserError
 from gregale.files import OF_THE_DISK
-from gregale.streams import LastingStream, abandon, printable
+from gregale.streams import ResilientStream, abandon, printable
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program]
     except OSError as error:
         if error.errno not in OF_THE_DISK:
             raise
-        LastingStream(sys.stdout).flush()
+        ResilientStream(sys.stdout).flush()
         _say(f"gregale: error: {_of_the_disk(error)}")
         return 2
     except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def _of_the_disk(error: OSError) -> str:
 
 def _say(text: str) -> None:
     """Writes a line to standard error, if anybody is there to read it."""
-    stream = LastingStream(sys.stderr)
+    stream = ResilientStream(sys.stderr)
     stream.write(f"{printable(text)}\n")
     stream.flush()
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import LAYERS, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
-from gregale.communication.pieces import Leaf, leaves_of, shards
+from gregale.communication.pieces import ShardedLeaf, leaves_of, shards
 
 Tree = Any
 
@@ -81,7 +81,7 @@ def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
     return counted._replace(first=first, second=second)
 
 
-def arrays_of(errors: dict[str, Stored], leaves: list[Leaf]) -> dict[str, Stored]:
+def arrays_of(errors: dict[str, Stored], leaves: list[ShardedLeaf]) -> dict[str, Stored]:
     """The plain arrays of the errors of some leaves."""
     found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
     return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gregale.codecs.codec import Codec, FloatCodec
 from gregale.codecs.feedback import Stored, load, next_error, store
 from gregale.codecs.message import decode_all, encode_all
-from gregale.communication.pieces import Leaf
+from gregale.communication.pieces import ShardedLeaf
 
 Arrays = dict[str, jax.Array]  # by the path of the leaf
 Errors = dict[str, Stored]  # the same; empty without feedback
@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
     kept: Arrays  # [..., n]: the next errors, of those values that had one
 
 
-class Leg(NamedTuple):
+class CollectivePhase(NamedTuple):
     """How a leg sends.
 
     - `codec`: what it encodes with
@@ -40,25 +40,29 @@ class Leg(NamedTuple):
     fast_axes: tuple[str, ...]
 
 
-def first_leg(leaves: list[Leaf], values: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
+def reduce_scatter_phase(
+    leaves: list[ShardedLeaf], values: Arrays, errors: Errors, leg: CollectivePhase
+) -> tuple[Arrays, Errors]:
     """Means over replicas of local shards [*shape], as this replica's pieces [piece_size], and the next errors."""
-    pieces = {leaf.path: leaf.cut(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
-    kept = {leaf.path: leaf.cut(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
+    pieces = {leaf.path: leaf.to_replica_shards(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
+    kept = {leaf.path: leaf.to_replica_shards(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
     message, kept, finite = _send(pieces, kept, leg)
     received = jax.lax.all_to_all(message, leg.axis, split_axis=0, concat_axis=0, tiled=True)
     decoded = decode_all(received, [leaf.piece_size for leaf in leaves], leg.codec)
     means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
-    whole = {leaf.path: leaf.join(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
+    whole = {leaf.path: leaf.from_replica_shards(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
     return means, remember(errors, whole, finite)
 
 
-def second_leg(leaves: list[Leaf], pieces: Arrays, errors: Errors, leg: Leg) -> tuple[Arrays, Errors]:
+def all_gather_phase(
+    leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, leg: CollectivePhase
+) -> tuple[Arrays, Errors]:
     """Every replica's pieces [piece_size] brought together to local shards [*shape], and the next errors."""
     own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), leg.axis) for leaf in leaves if leaf.path in errors}
     message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, leg)
     gathered = jax.lax.all_gather(message, leg.axis)
     decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], leg.codec)
-    wholes = {leaf.path: leaf.join(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
+    wholes = {leaf.path: leaf.from_replica_shards(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
     kept = {leaf.path: _among_pieces(leaf, own[leaf.path], leg.axis) for leaf in leaves if leaf.path in own}
     return wholes, remember(errors, kept, finite)
 
@@ -85,13 +89,13 @@ def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encode
     return Encoded(message, compensated, kept)
 
 
-def _send(values: Arrays, errors: Arrays, leg: Leg) -> tuple[jax.Array, Arrays, jax.Array]:
+def _send(values: Arrays, errors: Arrays, leg: CollectivePhase) -> tuple[jax.Array, Arrays, jax.Array]:
     """The message of values + errors, all [..., n]; the next errors; and whether all replicas' values are finite."""
     message, compensated, kept = encoded(values, errors, leg.codec, leg.beta)
     return message, kept, _all_finite(compensated, leg) if errors else jnp.array(True)
 
 
-def _all_finite(values: Arrays, leg: Leg) -> jax.Array:
+def _all_finite(values: Arrays, leg: CollectivePhase) -> jax.Array:
     """Whether the values of all devices are finite; over the slow axis goes one byte."""
     here = jnp.stack([jnp.all(jnp.isfinite(value)) for value in values.values()]).all()
     in_replica = jax.lax.pmin(here.astype(jnp.int32), leg.fast_axes).astype(jnp.uint8)
@@ -108,16 +112,16 @@ def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
     return {path: one(errors[path], error) for path, error in new.items()}
 
 
-def _own_piece(leaf: Leaf, error: jax.Array, axis: str) -> jax.Array:
+def _own_piece(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
     """A second leg's error -> [piece_size]."""
     if leaf.split is None:
-        return leaf.cut(error)[jax.lax.axis_index(axis)]
+        return leaf.to_replica_shards(error)[jax.lax.axis_index(axis)]
     return error.reshape(-1)
 
 
-def _among_pieces(leaf: Leaf, error: jax.Array, axis: str) -> jax.Array:
+def _among_pieces(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
     """[piece_size] -> a second leg's error; of an array that is not split, zero but for this replica's piece."""
     if leaf.split is None:
         pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
-        return leaf.join(pieces.at[jax.lax.axis_index(axis)].set(error))
+        return leaf.from_replica_shards(pieces.at[jax.lax.axis_index(axis)].set(error))
     return error

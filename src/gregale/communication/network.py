@@ -19,7 +19,7 @@ import numpy as np
 
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored
-from gregale.communication.rows import RowPrograms, Rows, no_error, row_programs
+from gregale.communication.rows import RowLayout, RowPrograms, no_error, row_programs
 from gregale.communication.shards import host_device
 
 BUCKET_BYTES = 4 << 20
@@ -91,7 +91,7 @@ class NetworkReducer:
     - `bucket_bytes`: of a message of the first leg
     """
 
-    def __init__(self, config: ReduceConfig, rows: Mapping[str, Rows], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(self, config: ReduceConfig, rows: Mapping[str, RowLayout], bucket_bytes: int = BUCKET_BYTES):
         self.config, self.rows, self.bucket_bytes = config, dict(sorted(rows.items())), bucket_bytes
 
     def reduce(

@@ -17,7 +17,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ShardedLeaf:
     """An array of a tree, without the axis that is reduced (`replica`, `island`), as one device holds it.
 
     - `path`: where it is in the tree
@@ -56,7 +56,7 @@ class Leaf:
     def piece_size(self) -> int:
         return prod(self.piece_shape)
 
-    def cut(self, shard: jax.Array) -> jax.Array:
+    def to_replica_shards(self, shard: jax.Array) -> jax.Array:
         """[*shape] -> [replicas, piece_size]; row r is what a reduce-scatter leaves on replica r."""
         if self.split is None:
             flat = shard.reshape(-1)
@@ -65,7 +65,7 @@ class Leaf:
         parts = shard.reshape(*self.shape[:d], self.replicas, -1, *self.shape[d + 1 :])
         return jnp.moveaxis(parts, d, 0).reshape(self.replicas, -1)
 
-    def join(self, pieces: jax.Array) -> jax.Array:
+    def from_replica_shards(self, pieces: jax.Array) -> jax.Array:
         """[replicas, piece_size] -> [*shape]"""
         if self.split is None:
             return pieces.reshape(-1)[: prod(self.shape)].reshape(self.shape)
@@ -77,7 +77,7 @@ class Leaf:
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
 
 
-def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[Leaf]:
+def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[ShardedLeaf]:
     """The arrays of a tree of named or plain arrays, in its order.
 
     - `axis`: the axis that is reduced, `replica` or `island`
@@ -94,11 +94,11 @@ def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[L
     return leaves
 
 
-def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> Leaf:
+def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: str) -> ShardedLeaf:
     params, opt_state = layout.spec(axes, layout.params), layout.spec(axes, layout.opt_state)
     shape = tuple(each.size // shards(each, layout, layout.params) for each in axes)
     split = [place for place, each in enumerate(axes) if axis in layout.mesh_axes((each,), layout.opt_state)]
-    return Leaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)
+    return ShardedLeaf(path, axes, named, params, opt_state, shape, split[0] if split else None, layout.axis(axis).size)
 
 
 def shards(axis: Axis, layout: Layout, mapping) -> int:

@@ -22,8 +22,8 @@ from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import load
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.legs import EXACT, Leg, first_leg, second_leg, totals
-from gregale.communication.pieces import Leaf, leaves_of
+from gregale.communication.legs import EXACT, CollectivePhase, all_gather_phase, reduce_scatter_phase, totals
+from gregale.communication.pieces import ShardedLeaf, leaves_of
 
 Tree = Any
 
@@ -45,7 +45,7 @@ class WireBytes(NamedTuple):
         return self.given_back + self.finite_given_back
 
 
-class Lost(NamedTuple):
+class QuantisationLoss(NamedTuple):
     """What the first leg loses."""
 
     relative_error: jax.Array  # float32 []: |h - decode(encode(h))| / |h|, over all replicas, with h = g + e
@@ -126,7 +126,7 @@ class QuantisedReducer:
         error = error._replace(first=updated(error.first, first), second=updated(error.second, second))
         return _like(sums, leaves, averages), error
 
-    def give_back(self, reduced: Tree, error: ErrorState) -> tuple[Tree, ErrorState]:
+    def all_gather_params(self, reduced: Tree, error: ErrorState) -> tuple[Tree, ErrorState]:
         """What was computed under `opt_state`, under `params` again, through the second leg's codec.
 
             h = x + e        given back = decode(encode(h))        e = beta e + (1 - beta) (h - given back)
@@ -147,7 +147,7 @@ class QuantisedReducer:
 
         def on_device(shards, second):
             pieces = {path: shard.astype(jnp.float32).reshape(-1) for path, shard in shards.items()}
-            return second_leg(split, pieces, second, self._leg(self.config.second_codec()))
+            return all_gather_phase(split, pieces, second, self._leg(self.config.second_codec()))
 
         sharded = {leaf.path: leaf.opt_state for leaf in split}
         specs = {path: sharded[path] for path in second}
@@ -163,7 +163,7 @@ class QuantisedReducer:
         error = error._replace(second=updated(error.second, second))
         return _like(reduced, leaves, [arrays[leaf.path] for leaf in leaves]), error
 
-    def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> Lost:
+    def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> QuantisationLoss:
         """What `reduce` would lose of these sums. For a program of its own: figures cross all axes as float32."""
         leaves = [leaf for leaf in leaves_of(sums, self.layout, self.axis, replicated=True) if not leaf.exact]
         kept = arrays_of(error.first, leaves)
@@ -192,7 +192,7 @@ class QuantisedReducer:
         )
         arrays = {leaf.path: x for leaf, x in zip(leaves, self._arrays(sums), strict=True)}
         lost, whole, waiting = run(arrays, weight, kept)
-        return Lost(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
+        return QuantisationLoss(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
 
     def norm(self, reduced: Tree) -> jax.Array:
         """The L2 norm of a tree under `opt_state`; over `axis` go the bytes of one float32."""
@@ -215,7 +215,7 @@ class QuantisedReducer:
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
 
-        def payload(codec: Codec, some: list[Leaf]) -> int:
+        def payload(codec: Codec, some: list[ShardedLeaf]) -> int:
             return lanes * sum(codec.message_bytes(leaf.piece_size) for leaf in some)
 
         first = payload(config.first_codec(), arrays)
@@ -242,11 +242,11 @@ class QuantisedReducer:
         """The other mesh axes, but those of size 1."""
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
 
-    def _leg(self, codec: Codec) -> Leg:
+    def _leg(self, codec: Codec) -> CollectivePhase:
         feedback = self.config.feedback
-        return Leg(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
+        return CollectivePhase(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
 
-    def _reduce_on_device(self, leaves: list[Leaf], values: dict, weight: jax.Array, errors: tuple):
+    def _reduce_on_device(self, leaves: list[ShardedLeaf], values: dict, weight: jax.Array, errors: tuple):
         """Local sums by path, total weight, (first, second) errors -> averages by path, the errors."""
         first, second = errors
         arrays = [leaf for leaf in leaves if not leaf.exact]
@@ -256,11 +256,11 @@ class QuantisedReducer:
         if arrays:
             scale = self.lanes / weight
             scaled = {leaf.path: values[leaf.path].astype(jnp.float32) * scale for leaf in arrays}
-            pieces, first = first_leg(arrays, scaled, first, self._leg(self.config.first_codec()))
+            pieces, first = reduce_scatter_phase(arrays, scaled, first, self._leg(self.config.first_codec()))
             averages |= {leaf.path: pieces[leaf.path].reshape(leaf.piece_shape) for leaf in arrays}
         whole = [leaf for leaf in arrays if leaf.split is None]
         if whole:
-            joined, second = second_leg(whole, averages, second, self._leg(self.config.second_codec()))
+            joined, second = all_gather_phase(whole, averages, second, self._leg(self.config.second_codec()))
             averages |= joined
         return averages, first, second
 
@@ -286,7 +286,7 @@ def _leaves(tree: Tree) -> list:
     return jax.tree.leaves(tree, is_leaf=is_named)
 
 
-def _like(tree: Tree, leaves: list[Leaf], arrays: list[jax.Array]) -> Tree:
+def _like(tree: Tree, leaves: list[ShardedLeaf], arrays: list[jax.Array]) -> Tree:
     """The arrays in the structure of the tree, with the axes of the leaves."""
     wrapped = [leaf.wrap(array) for leaf, array in zip(leaves, arrays, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_named), wrapped)

@@ -20,8 +20,8 @@ Tree = Any
 class ExactReducer:
     """Averages a tree over `axis` in float32 and gives back what was computed from the averages.
 
-    A method calls `reduce` and `give_back` once a step each, and hands the error that one returns to the next: None
-    here, and what was not sent yet with `communication.quantised.QuantisedReducer`, which has the same methods.
+    A method calls `reduce` and `all_gather_params` once a step each, and hands the error that one returns to the next.
+    Here the error is None; `communication.quantised.QuantisedReducer`, with the same methods, returns the unsent rest.
     """
 
     layout: Layout
@@ -41,9 +41,9 @@ class ExactReducer:
         """`reduce_replicas`."""
         return reduce_replicas(sums, weight, self.layout, self.axis), error
 
-    def give_back(self, reduced: Tree, error: None) -> tuple[Tree, None]:
+    def all_gather_params(self, reduced: Tree, error: None) -> tuple[Tree, None]:
         """What was computed under `opt_state`, under `params` again: one all-gather over `axis` an array."""
-        return give_back(reduced, self.layout), error
+        return all_gather_params(reduced, self.layout), error
 
     def norm(self, reduced: Tree) -> jax.Array:
         """The L2 norm of a tree under `opt_state`."""
@@ -125,6 +125,6 @@ def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:
     return 2 * (n - 1) * total // n
 
 
-def give_back(reduced: Tree, layout: Layout) -> Tree:
+def all_gather_params(reduced: Tree, layout: Layout) -> Tree:
     """What was computed under `opt_state`, under `params` again: one all-gather over `replica` an array."""
     return layout.constrain(reduced, layout.params)

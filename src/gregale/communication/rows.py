@@ -21,7 +21,7 @@ from gregale.communication.legs import EXACT, encoded, remember
 ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """A shard's values as equal rows; the last one is filled with zeros.
 
     A row is a whole number of blocks of the codecs, so that no block holds values of two rows. One row has the shard's
@@ -38,11 +38,11 @@ class Rows(NamedTuple):
     row: int
     exact: bool = False
 
-    def cut(self, values: jax.Array) -> jax.Array:
+    def to_rows(self, values: jax.Array) -> jax.Array:
         """[size] -> [count, row]"""
         return jnp.pad(values, (0, self.count * self.row - self.size)).reshape(self.count, self.row)
 
-    def join(self, rows: jax.Array) -> jax.Array:
+    def from_rows(self, rows: jax.Array) -> jax.Array:
         """[count, row] -> [size]"""
         return rows.reshape(-1)[: self.size]
 
@@ -55,13 +55,13 @@ class Rows(NamedTuple):
         return EXACT if self.exact else config.second_codec()
 
 
-def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = ROW_VALUES) -> Rows:
+def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = ROW_VALUES) -> RowLayout:
     """The rows of a shard of `size` values, of about `most` values at most: equal, and whole blocks if several."""
     count = max(1, -(-size // most))
     if count == 1:
-        return Rows(size, 1, size, exact)
+        return RowLayout(size, 1, size, exact)
     row = -(-size // (count * config.block)) * config.block
-    return Rows(size, -(-size // row), row, exact)
+    return RowLayout(size, -(-size // row), row, exact)
 
 
 class RowPrograms(NamedTuple):

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from gregale.data.claims import once
-from gregale.data.disk import Disk
-from gregale.data.parts import Damaged, Task, discard, json_sha256, make_tasks, sealed_parts, token_dtype
+from gregale.data.disk import ChunkCache
+from gregale.data.parts import CorruptPart, EncodeTask, discard, json_sha256, make_tasks, sealed_parts, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.store import FORMAT, MANIFEST_NAME, TokenStore, complete_store, in_words, open_store, sealed
 from gregale.data.tokenizers import Tokenizer
-from gregale.data.workers import Workers
+from gregale.data.workers import EncoderPool
 from gregale.errors import UserError
-from gregale.files import machine, reason
-from gregale.storage import Place
+from gregale.files import machine, os_error_text
+from gregale.storage import StoragePath
 
 POLL_SECONDS = 0.5
 LOOK_SECONDS = 5.0  # between two looks at what other hosts have sealed
@@ -32,7 +32,7 @@ class NamedSource:
 
 
 @dataclass(frozen=True)
-class Cache:
+class TokenCache:
     """Where token stores lie.
 
     Attributes:
@@ -40,8 +40,8 @@ class Cache:
         disk: keeps what is read of an object store.
     """
 
-    place: Place
-    disk: Disk
+    place: StoragePath
+    disk: ChunkCache
 
 
 def store_key(source: SourceConfig, tokenizer: Tokenizer) -> str:
@@ -54,7 +54,9 @@ def key_of(version: int, identity: dict, tokenizer: str) -> str:
     return json_sha256([version, identity, tokenizer])[:24]
 
 
-def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers: int, report: Report) -> TokenStore:
+def build_store(
+    source: NamedSource, tokenizer: Tokenizer, cache: TokenCache, workers: int, report: Report
+) -> TokenStore:
     """Opens the store of a source, after building it if the cache does not have it.
 
     One process of each host encodes, with as many processes as it may use, and all hosts that see the same cache do so
@@ -80,19 +82,19 @@ def build_store(source: NamedSource, tokenizer: Tokenizer, cache: Cache, workers
     return open_store(folder, cache.disk)
 
 
-def is_complete(folder: Place) -> bool:
+def is_complete(folder: StoragePath) -> bool:
     return (folder / MANIFEST_NAME).is_file()
 
 
 @contextmanager
-def writing(cache: Place) -> Iterator[None]:
+def writing(cache: StoragePath) -> Iterator[None]:
     """Says that a cache cannot be written to, where the system does."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"data.cache: {cache} cannot be written to ({reason(error)}). The parts that are finished stay, and the "
-            "same command goes on from them."
+            f"data.cache: {cache} cannot be written to ({os_error_text(error)}). The parts that are finished "
+            "stay, and the same command goes on from them."
         ) from error
 
 
@@ -103,7 +105,7 @@ class Build:
     comes. So hosts need not agree; two of them sometimes encode the same part at once, and write the same bytes.
     """
 
-    def __init__(self, source: NamedSource, tokenizer: Tokenizer, folder: Place, workers: int, report: Report):
+    def __init__(self, source: NamedSource, tokenizer: Tokenizer, folder: StoragePath, workers: int, report: Report):
         self._name, self._tokenizer, self._folder, self._report = source.name, tokenizer, folder, report
         self._tasks = make_tasks(source.config)
         self._workers = workers if len(self._tasks) > 1 else 1
@@ -128,7 +130,7 @@ class Build:
         self._tell()
         left = [task for task in self._tasks if task.number not in self._sealed]
         random.SystemRandom().shuffle(left)
-        with Workers(self._workers, self._tokenizer, self._folder) as workers:
+        with EncoderPool(self._workers, self._tokenizer, self._folder) as workers:
             while left or len(workers):
                 while left and len(workers) < (1 if self._workers == 1 else 2 * self._workers):
                     task = left.pop()
@@ -154,7 +156,7 @@ class Build:
                 "source": self._identity,
             } | ({"skipped": asdict(skipped)} if skipped.count else {})
             complete_store(self._folder, seals, description, self._report)
-        except Damaged as damaged:
+        except CorruptPart as damaged:
             discard(self._folder, damaged.number)
 
     def _tell(self) -> None:
@@ -167,5 +169,5 @@ class Build:
             self._told = done
             self._report(self._name, done, self._size(self._tasks))
 
-    def _size(self, tasks: list[Task]) -> int:
+    def _size(self, tasks: list[EncodeTask]) -> int:
         return sum(task.size_bytes for task in tasks)

@@ -17,8 +17,8 @@ from threading import Event, Thread
 
 from gregale.data.workers import UNGUARDED
 from gregale.errors import UserError
-from gregale.files import is_gone, machine
-from gregale.storage import Place, create, write_bytes
+from gregale.files import is_process_dead, machine
+from gregale.storage import StoragePath, create, write_bytes
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 30.0
@@ -26,7 +26,10 @@ POLL_SECONDS = 0.5
 
 
 def once(
-    claim: Place, work: Callable[[], None], is_done: Callable[[], bool], waiting: Callable[[], None] = lambda: None
+    claim: StoragePath,
+    work: Callable[[], None],
+    is_done: Callable[[], bool],
+    waiting: Callable[[], None] = lambda: None,
 ) -> None:
     """Do the work, unless another process does it; return when it is done, or was tried by this process.
 
@@ -49,7 +52,7 @@ def once(
         is_here = found.get("machine") == mine["machine"]
         if is_here and found["pid"] == os.getppid():
             raise UserError(f"{claim}: the parent process is at work. {UNGUARDED}")
-        is_dead = is_here and is_gone(found["pid"])
+        is_dead = is_here and is_process_dead(found["pid"])
         if is_dead or (found == seen and time.monotonic() - since > LOST_SECONDS):
             claim.unlink(missing_ok=True)
             continue
@@ -59,7 +62,7 @@ def once(
         time.sleep(POLL_SECONDS)
 
 
-def read(claim: Place) -> dict:
+def read(claim: StoragePath) -> dict:
     """Return what a claim says; nothing if there is none, or not a whole one."""
     with suppress(FileNotFoundError, ValueError):
         return json.loads(claim.read_bytes())
@@ -67,7 +70,7 @@ def read(claim: Place) -> dict:
 
 
 @contextmanager
-def beating(claim: Place, mine: dict) -> Iterator[None]:
+def beating(claim: StoragePath, mine: dict) -> Iterator[None]:
     """Rewrite a claim every few seconds while the block runs, and remove it in the end."""
     ended = Event()
 

@@ -16,7 +16,7 @@ SCANS = 16  # of the folder, while as much is written as the bound allows
 STRIPES = 64
 
 
-class Disk:
+class ChunkCache:
     """A folder of pieces, each named by its SHA-256, which several processes may share.
 
     A piece is checked when a process first reads it; a damaged one is fetched again. A disk that is full or cannot be

@@ -21,12 +21,12 @@ from gregale.errors import UserError
 if TYPE_CHECKING:
     import grain
 
-Rows = dict[str, np.ndarray]
+ExampleBatch = dict[str, np.ndarray]
 MORE_BYTES = "more_bytes"
 WEIGHT_STEPS = 100  # weights are rounded to hundredths of the smallest
 
 
-class Windows(Sequence[Rows]):
+class Windows(Sequence[ExampleBatch]):
     """The windows of one or several streams, in order, each as an example.
 
     Args:
@@ -67,7 +67,7 @@ def window_count(stream: DocumentStream, sequence_length: int) -> int:
     return max(0, len(stream) - 1) // sequence_length
 
 
-def make_example(tokens: np.ndarray, documents: np.ndarray) -> Rows:
+def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
     """One window as the arrays that a model needs.
 
     Args:
@@ -110,18 +110,18 @@ class Examples:
     def endless(self) -> bool:
         return len(self) == sys.maxsize
 
-    def __getitem__(self, index: int) -> Rows:
+    def __getitem__(self, index: int) -> ExampleBatch:
         """Example `index`: arrays [L], see `make_example`."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         return self._dataset[index]  # type: ignore[return-value]
 
-    def rows(self, indices: Sequence[int]) -> Rows:
+    def rows(self, indices: Sequence[int]) -> ExampleBatch:
         """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""
         return stacked([self[int(index)] if index < len(self) else self._blank for index in indices])
 
     @cached_property
-    def _blank(self) -> Rows:
+    def _blank(self) -> ExampleBatch:
         """An example without any target."""
         return {key: np.zeros_like(array) for key, array in self[0].items()}
 
@@ -129,13 +129,13 @@ class Examples:
         """Number of batches from example `first` on; `sys.maxsize` where they never end."""
         return len(self) if self.endless else -(-max(0, len(self) - first) // batch_size)
 
-    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> Rows:
+    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> ExampleBatch:
         """Some rows of the batch that begins with example `first`, arrays [row, L]: row r is example first + r."""
         del batch_size
         return self.rows([first + row for row in rows])
 
 
-def stacked(examples: Sequence[Rows]) -> Rows:
+def stacked(examples: Sequence[ExampleBatch]) -> ExampleBatch:
     """Examples as arrays [row, L]."""
     return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
 

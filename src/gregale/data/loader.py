@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from gregale.data.examples import Examples, Rows
+from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 
 THREADS = 4
 BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
 
 
-class Batches(Iterator[Rows]):
+class Batches(Iterator[ExampleBatch]):
     """An iterator with threads behind it: use it in a `with` statement, or call `close`, to end them."""
 
     def __init__(self, made):
         self._made = made
 
-    def __next__(self) -> Rows:
+    def __next__(self) -> ExampleBatch:
         """The next step's arrays, [row, L]."""
         return next(self._made)
 
@@ -45,7 +45,7 @@ def batches(
 
     rows = range(batch_size) if rows is None else rows
 
-    def batch(number: int) -> Rows:
+    def batch(number: int) -> ExampleBatch:
         return examples.batch(first + number * batch_size, batch_size, rows)
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=BATCHES_AHEAD)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gregale.data.examples import Examples, Rows, Windows, endless, mixed, shuffle_seed, stacked
+from gregale.data.examples import ExampleBatch, Examples, Windows, endless, mixed, shuffle_seed, stacked
 from gregale.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ReplicaExamples:
         del first, batch_size
         return sys.maxsize
 
-    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> Rows:
+    def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> ExampleBatch:
         """Some rows of the batch that begins after `first` examples of all replicas together, arrays [row, L].
 
         The k-th block of batch_size / replicas rows is replica k's: its row r is its example first / replicas + r.
@@ -43,7 +43,7 @@ class ReplicaExamples:
         return stacked([self.replicas[row // count][begin + row % count] for row in rows])
 
 
-class Part(Sequence[Rows]):
+class ExampleRange(Sequence[ExampleBatch]):
     """The examples of a data set from `start` to `stop`.
 
     A slice of grain's would hand the epoch on to the data set's own shuffle, and be other examples in each epoch.
@@ -83,7 +83,7 @@ def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture]
         bounds = cuts(name, len(windows), mixtures)
         for replica, mixture in enumerate(mixtures):
             if mixture.get(name):
-                part = grain.MapDataset.source(Part(dataset, bounds[replica], bounds[replica + 1]))
+                part = grain.MapDataset.source(ExampleRange(dataset, bounds[replica], bounds[replica + 1]))
                 epochs[replica][name] = endless(part, f"{name}/{replica}", seed)
     length = next(iter(sources.values())).sequence_length
     mixes = [mixed(own, mixture) for own, mixture in zip(epochs, mixtures, strict=True)]

@@ -20,12 +20,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gregale.data.sources import Document, Part, Skipped, SourceConfig
+from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
-from gregale.files import replacing
-from gregale.storage import Place, Remote, names, read_range, write_bytes
+from gregale.files import atomic_replace
+from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
 TASK_BYTES = 64 << 20  # of input
 LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, so that there is one for each core
@@ -37,12 +37,12 @@ LENGTH = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
-class Task:
+class EncodeTask:
     """Consecutive parts of a source, for one process to encode into one part of its store."""
 
     number: int
     source: SourceConfig
-    parts: tuple[Part, ...]
+    parts: tuple[SourceRange, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Seal:
+class PartManifest:
     """What a finished part holds.
 
     Attributes:
@@ -75,7 +75,7 @@ class Seal:
         return self.tokens * self.itemsize + self.documents * LENGTH.itemsize
 
 
-class Damaged(Exception):
+class CorruptPart(Exception):
     """A part is not what its seal says; `number`: which."""
 
     def __init__(self, number: int):
@@ -83,11 +83,11 @@ class Damaged(Exception):
         self.number = number
 
 
-def make_tasks(source: SourceConfig) -> list[Task]:
+def make_tasks(source: SourceConfig) -> list[EncodeTask]:
     """Groups the parts of a source into tasks of about `TASK_BYTES`, or fewer if it is small."""
     parts = source.parts()
     wanted = min(TASK_BYTES, max(LEAST_TASK_BYTES, sum(part.size_bytes for part in parts) // MANY_TASKS))
-    groups: list[list[Part]] = [[]]
+    groups: list[list[SourceRange]] = [[]]
     size = 0
     for part in parts:
         if size >= wanted:
@@ -95,7 +95,7 @@ def make_tasks(source: SourceConfig) -> list[Task]:
             size = 0
         groups[-1].append(part)
         size += part.size_bytes
-    return [Task(number, source, tuple(group)) for number, group in enumerate(groups)]
+    return [EncodeTask(number, source, tuple(group)) for number, group in enumerate(groups)]
 
 
 def part_name(number: int) -> str:
@@ -106,7 +106,7 @@ def seal_name(number: int) -> str:
     return f"part-{number:08d}.json"
 
 
-def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
+def encode_part(task: EncodeTask, tokenizer: Tokenizer, folder: StoragePath) -> None:
     """Encodes the documents of a task into a part and seals it, unless that is done.
 
     Args:
@@ -117,20 +117,20 @@ def encode_part(task: Task, tokenizer: Tokenizer, folder: Place) -> None:
     if read_seal(folder, task.number) is not None:  # another host was faster
         return
     place = folder / part_name(task.number)
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         with tempfile.TemporaryFile() as file:  # it has no name, and so goes however this process ends
             seal = write_part(task, tokenizer, file)
             file.flush()
             place.upload(Path(f"/proc/self/fd/{file.fileno()}"))
     else:
-        with replacing(place) as temporary, temporary.open("w+b") as file:
+        with atomic_replace(place) as temporary, temporary.open("w+b") as file:
             seal = write_part(task, tokenizer, file)
             file.flush()
             os.fsync(file.fileno())
     write_seal(folder, task.number, seal)
 
 
-def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
+def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> PartManifest:
     """Writes a part into a file; returns what its seal says."""
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
     lengths, corrections, skipped = [], [], Skipped()
@@ -144,7 +144,7 @@ def write_part(task: Task, tokenizer: Tokenizer, output: BinaryIO) -> Seal:
     output.write(np.array(lengths, LENGTH).data)
     chunks = "".join(hashlib.sha256(chunk).hexdigest() for chunk in chunks_of(output))
     packed = None if tokenizer.is_exact else Corrections.joined(zip(lengths, corrections, strict=True)).packed()
-    return Seal(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
+    return PartManifest(len(lengths), sum(lengths), dtype.itemsize, asdict(skipped), chunks, packed)
 
 
 def chunks_of(file: BinaryIO) -> Iterator[bytes]:
@@ -194,49 +194,49 @@ def token_dtype(vocabulary_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
 
 
-def write_seal(folder: Place, number: int, seal: Seal) -> None:
+def write_seal(folder: StoragePath, number: int, seal: PartManifest) -> None:
     """Seal a part."""
     content = {key: value for key, value in asdict(seal).items() if value is not None}
     write_bytes(folder / seal_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
 
 
-def sealed_parts(folder: Place) -> set[int]:
+def sealed_parts(folder: StoragePath) -> set[int]:
     """Return the numbers of the parts that have a seal."""
     return {int(found[1]) for name in names(folder) if (found := re.fullmatch(r"part-(\d{8})\.json", name))}
 
 
-def read_seal(folder: Place, number: int) -> Seal | None:
+def read_seal(folder: StoragePath, number: int) -> PartManifest | None:
     """The seal of a part; None if it has none, or a damaged one, so that it has to be encoded."""
     try:
         content = json.loads((folder / seal_name(number)).read_bytes())
         if content.pop("sha256") != json_sha256(content):
             return None
-        return Seal(**content)
+        return PartManifest(**content)
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def read_chunks(folder: Place, number: int, seal: Seal, first: int, count: int) -> bytes:
-    """Read some chunks of a part, one after the other; raise `Damaged` if they are not what was sealed."""
+def read_chunks(folder: StoragePath, number: int, seal: PartManifest, first: int, count: int) -> bytes:
+    """Read some chunks of a part, one after the other; raise `CorruptPart` if they are not what was sealed."""
     start = first * CHUNK_BYTES
     try:
         data = read_range(folder / part_name(number), start, min(start + count * CHUNK_BYTES, seal.size_bytes))
     except FileNotFoundError:
-        raise Damaged(number) from None
+        raise CorruptPart(number) from None
     view = memoryview(data)
     found = [hashlib.sha256(view[at : at + CHUNK_BYTES]).hexdigest() for at in range(0, len(data), CHUNK_BYTES)]
     if "".join(found) != seal.chunks[first * DIGEST : (first + count) * DIGEST]:
-        raise Damaged(number)
+        raise CorruptPart(number)
     return data
 
 
-def read_part(folder: Place, number: int, seal: Seal) -> Iterator[bytes]:
-    """Read a whole part in blocks and check each of them; raise `Damaged`."""
+def read_part(folder: StoragePath, number: int, seal: PartManifest) -> Iterator[bytes]:
+    """Read a whole part in blocks and check each of them; raise `CorruptPart`."""
     for first in range(0, len(seal.chunks) // DIGEST, CHUNKS_AT_ONCE):
         yield read_chunks(folder, number, seal, first, CHUNKS_AT_ONCE)
 
 
-def discard(folder: Place, number: int) -> None:
+def discard(folder: StoragePath, number: int) -> None:
     """Forgets a part, so that it is encoded anew: the seal goes first."""
     for name in (seal_name(number), part_name(number)):
         (folder / name).unlink(missing_ok=True)

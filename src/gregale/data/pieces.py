@@ -9,7 +9,7 @@ LARGEST_ID = 2**24 - 1
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 
 
-def token_pieces(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -> list[bytes]:
+def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -> list[bytes]:
     """The UTF-8 bytes that each id stands for [vocabulary].
 
     Args:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from gregale.data.build import Cache, NamedSource, build_store, key_of
+from gregale.data.build import NamedSource, TokenCache, build_store, key_of
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
-from gregale.data.disk import Disk
+from gregale.data.disk import ChunkCache
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, replica_examples
 from gregale.data.parts import json_sha256
@@ -22,7 +22,7 @@ from gregale.data.tokenizers import BpeConfig, Tokenizer
 from gregale.data.training_texts import make_tokenizer, naming
 from gregale.errors import UserError
 from gregale.files import user_cache
-from gregale.storage import place
+from gregale.storage import storage_path
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
     )
 
 
-def token_cache(config: DataConfig) -> Cache:
+def token_cache(config: DataConfig) -> TokenCache:
     """Return where the token stores lie; raise `UserError` for the URL of what is no store."""
     given = None if config.local_cache == AUTO else expand(config.local_cache, "data.local_cache")
     local = user_cache() / "pieces" if given is None else Path(given)
-    return Cache(place(expand(config.cache, "data.cache")), Disk(local))
+    return TokenCache(storage_path(expand(config.cache, "data.cache")), ChunkCache(local))
 
 
 def validation_of(

@@ -24,14 +24,24 @@ from pathlib import Path
 import numpy as np
 
 from gregale.data import parts
-from gregale.data.disk import Disk
-from gregale.data.parts import DIGEST, LENGTH, Damaged, Seal, json_sha256, part_name, read_chunks, read_part, read_seal
+from gregale.data.disk import ChunkCache
+from gregale.data.parts import (
+    DIGEST,
+    LENGTH,
+    CorruptPart,
+    PartManifest,
+    json_sha256,
+    part_name,
+    read_chunks,
+    read_part,
+    read_seal,
+)
 from gregale.data.progress import Report, silent
 from gregale.data.sources import Skipped
 from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
 from gregale.files import flush
-from gregale.storage import Place, Remote, write_bytes
+from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 FORMAT = 2
 DOCUMENTS_NAME = "documents.npy"
@@ -50,28 +60,28 @@ class PartReader:
         disk: keeps what is read of an object store. Parts on a disk are mapped into memory.
     """
 
-    def __init__(self, folder: Place, disk: Disk):
+    def __init__(self, folder: StoragePath, disk: ChunkCache):
         self.folder, self._disk = folder, disk
-        self._parts: dict[int, tuple[Seal, bytearray]] = {}  # with which chunks were checked
+        self._parts: dict[int, tuple[PartManifest, bytearray]] = {}  # with which chunks were checked
         self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
 
     def chunk(self, number: int, chunk: int) -> bytes | memoryview:
-        """Return a chunk of a part; raise `Damaged` if it is not what was sealed."""
+        """Return a chunk of a part; raise `CorruptPart` if it is not what was sealed."""
         seal, checked = self._part(number)
         sha256 = seal.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
-        if isinstance(self.folder, Remote):
+        if isinstance(self.folder, ObjectPath):
             return self._disk.get(sha256, lambda: read_chunks(self.folder, number, seal, chunk, 1))
         try:
             data = self._map(number)[chunk * parts.CHUNK_BYTES : (chunk + 1) * parts.CHUNK_BYTES]
         except FileNotFoundError:
-            raise Damaged(number) from None
+            raise CorruptPart(number) from None
         if not checked[chunk]:
             if hashlib.sha256(data).hexdigest() != sha256:
-                raise Damaged(number)
+                raise CorruptPart(number)
             checked[chunk] = True
         return data
 
-    def _part(self, number: int) -> tuple[Seal, bytearray]:
+    def _part(self, number: int) -> tuple[PartManifest, bytearray]:
         if number not in self._parts:
             seal = sealed(self.folder, number)
             self._parts[number] = seal, bytearray(len(seal.chunks) // DIGEST)
@@ -135,7 +145,7 @@ class TokenStore:
         corrections: the tokens that stand for other bytes of text than their pieces have.
     """
 
-    folder: Place
+    folder: StoragePath
     tokens: PartTokens
     offsets: np.ndarray
     manifest: dict
@@ -168,26 +178,28 @@ class TokenStore:
             raise UserError(f"{self.folder}: its parts are not those that the manifest describes. {MENDING}")
 
 
-def sealed(folder: Place, number: int) -> Seal:
-    """Return the seal of a part; raise `Damaged` if it has none."""
+def sealed(folder: StoragePath, number: int) -> PartManifest:
+    """Return the seal of a part; raise `CorruptPart` if it has none."""
     if (seal := read_seal(folder, number)) is None:
-        raise Damaged(number)
+        raise CorruptPart(number)
     return seal
 
 
 @contextmanager
-def mendable(folder: Place) -> Iterator[None]:
+def mendable(folder: StoragePath) -> Iterator[None]:
     """Say what to do about a damaged part of a complete store."""
     try:
         yield
-    except Damaged as damaged:
+    except CorruptPart as damaged:
         raise UserError(
             f"{folder / part_name(damaged.number)} is damaged or missing, or its seal beside it is. Delete "
             f"{folder / MANIFEST_NAME}, and the next run encodes this part again."
         ) from None
 
 
-def read_parts(folder: Place, seals: Sequence[Seal], read: Callable[[int, int], None]) -> tuple[np.ndarray, dict]:
+def read_parts(
+    folder: StoragePath, seals: Sequence[PartManifest], read: Callable[[int, int], None]
+) -> tuple[np.ndarray, dict]:
     """Read and check all parts of a store.
 
     - `read(done, total)`: is told the bytes that were read
@@ -212,7 +224,7 @@ def read_parts(folder: Place, seals: Sequence[Seal], read: Callable[[int, int], 
     return np.frombuffer(lengths, LENGTH), {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def open_store(folder: Place, disk: Disk) -> TokenStore:
+def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     """Open a complete store; tokens are checked when they are read.
 
     Args:
@@ -238,7 +250,7 @@ def open_store(folder: Place, disk: Disk) -> TokenStore:
                 raise UserError(f"{path}: its SHA-256 is {found}, the manifest says {sha256}. {MENDING}")
             return content
 
-        content = disk.get(sha256, read) if isinstance(folder, Remote) else read()
+        content = disk.get(sha256, read) if isinstance(folder, ObjectPath) else read()
         return np.load(io.BytesIO(content), allow_pickle=False)
 
     offsets = load(DOCUMENTS_NAME)
@@ -248,7 +260,7 @@ def open_store(folder: Place, disk: Disk) -> TokenStore:
     return TokenStore(folder, PartTokens(PartReader(folder, disk), bounds, dtype), offsets, manifest, corrections)
 
 
-def read_manifest(path: Place) -> dict:
+def read_manifest(path: StoragePath) -> dict:
     """A manifest that agrees with its own checksum and this program's version of the format."""
     try:
         manifest = json.loads(path.read_bytes())
@@ -263,7 +275,9 @@ def read_manifest(path: Place) -> dict:
     return manifest
 
 
-def complete_store(folder: Place, seals: Sequence[Seal], description: dict, report: Report = silent) -> None:
+def complete_store(
+    folder: StoragePath, seals: Sequence[PartManifest], description: dict, report: Report = silent
+) -> None:
     """Read and check all parts, and write what makes them a store; the manifest comes last.
 
     Args:
@@ -293,7 +307,7 @@ def complete_store(folder: Place, seals: Sequence[Seal], description: dict, repo
     write_flushed(folder / MANIFEST_NAME, json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1).encode())
 
 
-def write_array(place: Place, array: np.ndarray) -> dict:
+def write_array(place: StoragePath, array: np.ndarray) -> dict:
     """Write an array; return what a manifest says of the file."""
     file = io.BytesIO()
     np.save(file, array)
@@ -302,10 +316,10 @@ def write_array(place: Place, array: np.ndarray) -> dict:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def write_flushed(place: Place, content: bytes) -> None:
+def write_flushed(place: StoragePath, content: bytes) -> None:
     """Write a file or an object, whole or not at all, and wait until it is on the disk."""
     write_bytes(place, content)
-    if not isinstance(place, Remote):
+    if not isinstance(place, ObjectPath):
         flush(place)
         flush(place.parent)
 

@@ -17,9 +17,9 @@ from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
-from gregale.files import replacing
+from gregale.files import atomic_replace
 from gregale.settings import Fixed, Settings, whole
-from gregale.storage import Place, Remote
+from gregale.storage import ObjectPath, StoragePath
 
 SAVED_NAME = "tokenizer.json"
 TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
@@ -102,7 +102,7 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
-    def token_pieces(self) -> list[bytes]:
+    def vocabulary_bytes(self) -> list[bytes]:
         """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
 
     def parsing_special(self) -> "Tokenizer":
@@ -121,7 +121,7 @@ class Tokenizer(ABC):
         Bits per byte = sum of token losses in nats / ln 2 / bytes of text that the targets stand for: those of their
         pieces, and the differences that `encode_counted` found.
         """
-        return np.array([len(piece) for piece in self.token_pieces], np.int32)
+        return np.array([len(piece) for piece in self.vocabulary_bytes], np.int32)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -130,7 +130,7 @@ class Tokenizer(ABC):
 
     def stream(self) -> "StreamDecoder":
         """A decoder for ids that come one at a time."""
-        return StreamDecoder(self.token_pieces)
+        return StreamDecoder(self.vocabulary_bytes)
 
 
 class StreamDecoder:
@@ -166,7 +166,7 @@ class BytesTokenizer(Tokenizer):
         return {"type": "bytes"}
 
     @property
-    def token_pieces(self) -> list[bytes]:
+    def vocabulary_bytes(self) -> list[bytes]:
         return [bytes([value]) for value in range(256)] + [b""]
 
 
@@ -202,7 +202,7 @@ class LibraryTokenizer(Tokenizer):
                 f"of its added tokens: {', '.join(special[:20]) or 'it has none'}."
             )
         self.end_of_document = end
-        self._pieces = pieces.token_pieces(self._json, self._library.get_vocab(with_added_tokens=True), place)
+        self._pieces = pieces.vocabulary_bytes(self._json, self._library.get_vocab(with_added_tokens=True), place)
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
         self.special_names = [each["content"] for each in self._json.get("added_tokens") or [] if each["special"]]
@@ -247,7 +247,7 @@ class LibraryTokenizer(Tokenizer):
         return {"type": "library", "end_of_document": self._end_name, "library": self._json}
 
     @property
-    def token_pieces(self) -> list[bytes]:
+    def vocabulary_bytes(self) -> list[bytes]:
         return self._pieces
 
 
@@ -260,21 +260,21 @@ def from_json(saved: dict, place: str) -> Tokenizer:
     raise UserError(f"{place}: not a tokenizer that this program saved.")
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Place) -> Place:
+def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
     """Writes the tokenizer into a folder, whole or not at all, and returns the file's place."""
     path = folder / SAVED_NAME
-    if isinstance(path, Remote):
+    if isinstance(path, ObjectPath):
         path.write_bytes(json.dumps(tokenizer.to_json()).encode())
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_replace(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(tokenizer.to_json(), file)
         file.flush()
         os.fsync(file.fileno())
     return path
 
 
-def load_tokenizer(folder: Place) -> Tokenizer:
+def load_tokenizer(folder: StoragePath) -> Tokenizer:
     """The tokenizer that `save_tokenizer` wrote; needs no corpus.
 
     Raises:

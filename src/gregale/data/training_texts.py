@@ -23,7 +23,7 @@ from gregale.data.tokenizers import (
     train_bpe,
 )
 from gregale.errors import UserError
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def before(text: str, number: int, end: End) -> str:
     return data[: len(data) - end.size_bytes].decode("utf-8", "ignore")  # the cut may lie within a character
 
 
-def make_tokenizer(config: DataConfig, cache: Place, ends: Mapping[str, End], report: Report) -> Tokenizer:
+def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
     """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache.
 
     Args:

@@ -12,15 +12,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 
-from gregale.data.parts import Task, encode_part
+from gregale.data.parts import EncodeTask, encode_part
 from gregale.data.tokenizers import Tokenizer, from_json
 from gregale.errors import UserError
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__':`, which Python's processes need."
 
 
-class Workers:
+class EncoderPool:
     """Encodes parts, in processes of its own or, if it may have one only, in this one; use it in a `with` statement.
 
     Args:
@@ -29,21 +29,21 @@ class Workers:
         folder: where the parts lie.
     """
 
-    def __init__(self, most: int, tokenizer: Tokenizer, folder: Place):
+    def __init__(self, most: int, tokenizer: Tokenizer, folder: StoragePath):
         self.most = most
         self._tokenizer, self._folder = tokenizer, folder
         self._pool = None
         if most > 1:
             context = multiprocessing.get_context("spawn")  # they are started when there is work for them
             self._pool = ProcessPoolExecutor(most, context, start_worker, (tokenizer.to_json(),))
-        self._running: dict[Future, Task] = {}
+        self._running: dict[Future, EncodeTask] = {}
         self._others = set(multiprocessing.active_children())
 
     def __len__(self) -> int:
         """How many parts are being encoded."""
         return len(self._running)
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "EncoderPool":
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -54,7 +54,7 @@ class Workers:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
-    def start(self, task: Task) -> None:
+    def start(self, task: EncodeTask) -> None:
         """Begins with a part; without processes, encodes it."""
         if self._pool is None:
             done: Future = Future()
@@ -64,7 +64,7 @@ class Workers:
         else:
             self._running[self._pool.submit(encode_in_worker, task, self._folder)] = task
 
-    def finished(self, timeout_seconds: float) -> list[Task]:
+    def finished(self, timeout_seconds: float) -> list[EncodeTask]:
         """The parts that are sealed since it was asked last, after waiting for one; it raises what went wrong."""
         done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
         try:
@@ -81,7 +81,7 @@ class Workers:
 _tokenizer_of_worker: list[Tokenizer] = []  # made when a worker starts: a large vocabulary takes a second
 
 
-def encode_in_worker(task: Task, folder: Place) -> None:
+def encode_in_worker(task: EncodeTask, folder: StoragePath) -> None:
     """`encode_part` by the tokenizer that this worker was started with."""
     encode_part(task, _tokenizer_of_worker[0], folder)
 

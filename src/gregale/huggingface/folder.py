@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.files import NO_LOCKS, Taken, acquire, is_at, replacing, sign
+from gregale.files import NO_LOCKS, LockHeld, acquire, atomic_replace, is_at, write_holder
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
 from gregale.huggingface.names import Slot, check_names
 from gregale.huggingface.safetensors import Tensor, read_header
 from gregale.model.config import LlamaConfig
-from gregale.storage import Place, write_bytes
+from gregale.storage import StoragePath, write_bytes
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -149,7 +149,7 @@ def weight_files(path: Path) -> list[str]:
     return sorted(set(names))
 
 
-def read_json(path: Place) -> dict[str, Any]:
+def read_json(path: StoragePath) -> dict[str, Any]:
     """A JSON object; raises `UserError` if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
@@ -167,7 +167,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def copy_beside(source: Place, target: Place, names: Iterable[str] = BESIDE) -> None:
+def copy_beside(source: StoragePath, target: StoragePath, names: Iterable[str] = BESIDE) -> None:
     """Copies what goes with a model and is there."""
     for name in names:
         if (source / name).is_file():
@@ -191,7 +191,7 @@ def made_whole(path: Path, size: int) -> Iterator[Path]:
             raise UserError(
                 f"{path} needs {size:,} bytes, and its disk has {free:,} free. Make room, or name another disk."
             )
-        with replacing(path.absolute()) as partial:
+        with atomic_replace(path.absolute()) as partial:
             partial.mkdir()
             yield partial
 
@@ -205,7 +205,7 @@ def _alone(path: Path) -> Iterator[None]:
     lock = path.with_name(f".{path.name}.lock")
     try:
         file = acquire(lock)
-    except Taken as taken:
+    except LockHeld as taken:
         raise UserError(f"{path} is being made by another process ({taken}).") from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -213,7 +213,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
         return
     with file:
-        sign(file)
+        write_holder(file)
         try:
             yield
         finally:

@@ -9,16 +9,16 @@ from threading import Condition, Thread, current_thread
 
 from gregale.islands.engine.coordinator import (
     LAST_REQUEST_SECONDS,
-    Coordinator,
+    CoordinatorClient,
     CoordinatorRefuses,
+    CoordinatorTimeout,
     CoordinatorUnreachable,
-    NoAnswer,
     NotAdmitted,
 )
 from gregale.islands.protocol.headers import NO_ROUND, GarbageError, Header, View
 
 
-class Asking:
+class ViewPoller:
     """A thread that asks, one ask after the other; answers go to `seen`, failures to `failed`.
 
     A new header does not wait for the answer to the one before: another thread asks with it, for which the coordinator
@@ -33,7 +33,7 @@ class Asking:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: CoordinatorClient,
         seconds: float,
         seen: Callable[[View], None],
         failed: Callable[[str], None],
@@ -82,7 +82,7 @@ class Asking:
             except NotAdmitted as error:
                 self._refused(str(error))
                 return
-            except (CoordinatorUnreachable, NoAnswer) as error:
+            except (CoordinatorUnreachable, CoordinatorTimeout) as error:
                 if self._is_answered(thread):
                     self._tell({"": str(error)} if isinstance(error, CoordinatorRefuses) else {})
                     self._failed(str(error))

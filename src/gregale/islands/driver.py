@@ -15,22 +15,31 @@ from threading import Condition, RLock, Thread
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.asking import Asking
-from gregale.islands.engine.client import Refused
-from gregale.islands.engine.coordinator import Coordinator
+from gregale.islands.asking import ViewPoller
+from gregale.islands.engine.client import RequestRejected
+from gregale.islands.engine.coordinator import CoordinatorClient
 from gregale.islands.exchange import exchanged, fetched
-from gregale.islands.hands import COPY_SECONDS, Hands, Recovery
-from gregale.islands.inner import Inner
-from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Down, Finish, Order, Pace, Restart, Seconds, Show
+from gregale.islands.hands import COPY_SECONDS, HostGroup, Recovery
+from gregale.islands.inner import InnerOptimizerState
+from gregale.islands.leases import DataLeases
+from gregale.islands.orders import (
+    ApplyRound,
+    CopyInnerState,
+    Down,
+    Finish,
+    LoadOuterState,
+    RoundPacing,
+    TrainerCommand,
+    WaitTimers,
+)
 from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, Outer
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.round_book import RoundBook
+from gregale.islands.round_book import RoundLog
 from gregale.islands.stalls import Stalls
-from gregale.islands.watching import Telling, dead
-from gregale.islands.worker import OuterSide
+from gregale.islands.watching import Telling, dead_peers
+from gregale.islands.worker import OuterSnapshot
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005
@@ -48,17 +57,17 @@ class Driver:
     """
 
     member: Member
-    coordinator: Coordinator
-    worker: Hands
-    leases: Leases
-    pace: Pace
+    coordinator: CoordinatorClient
+    worker: HostGroup
+    leases: DataLeases
+    pace: RoundPacing
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
     note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
-    seconds: Seconds = field(default_factory=Seconds)
+    seconds: WaitTimers = field(default_factory=WaitTimers)
 
     def __post_init__(self):
         self._lock = RLock()
@@ -69,21 +78,21 @@ class Driver:
         self._failure: BaseException | None = None
         self._left = self._leaving = self._is_copy_wanted = False
         self._copied_step = 0
-        self._asking = Asking(
+        self._asking = ViewPoller(
             self.coordinator,
             self.member.timing.ask_seconds,
-            seen=lambda view: self.post(protocol.Seen(view)),
-            failed=lambda reason: self.post(protocol.NoView(reason)),
+            seen=lambda view: self.post(protocol.ViewReceived(view)),
+            failed=lambda reason: self.post(protocol.ViewFailed(reason)),
             complain=lambda complaint: self.report(complaint, True),
             refused=self._end,
         )
-        self._book = RoundBook(self.worker.count, self.record)
+        self._book = RoundLog(self.worker.count, self.record)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
         self._telling = Telling(self.token)
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
-        self.outer: Outer | None = None
+        self.outer: OuterRecord | None = None
 
     def start(self) -> None:
         """Begins: from here on the coordinator knows this island."""
@@ -97,8 +106,10 @@ class Driver:
         with self._lock:
             self._trainer.stepped()
 
-    def order(self, starved: bool = False) -> Order | None:
-        """What to do before the next step; None: take it. Waits only where `Pace.waits` says so, or before the start.
+    def order(self, starved: bool = False) -> TrainerCommand | None:
+        """Return the trainer's next command; None: take a step.
+
+        It waits only where `RoundPacing.waits` is true, or before the start.
 
         - `starved`: waits until there is something to train on too
 
@@ -125,7 +136,7 @@ class Driver:
             return order
 
     @property
-    def side(self) -> OuterSide:
+    def side(self) -> OuterSnapshot:
         """The outer side as it was when the last order was given: what to follow it with, and what to save."""
         return self.worker.side
 
@@ -163,7 +174,7 @@ class Driver:
             with self._lock:
                 if count == self.member.handover.count:  # else it is of no use any more
                     seconds = self._trainer.step_seconds(time.monotonic())
-                    self.post(protocol.Snapshot(number, found.weight, used, seconds, self._leaving, found.norm))
+                    self.post(protocol.MessageReady(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
 
@@ -189,19 +200,19 @@ class Driver:
             self._is_copy_wanted = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._is_copy_wanted, COPY_SECONDS):
-                raise Refused("no step has ended in time")
+                raise RequestRejected("no step has ended in time")
             step = self._copied_step
         self.worker.await_copies(step)
         return {}
 
-    def shown(self, inner: Inner) -> None:
+    def shown(self, inner: InnerOptimizerState) -> None:
         """Takes a copy of the inner optimizer for an island that joins."""
         self.worker.show(inner)
         with self._changed:
             self._is_copy_wanted, self._copied_step = False, inner.step
             self._changed.notify_all()
 
-    def inherited(self) -> Inner | None:
+    def inherited(self) -> InnerOptimizerState | None:
         """What this host has of a peer's inner optimizer, for an order that says so; given once."""
         return self.worker.inherited()
 
@@ -218,18 +229,18 @@ class Driver:
 
     # Orders.
 
-    def _order(self, starved: bool) -> Order | None:
+    def _order(self, starved: bool) -> TrainerCommand | None:
         trainer, number = self._trainer, self.round
         starved = starved and self.leases.is_empty()
         is_last = self._leaving or starved
         if (arrival := trainer.arrival(is_last)) is not None:
             return arrival
         if self._is_copy_wanted:
-            return Show()
+            return CopyInnerState()
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
             return Finish(complete)
-        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.Due(None)), is_last, starved)
+        return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
     def _must_wait(self, starved: bool) -> bool:
         waits = self._leaving or self._trainer.must_wait(self.round, time.monotonic())
@@ -251,11 +262,11 @@ class Driver:
 
     def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case protocol.Ask(header):
+            case protocol.RequestView(header):
                 self._asking.ask(header)
-            case protocol.TellPeers(addresses, number):
+            case protocol.AnnounceRound(addresses, number):
                 self._telling.due(addresses, number)
-            case protocol.TakeSnapshot():
+            case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds it in the handover
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
@@ -266,31 +277,33 @@ class Driver:
                 self.worker.discard(key)
             case protocol.DropGroup():
                 self.worker.drop_group()
-            case protocol.Find(peers):
-                self._telling.soon(lambda: self.post(protocol.Gone(dead(peers))))
+            case protocol.ProbePeers(peers):
+                self._telling.soon(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
-                self._ended(outer, Restart(outer.round, self.worker.install(outer)), 0.0, healed=True)
+                self._ended(outer, LoadOuterState(outer.round, self.worker.install(outer)), 0.0, healed=True)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
             case protocol.Reset(peers):
                 self._recovery.begin(peers)
-            case protocol.Note(text, loud):
+            case protocol.LogLine(text, loud):
                 self.report(text, loud)
-            case protocol.Refused(text):
+            case protocol.Rejected(text):
                 self._end(text)
-            case protocol.Left():
+            case protocol.LeaveDone():
                 self._left = True
 
-    def _committed(self, outer: Outer, weight: float) -> None:
+    def _committed(self, outer: OuterRecord, weight: float) -> None:
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
         if weight:
             self._recovery.contributed()
-        self._ended(outer, Arrive(outer.round - 1, weight, place), weight)
+        self._ended(outer, ApplyRound(outer.round - 1, weight, place), weight)
 
-    def _ended(self, outer: Outer, order: Arrive | Restart, weight: float, healed: bool = False) -> None:
+    def _ended(
+        self, outer: OuterRecord, order: ApplyRound | LoadOuterState, weight: float, healed: bool = False
+    ) -> None:
         """A round, or healing, has ended: this is the island's state now."""
         self._take_over(outer)
         self._trainer.decided(order, time.monotonic())
@@ -305,10 +318,10 @@ class Driver:
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
-            self._trainer.decided(Restart(self.round, inherits), time.monotonic())
+            self._trainer.decided(LoadOuterState(self.round, inherits), time.monotonic())
             self._changed.notify_all()
 
-    def _take_over(self, outer: Outer) -> None:
+    def _take_over(self, outer: OuterRecord) -> None:
         self.outer = outer
         self.coordinator.report(outer.round, self.stalls.line)
         self.leases.update(outer.ledger, self.member.holder)

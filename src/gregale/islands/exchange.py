@@ -7,22 +7,22 @@ from collections.abc import Callable
 
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.hands import Hands
+from gregale.islands.hands import HostGroup
 from gregale.islands.healing import newest
-from gregale.islands.orders import Pace, Seconds
+from gregale.islands.orders import RoundPacing, WaitTimers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.member import Member
-from gregale.islands.watching import Watch
+from gregale.islands.watching import PeerProbe
 from gregale.islands.worker import NotFinite
 
 
 def exchanged(
-    action: protocol.Reduce, member: Member, worker: Hands, token: bytes, report: Callable[[str, bool], None]
+    action: protocol.Reduce, member: Member, worker: HostGroup, token: bytes, report: Callable[[str, bool], None]
 ) -> protocol.Reduced | protocol.ReduceFailed:
     """Reduces a round with its members; returns what the protocol has to be told of it."""
     own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
     others = {peer.name: peer.hosts[0] for peer in action.members if peer.name != own}
-    watch = Watch(others, token, heartbeat, worker.drop_group)
+    watch = PeerProbe(others, token, heartbeat, worker.drop_group)
     try:
         with watch:
             digest = worker.reduce(action.key, action.round, action.members, action.weights, own)
@@ -35,7 +35,7 @@ def exchanged(
 
 
 def fetched(
-    action: protocol.Heal, worker: Hands, pace: Pace, seconds: Seconds
+    action: protocol.Heal, worker: HostGroup, pace: RoundPacing, seconds: WaitTimers
 ) -> protocol.Healed | protocol.HealFailed:
     """Fetches the state of peers, and their inner optimizer if it is wanted; returns what the protocol has to be told.
 

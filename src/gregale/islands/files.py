@@ -19,31 +19,33 @@ from uuid import uuid4
 import numpy as np
 
 from gregale.errors import UserError
-from gregale.files import reason
-from gregale.islands.protocol.headers import Outer
-from gregale.methods.island_outer import NO_OWN_LEAVES, Held, OwnLeaves
+from gregale.files import os_error_text
+from gregale.islands.protocol.headers import OuterRecord
+from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
 from gregale.services.checkpoint import parts
 from gregale.services.checkpoint.manifest import MANIFEST, digest_of
-from gregale.storage import Place, StoreError, names, remove_tree, write_bytes
+from gregale.storage import StoragePath, StoreError, names, remove_tree, write_bytes
 
 _THREADS = 4  # arrays at once, which are read
 
 
-class Saved(NamedTuple):
+class SavedOuterState(NamedTuple):
     """An outer side that was read."""
 
-    outer: Outer
+    outer: OuterRecord
     arrays: dict[str, np.ndarray]
     versions: dict[str, int]
     own: OwnLeaves
 
 
-def folder_of(directory: Place, number: int) -> Place:
+def folder_of(directory: StoragePath, number: int) -> StoragePath:
     """Where the outer side after `number` rounds is."""
     return directory / f"round-{number:08d}"
 
 
-def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], own: OwnLeaves = NO_OWN_LEAVES) -> None:
+def write(
+    directory: StoragePath, outer: OuterRecord, leaves: Mapping[str, VersionedArray], own: OwnLeaves = NO_OWN_LEAVES
+) -> None:
     """Writes the outer side of a round, whole or not at all; nothing if it is there already.
 
     Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
@@ -53,7 +55,7 @@ def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], own: OwnLe
     if _is_of(folder, outer):
         return
     name_of_parts, part_bytes = uuid4().hex[:8], parts.PART_BYTES
-    whole = {**leaves, **{name: Held(array, 0) for name, array in own.arrays.items()}}
+    whole = {**leaves, **{name: VersionedArray(array, 0) for name, array in own.arrays.items()}}
     entries: list[list[Any]] = []
 
     def contents() -> Iterator[np.ndarray]:
@@ -76,12 +78,12 @@ def write(directory: Place, outer: Outer, leaves: Mapping[str, Held], own: OwnLe
     _remove(folder, lambda name: name != MANIFEST and not name.startswith(name_of_parts))
 
 
-def read(directory: Place, number: int) -> Saved:
+def read(directory: StoragePath, number: int) -> SavedOuterState:
     """Reads the outer side of a round; raises `UserError` if it is not there or damaged, or the store does not tell."""
     folder = folder_of(directory, number)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        outer = Outer.from_json(manifest["outer"])
+        outer = OuterRecord.from_json(manifest["outer"])
         if "parts" not in manifest:
             raise ValueError("they were saved by an earlier version of Gregale, in another form")
         name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
@@ -97,18 +99,20 @@ def read(directory: Place, number: int) -> Saved:
             {name: arrays.pop(name) for name in manifest.get("own", ())},
             {int(index): group for index, group in manifest.get("groups", {}).items()},
         )
-        return Saved(outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own)
+        return SavedOuterState(
+            outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own
+        )
     except StoreError:  # no damage, and nothing is gained by beginning anew
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
+        why = os_error_text(error) if isinstance(error, OSError) else str(error)
         raise UserError(
             f"The outer parameters in {folder} cannot be read ({why}). Without them this island can go on only with "
             f"those of its peers: give --fresh, and it joins them anew."
         ) from error
 
 
-def keep_only(directory: Place, numbers: Iterable[int]) -> None:
+def keep_only(directory: StoragePath, numbers: Iterable[int]) -> None:
     """Deletes the folders of all other rounds, as far as that can be done."""
     kept = {folder_of(directory, number).name for number in numbers}
     for name in names(directory):
@@ -118,7 +122,7 @@ def keep_only(directory: Place, numbers: Iterable[int]) -> None:
                 remove_tree(directory / name)
 
 
-def _array(folder: Place, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
+def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
     """An array that begins at a byte of the parts; raises ValueError if it is not what was written."""
     dtype, shape = kind
     content = np.empty(dtype.itemsize * prod(shape), np.uint8)
@@ -128,17 +132,17 @@ def _array(folder: Place, own: str, part_bytes: int, entry: list[Any], kind: tup
     return content.view(dtype).reshape(shape)
 
 
-def _is_of(folder: Place, outer: Outer) -> bool:
+def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
     """Whether a folder has the outer side of this record."""
     try:
-        return Outer.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
+        return OuterRecord.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
     except StoreError:
         raise
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _remove(folder: Place, chosen: Callable[[str], bool]) -> None:
+def _remove(folder: StoragePath, chosen: Callable[[str], bool]) -> None:
     """Deletes some of the files of a folder, as far as that can be done."""
     with suppress(OSError, StoreError):
         for name in filter(chosen, names(folder)):

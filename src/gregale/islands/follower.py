@@ -15,11 +15,11 @@ from typing import Any
 from gregale.errors import UserError
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.hosts import Link
-from gregale.islands.inner import Inner
-from gregale.islands.orders import Down, Order, Pace, order_of
-from gregale.islands.protocol.headers import Outer, Peer
-from gregale.islands.worker import NotFinite, OuterSide, Worker
+from gregale.islands.hosts import HostConnection
+from gregale.islands.inner import InnerOptimizerState
+from gregale.islands.orders import Down, RoundPacing, TrainerCommand, order_of
+from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.worker import HostWorker, NotFinite, OuterSnapshot
 
 
 class Follower:
@@ -28,10 +28,10 @@ class Follower:
     holder = ""
     """Of the leases: host 0 alone has them."""
 
-    def __init__(self, worker: Worker, link: Link, pace: Pace):
+    def __init__(self, worker: HostWorker, link: HostConnection, pace: RoundPacing):
         self.pace, self.side = pace, worker.side
         self._worker, self._link = worker, link
-        self._orders: Queue[tuple[Order | None, OuterSide] | UserError] = Queue()
+        self._orders: Queue[tuple[TrainerCommand | None, OuterSnapshot] | UserError] = Queue()
         self._grants: Queue[int | None] = Queue()
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
@@ -43,7 +43,7 @@ class Follower:
 
     # What the trainer calls, as of a driver.
 
-    def order(self, starved: bool = False) -> Order | None:
+    def order(self, starved: bool = False) -> TrainerCommand | None:
         """The next order, when host 0 has given it."""
         del starved
         found = self._orders.get()
@@ -77,12 +77,12 @@ class Follower:
         del batches
         return 0
 
-    def shown(self, inner: Inner) -> None:
+    def shown(self, inner: InnerOptimizerState) -> None:
         """Serves this host's shards of the inner optimizer, and tells host 0."""
         self._worker.show(inner)
         self._link.send({"shown": inner.step})
 
-    def inherited(self) -> Inner | None:
+    def inherited(self) -> InnerOptimizerState | None:
         """What this host has of a peer's inner optimizer."""
         return self._worker.inherited()
 
@@ -116,11 +116,11 @@ class Follower:
                 case "inherit":
                     self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._inherit))
                 case "commit":
-                    self._worker.commit(arguments[0], Outer.from_json(arguments[1]))
+                    self._worker.commit(arguments[0], OuterRecord.from_json(arguments[1]))
                 case "install":
-                    self._worker.install(Outer.from_json(arguments[0]))
+                    self._worker.install(OuterRecord.from_json(arguments[0]))
                 case "publish":
-                    self._worker.publish(Outer.from_json(arguments[0]))
+                    self._worker.publish(OuterRecord.from_json(arguments[0]))
                 case "discard":
                     self._worker.discard(arguments[0])
                 case "drop_group":

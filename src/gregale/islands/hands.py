@@ -1,4 +1,4 @@
-"""The hosts of an island, as its driver commands them: host 0's `Worker`, and a connection to each other host.
+"""The hosts of an island, as its driver commands them: host 0's `HostWorker`, and a connection to each other host.
 
     hands = Hands(worker)                            # an island of one process
     hands = Hands(worker, [Host(1), Host(2)])        # of several: each of the others has a `follower.Follower`
@@ -17,15 +17,15 @@ from concurrent.futures import Future
 from hashlib import blake2b
 from typing import Any
 
-from gregale.islands.engine.client import PeerUnreachable, Refused, call
+from gregale.islands.engine.client import PeerUnreachable, RequestRejected, call
 from gregale.islands.engine.group import GroupFailed
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.healing import Found, NotAsRecorded, healed
-from gregale.islands.hosts import Host, HostFailed
-from gregale.islands.inner import Inner
-from gregale.islands.orders import Order
-from gregale.islands.protocol.headers import Outer, Peer
-from gregale.islands.worker import Messages, NotFinite, OuterSide, Worker
+from gregale.islands.healing import DigestMismatch, FetchedState, healed
+from gregale.islands.hosts import HostFailed, RemoteHost
+from gregale.islands.inner import InnerOptimizerState
+from gregale.islands.orders import TrainerCommand
+from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.worker import HostWorker, Messages, NotFinite, OuterSnapshot
 
 HEAL_TRIES = 5
 """How often hosts fetch again whose peers have gone on to another round than those of the others."""
@@ -33,27 +33,27 @@ COPY_SECONDS = 30.0  # for a trainer to come to the end of its step and to copy 
 COPY_TRIES = 2  # of one source: another joiner may have had the copies of some hosts renewed meanwhile
 
 
-class Hands:
+class HostGroup:
     """Host 0 and the others, as one. Calls come from one thread at a time, but `drop_group`, `ordered` and `granted`.
 
     - `others`: the other hosts, by their numbers
     - `wants_inner`: this island has no inner optimizer of its own, or one that is of no use
     """
 
-    def __init__(self, own: Worker, others: Sequence[Host] = (), wants_inner: bool = False):
+    def __init__(self, own: HostWorker, others: Sequence[RemoteHost] = (), wants_inner: bool = False):
         self.timeouts, self.count = own.timeouts, own.count
         self.wants_inner, self._has_inner = wants_inner, False
         self._own, self._others = own, others
 
     @property
-    def side(self) -> OuterSide:
+    def side(self) -> OuterSnapshot:
         """The outer side as it was when the last order was given."""
         return self._own.side
 
-    def ordered(self, order: Order | None) -> None:
+    def ordered(self, order: TrainerCommand | None) -> None:
         """The trainers of all hosts are told this (None: take a step)."""
         self._own.ordered(order)
-        self._tell("ordered", None if order is None else [type(order).__name__, *order.told()])
+        self._tell("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
 
     def granted(self, first: int | None) -> None:
         """The next batch begins with this example (None: there is none now)."""
@@ -82,7 +82,7 @@ class Hands:
             raise failures[0]
         return joint_digest(digests)
 
-    def commit(self, key: str, outer: Outer) -> None:
+    def commit(self, key: str, outer: OuterRecord) -> None:
         """Takes over a result, and serves it."""
         self._own.commit(key, outer)
         self._tell("commit", key, outer.to_json())
@@ -97,22 +97,22 @@ class Hands:
         self._tell("drop_group")
         self._own.drop_group()
 
-    def publish(self, outer: Outer) -> None:
+    def publish(self, outer: OuterRecord) -> None:
         """Serves the state as it is under another record."""
         self._own.publish(outer)
         self._tell("publish", outer.to_json())
 
-    def heal(self, sources: Sequence[Peer], settled: bool) -> Found:
+    def heal(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetches the state of peers, beside the own one. Raises TransferFailed.
 
         - `settled`: waits a few seconds for the end of the round that they are making
         """
         return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
 
-    def _fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
+    def _fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """The state of peers, of one record on all hosts. Raises TransferFailed."""
         told = [list(source) for source in sources]
-        found: dict[int, Found] = {}
+        found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
             behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
@@ -123,18 +123,18 @@ class Hands:
                 found[0] = self._own.fetch(sources, settled)
             for number, answer in asked:
                 record, digest, is_settled = self._fetched(answer)
-                found[number] = Found(Outer.from_json(record), digest, is_settled)
+                found[number] = FetchedState(OuterRecord.from_json(record), digest, is_settled)
             if all(each.outer == found[0].outer for each in found.values()):
                 digest = joint_digest([each.digest for _, each in sorted(found.items())])
-                return Found(found[0].outer, digest, all(each.settled for each in found.values()))
+                return FetchedState(found[0].outer, digest, all(each.settled for each in found.values()))
         rounds = sorted({each.outer.round for each in found.values()})
-        raise NotAsRecorded(f"the hosts of this island fetched different states, of rounds {rounds}")
+        raise DigestMismatch(f"the hosts of this island fetched different states, of rounds {rounds}")
 
     @staticmethod
-    def _is_behind(found: Found | None, newest: Outer | None) -> bool:
+    def _is_behind(found: FetchedState | None, newest: OuterRecord | None) -> bool:
         return found is None or found.outer != newest
 
-    def install(self, outer: Outer) -> bool:
+    def install(self, outer: OuterRecord) -> bool:
         """Takes over what was fetched, and serves it; returns as `takes_inner`."""
         self._own.install(outer)
         self._tell("install", outer.to_json())
@@ -152,7 +152,7 @@ class Hands:
                 call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
                 asked = [host.ask("inherit", [source.hosts[host.number]]) for host in self._others]
                 steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
-            except (PeerUnreachable, Refused, TransferFailed):
+            except (PeerUnreachable, RequestRejected, TransferFailed):
                 return False
             if len(steps) == 1:
                 return True
@@ -164,7 +164,7 @@ class Hands:
         self.wants_inner = self.wants_inner and not has_inner
         return has_inner
 
-    def show(self, inner: Inner) -> None:
+    def show(self, inner: InnerOptimizerState) -> None:
         """Serves host 0's shards of the inner optimizer."""
         self._own.show(inner)
 
@@ -173,7 +173,7 @@ class Hands:
         for host in self._others:
             host.await_shown(step, COPY_SECONDS)
 
-    def inherited(self) -> Inner | None:
+    def inherited(self) -> InnerOptimizerState | None:
         """Host 0's shards of a peer's inner optimizer; given once."""
         return self._own.inherited()
 
@@ -182,7 +182,7 @@ class Hands:
         for host in self._others:
             if host.number == message.get("host"):
                 return host.heard(message)
-        raise Refused("this island has no such host")
+        raise RequestRejected("this island has no such host")
 
     def close(self) -> None:
         """Ends what this process has of it."""
@@ -208,8 +208,8 @@ class Hands:
         try:
             result = answer.result()
         except HostFailed as failed:
-            if failed.kind == NotAsRecorded.__name__:
-                raise NotAsRecorded(str(failed)) from None
+            if failed.kind == DigestMismatch.__name__:
+                raise DigestMismatch(str(failed)) from None
             raise TransferFailed(str(failed)) from None
         self.count.received += result["received"]
         return result["value"]
@@ -238,7 +238,7 @@ class Recovery:
     """
 
     def __init__(
-        self, worker: Hands, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
+        self, worker: HostGroup, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
     ):
         self._worker, self._restart, self._in_thread = worker, restart, in_thread
         self._has_inherited = False

@@ -11,25 +11,25 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.protocol.headers import Outer, Peer
+from gregale.islands.protocol.headers import OuterRecord, Peer
 
 
-class Found(NamedTuple):
+class FetchedState(NamedTuple):
     """A state that was fetched and fits: its record, and the digest of the arrays.
 
     - `settled`: no round was being made that would replace it
     """
 
-    outer: Outer
+    outer: OuterRecord
     digest: str
     settled: bool
 
 
-class NotAsRecorded(TransferFailed):
+class DigestMismatch(TransferFailed):
     """What was fetched is whole, but not one state, or not the one that its record says."""
 
 
-def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
+def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:
     """Return the record of a state that nobody is about to replace.
 
     To fetch the state of a large model may take longer than a round. The first call of `heal` brings most of it. Each
@@ -49,7 +49,7 @@ def newest(heal: Callable[[bool], Found], waits: bool, seconds: float) -> Outer:
             return found.outer
 
 
-def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], Found]) -> Found:
+def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], FetchedState]) -> FetchedState:
     """Return what `fetch` has brought of all sources or, if that is not as recorded, of one after the other.
 
     - `seconds`: after which no other source is begun with
@@ -59,7 +59,7 @@ def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Pe
     until = time.monotonic() + seconds
     try:
         return _checked(sources, fetch)
-    except NotAsRecorded as error:
+    except DigestMismatch as error:
         complaints = [str(error)]
     for source in sources if len(sources) > 1 else ():
         if time.monotonic() >= until:
@@ -71,12 +71,12 @@ def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Pe
     raise TransferFailed("; ".join(complaints))
 
 
-def _checked(sources: Sequence[Peer], fetch: Callable[[Sequence[Peer]], Found]) -> Found:
+def _checked(sources: Sequence[Peer], fetch: Callable[[Sequence[Peer]], FetchedState]) -> FetchedState:
     found = fetch(sources)
     outer, digest = found.outer, found.digest
     if digest != outer.digest:
         names = ", ".join(source.name for source in sources)
-        raise NotAsRecorded(
+        raise DigestMismatch(
             f"the arrays of round {outer.round} of {names} have the digest {digest}, their record has {outer.digest}"
         )
     return found

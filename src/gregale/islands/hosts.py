@@ -17,7 +17,7 @@ from threading import Condition, Lock
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.engine.client import Peer, PeerUnreachable, Refused, ask_status
+from gregale.islands.engine.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
 from gregale.islands.engine.signing import canonical
 
 LARGEST_REPLY_BYTES = 64 << 20
@@ -33,7 +33,7 @@ class HostFailed(Exception):
         self.kind = kind
 
 
-class Host:
+class RemoteHost:
     """Another host of the island, as host 0 sees it.
 
     - `number`: of its process
@@ -75,7 +75,7 @@ class Host:
         """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._shown >= step, seconds):
-                raise Refused(f"host {self.number} has shown nothing in time")
+                raise RequestRejected(f"host {self.number} has shown nothing in time")
 
     def heard(self, message: dict[str, Any]) -> dict[str, Any]:
         """Returns what the host does not have yet, when there is something; or takes what it says."""
@@ -114,16 +114,16 @@ class Host:
             return list(self._told) if have == self._had else []
 
 
-class Link:
+class HostConnection:
     """The way of host `number` to host 0; any thread may send, one receives. Raises UserError if there is none."""
 
     def __init__(self, address: str, token: bytes, number: int):
         self._address, self._token, self._number = address, token, number
         self._said, self._have, self._lock, self._is_closed = 0, 0, Lock(), False
-        self._sends, self._receives = (Peer(address, token, REACH_SECONDS) for _ in range(2))
+        self._sends, self._receives = (PeerClient(address, token, REACH_SECONDS) for _ in range(2))
         try:
             ask_status(address, token, REACH_SECONDS)
-        except (PeerUnreachable, Refused) as error:
+        except (PeerUnreachable, RequestRejected) as error:
             raise UserError(
                 f"host {number} of this island cannot reach host 0 ({error}): set islands.bind of process 0 to an "
                 "address that its other hosts reach, and give all of them the same token."
@@ -145,11 +145,11 @@ class Link:
         """Ends the link: nothing is sent or received any more."""
         self._is_closed = True
 
-    def _request(self, peer: Peer, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         body = canonical({"kind": "host", "host": self._number, **message})
         while not self._is_closed:
             try:
                 return peer.request("POST", "/message", body, LARGEST_REPLY_BYTES, seconds)
-            except (PeerUnreachable, Refused):
+            except (PeerUnreachable, RequestRejected):
                 time.sleep(RETRY_SECONDS)
         return {}

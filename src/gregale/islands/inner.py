@@ -20,7 +20,7 @@ Tree = Any
 Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-class Inner(NamedTuple):
+class InnerOptimizerState(NamedTuple):
     """A peer's inner optimizer, by the key of the shard, after so many steps of its own."""
 
     step: int

@@ -7,7 +7,7 @@ from threading import Lock
 from gregale.islands.protocol.ledger import Lease, Ledger
 
 
-class Leases:
+class DataLeases:
     """What this island may train on next; threads that make batches take from it, committed rounds add to it.
 
     - `name`, `holder`: whose lease of the ledger

@@ -16,17 +16,17 @@ class Down(NamedTuple):
     norm: float | None  # root mean square of the whole; None: it is not finite
 
 
-class Take(NamedTuple):
+class SendMessage(NamedTuple):
     """Order: hand over the message of a round (`Driver.departed`)."""
 
     round: int
 
-    def told(self) -> list[Any]:
+    def to_wire(self) -> list[Any]:
         """What other hosts are told of it."""
         return [self.round]
 
 
-class Arrive(NamedTuple):
+class ApplyRound(NamedTuple):
     """Order: mix a round's fragment in, as it is in host memory now.
 
     - `weight`: what this island contributed; with 0 it keeps its own
@@ -37,11 +37,11 @@ class Arrive(NamedTuple):
     weight: float
     place: float = 0.0
 
-    def told(self) -> list[Any]:
+    def to_wire(self) -> list[Any]:
         return [self.round, self.weight, self.place]
 
 
-class Restart(NamedTuple):
+class LoadOuterState(NamedTuple):
     """Order: the whole outer state is a peer's; take all of it for the island's parameters.
 
     `inherits`: and with it a peer's inner optimizer (`Driver.inherited`), for an island that has begun with none
@@ -50,14 +50,14 @@ class Restart(NamedTuple):
     round: int
     inherits: bool = False
 
-    def told(self) -> list[Any]:
+    def to_wire(self) -> list[Any]:
         return [self.round, self.inherits]
 
 
-class Show(NamedTuple):
+class CopyInnerState(NamedTuple):
     """Order: hand over a copy of the inner optimizer, for an island that joins (`Driver.shown`)."""
 
-    def told(self) -> list[Any]:
+    def to_wire(self) -> list[Any]:
         return []
 
 
@@ -66,21 +66,23 @@ class Finish(NamedTuple):
 
     complete: bool
 
-    def told(self) -> list[Any]:
+    def to_wire(self) -> list[Any]:
         return [self.complete]
 
 
-Order = Take | Arrive | Restart | Show | Finish
-_KINDS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Take, Arrive, Restart, Show, Finish)}
+TrainerCommand = SendMessage | ApplyRound | LoadOuterState | CopyInnerState | Finish
+_KINDS: dict[str, type[TrainerCommand]] = {
+    kind.__name__: kind for kind in (SendMessage, ApplyRound, LoadOuterState, CopyInnerState, Finish)
+}
 
 
-def order_of(told: list[Any] | None) -> Order | None:
+def order_of(told: list[Any] | None) -> TrainerCommand | None:
     """The order that another host was told of: its name, and `told()`; None: take a step."""
     return None if told is None else _KINDS[told[0]](*told[1:])
 
 
 @dataclass
-class Pace:
+class RoundPacing:
     """When an island's rounds are due and what it waits for.
 
     - `schedule`: H, P, tau
@@ -105,7 +107,7 @@ class Pace:
 
 
 @dataclass
-class Seconds:
+class WaitTimers:
     """Where the time went."""
 
     waiting: float = 0.0

@@ -14,7 +14,7 @@ LATE = 2.0  # times the usual
 REDUCES = 4  # in units of the time that one reduce may take: the longest patience
 
 
-class Patience:
+class RoundTimeout:
     """Learns from the rounds of an island.
 
     - `most_seconds`: never longer; and until there has been a round

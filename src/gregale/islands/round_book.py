@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gregale.islands.protocol.headers import Outer
+from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.worker import Count
 
 
@@ -21,7 +21,7 @@ class Underway:
     waiting: float = 0.0
 
 
-class RoundBook:
+class RoundLog:
     """Follows the round that is under way; a finished one goes to `record`, for rounds.jsonl.
 
     - `count`: bytes sent and received so far
@@ -60,7 +60,7 @@ class RoundBook:
             self._underway.waiting += now - max(self._waits_since, self._underway.began)
         self._waits_since = now
 
-    def end(self, outer: Outer, weight: float, healed: bool = False) -> None:
+    def end(self, outer: OuterRecord, weight: float, healed: bool = False) -> None:
         """A state is committed, to which this island contributed `weight` tokens, or fetched from a peer."""
         self._count_waiting()
         now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)

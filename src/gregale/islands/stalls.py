@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gregale.islands.protocol.headers import NO_ROUND, Outer
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.silence import Silence
 from gregale.islands.protocol.trainer_side import TrainerSide
@@ -32,7 +32,7 @@ class Stalls:
         if not member.done and (text := self._silence.look(now, is_due, self._why)) is not None:
             self._tell(text, True)
 
-    def went_on(self, now: float, outer: Outer, is_healed: bool = False) -> None:
+    def went_on(self, now: float, outer: OuterRecord, is_healed: bool = False) -> None:
         """A state was committed, or fetched from a peer."""
         if (text := self._silence.went_on(now, outer.round, is_healed)) is not None:
             self._tell(text, False)

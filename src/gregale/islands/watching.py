@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event, Thread
 
-from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
+from gregale.islands.engine.client import PeerUnreachable, RequestRejected, ask_status, call
 from gregale.islands.protocol.headers import Peer
 
 FIND_SECONDS = 2.0
@@ -16,7 +16,7 @@ TELL_SECONDS = 2.0
 THREADS = 8
 
 
-def dead(peers: Iterable[Peer]) -> frozenset[str]:
+def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
     """The identities of those whose host refuses a connection: it is there, and their process is not.
 
     Who does not answer may be cut off, or stopped for a while: that says nothing.
@@ -35,7 +35,7 @@ def _is_refused(address: str) -> bool:
     return False
 
 
-class Watch:
+class PeerProbe:
     """In a `with` statement: asks peers whether they live; calls `drop` for one that is silent for `seconds`.
 
     Nobody is asked in the first half of that time, in which most rounds are over.
@@ -53,7 +53,7 @@ class Watch:
         """Who did not answer, in words; empty if all did."""
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PeerProbe:
         Thread(target=self._begin, daemon=True, name="watching").start()
         return self
 
@@ -74,7 +74,7 @@ class Watch:
                     self.silent.append(name)
                     self._drop()
                 return
-            except Refused:
+            except RequestRejected:
                 return  # it lives
             self._over.wait(self._half)
 
@@ -99,5 +99,5 @@ class Telling:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _due(self, address: str, number: int) -> None:
-        with suppress(PeerUnreachable, Refused):
+        with suppress(PeerUnreachable, RequestRejected):
             call(address, self._token, {"kind": "due", "round": number}, TELL_SECONDS)

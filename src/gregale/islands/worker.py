@@ -16,13 +16,14 @@ import numpy as np
 
 from gregale.communication.network import Handle
 from gregale.islands.engine.group import Group, GroupFailed
-from gregale.islands.engine.server import Leaf, Server, Snapshot
+from gregale.islands.engine.server import Server
+from gregale.islands.engine.state import ServedArray, Snapshot
 from gregale.islands.engine.transfer import Fetcher, fetch
-from gregale.islands.healing import Found, NotAsRecorded
-from gregale.islands.inner import Expected, Inner
-from gregale.islands.orders import Order
-from gregale.islands.protocol.headers import Outer, Peer
-from gregale.methods.island_outer import HostOuter, Moment, Offered, Prepared
+from gregale.islands.healing import DigestMismatch, FetchedState
+from gregale.islands.inner import Expected, InnerOptimizerState
+from gregale.islands.orders import TrainerCommand
+from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.methods.island_outer import HostOuter, OuterView, Prepared, ValidatedState
 from gregale.methods.schedule import Schedule
 
 Messages = Mapping[str, np.ndarray]
@@ -36,11 +37,11 @@ class Timeouts(NamedTuple):
     heal: float
 
 
-class OuterSide(NamedTuple):
+class OuterSnapshot(NamedTuple):
     """The outer side as it was at one moment; `record`: None before the fleet has begun."""
 
-    record: Outer | None
-    moment: Moment
+    record: OuterRecord | None
+    moment: OuterView
 
 
 class NotFinite(Exception):
@@ -91,7 +92,7 @@ class GroupLink:
 
 
 @dataclass
-class Worker:
+class HostWorker:
     """A host of an island.
 
     - `outer`: its shards of the outer parameters and of their optimizer's state
@@ -109,11 +110,11 @@ class Worker:
     host: int = 0
     inner: Expected = field(default_factory=dict)
     count: Count = field(default_factory=Count)
-    _record: Outer | None = None
-    _side: OuterSide | None = None
+    _record: OuterRecord | None = None
+    _side: OuterSnapshot | None = None
     _fetcher: Fetcher | None = None
-    _offered: Offered | None = None  # what was fetched, if it fits
-    _inner: Inner | None = None  # what was fetched of a peer's inner optimizer
+    _offered: ValidatedState | None = None  # what was fetched, if it fits
+    _inner: InnerOptimizerState | None = None  # what was fetched of a peer's inner optimizer
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
@@ -121,14 +122,14 @@ class Worker:
     _lock: Lock = field(default_factory=Lock)
 
     @property
-    def side(self) -> OuterSide:
+    def side(self) -> OuterSnapshot:
         """The outer side as it was when the last order was given."""
-        return self._side or OuterSide(None, self.outer.now())
+        return self._side or OuterSnapshot(None, self.outer.now())
 
-    def ordered(self, order: Order | None) -> None:
+    def ordered(self, order: TrainerCommand | None) -> None:
         """The trainer is told this: what it does with the outer side, it does with that of now."""
         if order is not None:
-            self._side = OuterSide(self._record, self.outer.now())
+            self._side = OuterSnapshot(self._record, self.outer.now())
 
     def took(self, number: int, messages: Messages) -> None:
         """Keeps this host's messages of a round; those of another round are not needed any more."""
@@ -166,7 +167,7 @@ class Worker:
         self._results[key] = prepared
         return prepared.digest
 
-    def commit(self, key: str, outer: Outer) -> None:
+    def commit(self, key: str, outer: OuterRecord) -> None:
         """Takes over a result, and serves it."""
         self.outer.commit(self._results.pop(key), outer.round)
         self._results.clear()
@@ -186,13 +187,13 @@ class Worker:
         if group is not None:
             group[1].drop()
 
-    def publish(self, outer: Outer) -> None:
+    def publish(self, outer: OuterRecord) -> None:
         """Serves the state as it is, under this record, to whoever heals."""
         self._record = outer
-        leaves = {name: Leaf(held.array, held.version) for name, held in self.outer.leaves().items()}
+        leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
-    def fetch(self, sources: Sequence[Peer], settled: bool) -> Found:
+    def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetches this host's shards of the state of peers, beside the own ones. Raises TransferFailed."""
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
@@ -204,11 +205,13 @@ class Worker:
         self.count.received += fetched.received_bytes
         try:
             self._offered = self.outer.check(fetched.arrays, fetched.versions)
-            return Found(Outer.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled)
+            return FetchedState(
+                OuterRecord.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled
+            )
         except ValueError as error:
-            raise NotAsRecorded(f"what {', '.join(addresses)} gave is no state: {error}") from None
+            raise DigestMismatch(f"what {', '.join(addresses)} gave is no state: {error}") from None
 
-    def install(self, outer: Outer) -> None:
+    def install(self, outer: OuterRecord) -> None:
         """Takes over what was fetched last, and serves it under this record."""
         assert self._offered is not None
         self.outer.take_over(self._offered)
@@ -218,19 +221,19 @@ class Worker:
         self._taken.clear()
         self.publish(outer)
 
-    def show(self, inner: Inner) -> None:
+    def show(self, inner: InnerOptimizerState) -> None:
         """Serves a copy of the inner optimizer's shards, in place of the last one."""
-        leaves = {name: Leaf(array, inner.step) for name, array in inner.arrays.items()}
+        leaves = {name: ServedArray(array, inner.step) for name, array in inner.arrays.items()}
         self.server.inner.publish(Snapshot(0, inner.step, leaves))
 
     def inherit(self, source: str) -> int:
         """Fetches the inner optimizer's shards that a peer's host serves; returns its steps. Raises TransferFailed."""
         self._inner = None
         fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
-        self._inner = Inner(fetched.round, fetched.arrays)
+        self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
         return fetched.round
 
-    def inherited(self) -> Inner | None:
+    def inherited(self) -> InnerOptimizerState | None:
         """What was fetched of a peer's inner optimizer; given once."""
         inner, self._inner = self._inner, None
         return inner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gregale.audit.step import StepShape
-from gregale.methods.config import DilocoConfig, Parts, StreamingDilocoConfig, SyncConfig
+from gregale.methods.config import DilocoConfig, MethodContext, StreamingDilocoConfig, SyncConfig
 from gregale.methods.schedule import Schedule
 
 
@@ -24,7 +24,7 @@ class Compared:
         """H, P and tau; PSDP joins everything in every step."""
         return Schedule(period=1, layers=layers) if self.sync is None else self.sync.schedule(layers)
 
-    def bytes_a_step(self, parts: Parts, step: StepShape) -> tuple[float, float]:
+    def bytes_a_step(self, parts: MethodContext, step: StepShape) -> tuple[float, float]:
         """What a device sends over the slow axis for the parameters, on average and in a step at most.
 
         The axis is the one that DiLoCo would join, for PSDP too.

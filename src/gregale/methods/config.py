@@ -29,7 +29,7 @@ OUTER = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=Const
 FEW_ROUNDS = 100  # between the 60 at which the plain average was better (docs/benchmarks.md) and the papers' hundreds
 
 
-class Parts(NamedTuple):
+class MethodContext(NamedTuple):
     """What a method is built of."""
 
     layout: Layout  # the whole mesh
@@ -60,11 +60,11 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
     def default_choice_name(cls) -> str:
         return "psdp"
 
-    def build(self, parts: Parts) -> Methods:
+    def build(self, parts: MethodContext) -> Methods:
         """The methods; raises `UserError` if the mesh is none for them."""
         raise TypeError(f"{type(self).__name__} is no method of its own; choose one by its type")
 
-    def island(self, parts: Parts) -> Island:
+    def island(self, parts: MethodContext) -> Island:
         """One island of a fleet that this method joins over a network; raises `UserError` if it joins none.
 
         - `parts.layout`: the island's own mesh
@@ -95,7 +95,7 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         """Whether what is evaluated are the replicas' own parameters, so that it takes a mesh that has them."""
         return False
 
-    def remark(self, layout: Layout, steps: int) -> str | None:
+    def config_warning(self, layout: Layout, steps: int) -> str | None:
         """What a user may not have meant, of a method that works, in a run of so many steps."""
         del layout, steps
         return None
@@ -111,7 +111,7 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
 class PsdpConfig(SyncConfig):
     """Gradients are averaged over replicas once a step; the optimizer runs on shards."""
 
-    def build(self, parts: Parts) -> Methods:
+    def build(self, parts: MethodContext) -> Methods:
         islands, kind = parts.layout.mesh.shape[ISLAND], self.get_choice_name(type(self))
         if islands > 1:
             raise UserError(
@@ -159,11 +159,11 @@ class DilocoConfig(SyncConfig):
                 f"(optimizer.weight_decay), the outer optimizer only joins replicas. Set it to 0."
             )
 
-    def build(self, parts: Parts) -> Methods:
+    def build(self, parts: MethodContext) -> Methods:
         """The replicas' own steps, and those of the warm-up, are exact: codecs are for what joins the replicas."""
         return Methods(parts.psdp_on(parts.layout), self.diloco(parts))
 
-    def diloco(self, parts: Parts) -> Diloco:
+    def diloco(self, parts: MethodContext) -> Diloco:
         """The method itself."""
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
@@ -179,7 +179,7 @@ class DilocoConfig(SyncConfig):
             evaluate=self.evaluate,
         )
 
-    def island(self, parts: Parts) -> Island:
+    def island(self, parts: MethodContext) -> Island:
         """The same, of one island with its own mesh; what islands do by themselves (absence) is not simulated."""
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
@@ -189,7 +189,7 @@ class DilocoConfig(SyncConfig):
     def check_joins_islands(self) -> None:
         """It does."""
 
-    def check_island(self, parts: Parts) -> None:
+    def check_island(self, parts: MethodContext) -> None:
         """Raises `UserError` for what only replicas in one mesh can do."""
         islands = parts.layout.mesh.shape[ISLAND]
         if islands > 1:
@@ -212,7 +212,7 @@ class DilocoConfig(SyncConfig):
                 f"sync.outer.clip_norm to null."
             )
 
-    def outer_optimizer(self, inner: Psdp, parts: Parts) -> optax.GradientTransformation:
+    def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
         """The outer optimizer of a run."""
         with below("sync.outer"):
             return self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
@@ -227,7 +227,7 @@ class DilocoConfig(SyncConfig):
     def evaluates_replicas(self) -> bool:
         return self.evaluate != "outer"
 
-    def remark(self, layout: Layout, steps: int) -> str | None:
+    def config_warning(self, layout: Layout, steps: int) -> str | None:
         """What DiLoCo is with a single replica, or with few rounds, for who did not mean it."""
         if layout.mesh.shape[sync_axis(layout)] == 1:
             return (

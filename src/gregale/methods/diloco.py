@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.audit.step import StepShape
 from gregale.axes.layout import EMBED, ISLAND, REPLICA, Layout, is_parameter, vmap_over
 from gregale.codecs.config import ReduceConfig
-from gregale.communication.quantised import Lost, QuantisedReducer
+from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reduce import ExactReducer
 from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient
 from gregale.methods.fragments import FRAGMENT, Fragment, errors_per_fragment, layers_in, per_fragment
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, PsdpState
-from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter, pseudo_gradient, sending_layout
+from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter, pseudo_gradient, sending_layout
 from gregale.methods.psdp import Psdp
 from gregale.methods.replicas import Replicas
 from gregale.methods.round import Round, forget
@@ -40,7 +40,7 @@ class DilocoState(NamedTuple):
     """What DiLoCo carries from step to step."""
 
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
-    outer: Outer  # the outer parameters, and their optimizer's state
+    outer: OuterState  # the outer parameters, and their optimizer's state
     seen: NamedArray  # [fragment, replica] float32: weight of the tokens since the fragment was last sent
     step: Any  # int32 scalar: steps done, which says what is due to be sent
 
@@ -123,12 +123,12 @@ class Diloco:
         return sync_axis(self.layout)
 
     @property
-    def inside(self) -> Layout:
+    def step_layout(self) -> Layout:
         """Each replica makes its own step."""
         return self.inner.layout
 
     @property
-    def lanes(self) -> tuple[str, ...]:
+    def replica_axes(self) -> tuple[str, ...]:
         """The axes of the step's metrics: each replica makes its own step."""
         return (self.axis,)
 
@@ -140,9 +140,9 @@ class Diloco:
 
     def init(self, model: Tree | None = None) -> DilocoState:
         """The state before the first step: every replica starts from the outer parameters."""
-        return self.begin(self.inner.init(model))
+        return self.from_psdp(self.inner.init(model))
 
-    def begin(self, start: PsdpState, step: Any = 0) -> DilocoState:
+    def from_psdp(self, start: PsdpState, step: Any = 0) -> DilocoState:
         """The state in which every replica goes on from a PSDP state after `step` steps."""
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
         start = start._replace(error=None)  # replicas do not quantise what they average inside
@@ -150,9 +150,9 @@ class Diloco:
         outer = self.joint.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
         seen = hax.zeros((hax.Axis(FRAGMENT, fragments), Lanes))
-        return self.renewed(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
+        return self.reset_error(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
 
-    def renewed(self, state: DilocoState) -> DilocoState:
+    def reset_error(self, state: DilocoState) -> DilocoState:
         """A state of any mesh with no error of quantised averages yet."""
         error = self.joint.reducer.init(state.outer.parameters)
         error = errors_per_fragment(error, self.schedule.fragments)
@@ -161,7 +161,7 @@ class Diloco:
     def without_error(self, state: DilocoState) -> DilocoState:
         return state._replace(outer=state.outer._replace(error=None))
 
-    def end(self, state: DilocoState) -> PsdpState:
+    def to_psdp(self, state: DilocoState) -> PsdpState:
         """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
 
         It has no error of quantised averages; `Psdp.renewed` gives it one.
@@ -210,7 +210,7 @@ class Diloco:
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
         return DilocoState(inner, outer, forget(state.seen, after), state.step), figures
 
-    def lost(self, state: DilocoState, batch: Tree) -> Lost:
+    def lost(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
         """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
         del batch
         reducer = self.joint.reducer
@@ -248,7 +248,7 @@ class Diloco:
                 total += self.schedule.sends(index, step) * self.joint.reducer.bytes_sent(part)
         return total
 
-    def figures(self, step: int) -> dict[str, int]:
+    def metrics(self, step: int) -> dict[str, int]:
         """`steps_since_sync`: steps since a fragment was last sent."""
         return {"steps_since_sync": step - self.schedule.last_sent(step)}
 
@@ -265,7 +265,7 @@ class Diloco:
     def traffic(self, step: StepShape) -> DilocoTraffic:
         return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
 
-    def trained(self, state: DilocoState) -> Tree:
+    def eval_model(self, state: DilocoState) -> Tree:
         """The model that is evaluated, as `evaluate` says: with the outer parameters, the replicas' plain average, or
         those of the first replica."""
         if self.evaluate == "average":
@@ -274,14 +274,14 @@ class Diloco:
             return self.replica(state, 0)
         return self.inner.model_with(self.outer_parameters(state))
 
-    def parameters_only(self, state: DilocoState) -> DilocoState:
+    def eval_subset(self, state: DilocoState) -> DilocoState:
         """The part of a state that `trained` needs; the rest is None."""
         if self.evaluate != "outer":
-            return DilocoState(self.inner.parameters_only(state.inner), None, None, None)  # type: ignore[arg-type]
-        outer = Outer(state.outer.parameters, None, state.outer.pending)
+            return DilocoState(self.inner.eval_subset(state.inner), None, None, None)  # type: ignore[arg-type]
+        outer = OuterState(state.outer.parameters, None, state.outer.pending)
         return DilocoState(None, outer, None, None)  # type: ignore[arg-type]
 
-    def due(self, step: int) -> bool:
+    def needs_full_state(self, step: int) -> bool:
         """Whether a fragment is due to be sent after `step` steps and waits for the next step's program."""
         return self.schedule.delay > 0 and self.schedule.sent(step) is not None
 
@@ -292,7 +292,7 @@ class Diloco:
     @property
     def replicas(self) -> Replicas:
         """The replicas that are kept apart."""
-        return Replicas(self.layout, self.inside, self.outer_layout, self.axis)
+        return Replicas(self.layout, self.step_layout, self.outer_layout, self.axis)
 
     @property
     def round(self) -> Round:

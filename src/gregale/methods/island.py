@@ -37,9 +37,9 @@ from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, load
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
 from gregale.communication.legs import encoded, remember
-from gregale.communication.pieces import Leaf, leaves_of
-from gregale.communication.reduce import give_back
-from gregale.communication.rows import Rows, rows_of
+from gregale.communication.pieces import ShardedLeaf, leaves_of
+from gregale.communication.reduce import all_gather_params
+from gregale.communication.rows import RowLayout, rows_of
 from gregale.methods.fragments import Fragment, errors_per_fragment
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, PsdpState, StepMetrics
@@ -124,11 +124,11 @@ class Island:
         """
         return self._norm(state.psdp.parameters, theta, fragment)
 
-    def leaves(self, fragment: Fragment) -> list[Leaf]:
+    def leaves(self, fragment: Fragment) -> list[ShardedLeaf]:
         """The arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
         return leaves_of(jax.eval_shape(fragment.take, self.parameters), self.finest, ISLAND, replicated=False)
 
-    def rows(self, leaf: Leaf) -> Rows:
+    def rows(self, leaf: ShardedLeaf) -> RowLayout:
         """How a device cuts its shard of an array."""
         return rows_of(prod(leaf.shape), self.reduce, leaf.exact)
 
@@ -193,17 +193,19 @@ class Island:
         squares = [jnp.sum(jnp.square(each.astype(jnp.float32))) for each in differences]
         return jnp.sqrt(sum(squares, jnp.float32(0)) / sum(each.size for each in differences))
 
-    def _encoded(self, leaf: Leaf, difference: jax.Array, kept: Stored | None) -> tuple[jax.Array, Stored | None]:
+    def _encoded(
+        self, leaf: ShardedLeaf, difference: jax.Array, kept: Stored | None
+    ) -> tuple[jax.Array, Stored | None]:
         """A device's message of its shard, [1 of each axis ..., rows, bytes], and the next error; None without one."""
         rows, beta = self.rows(leaf), self.reduce.feedback.beta if self.reduce.feedback else 0.0
-        values = {leaf.path: rows.cut(difference.astype(jnp.float32).reshape(-1))}
-        errors = {} if kept is None else {leaf.path: rows.cut(load(kept).reshape(-1))}
+        values = {leaf.path: rows.to_rows(difference.astype(jnp.float32).reshape(-1))}
+        errors = {} if kept is None else {leaf.path: rows.to_rows(load(kept).reshape(-1))}
         message, compensated, new = encoded(values, errors, rows.first_codec(self.reduce), beta)
         message = message.reshape(*(1 for _ in leaf.axes), *message.shape)
         if kept is None:
             return message, None
         finite = jnp.all(jnp.isfinite(compensated[leaf.path]))
-        return message, remember({leaf.path: kept}, {leaf.path: rows.join(new[leaf.path])}, finite)[leaf.path]
+        return message, remember({leaf.path: kept}, {leaf.path: rows.from_rows(new[leaf.path])}, finite)[leaf.path]
 
     def mixed(
         self,
@@ -215,7 +217,7 @@ class Island:
         new_error: ErrorState | None,
     ) -> tuple[Tree, ErrorState]:
         """`arrive`, to be compiled: the parameters and the error, whole."""
-        arrived = give_back(theta, self.layout)
+        arrived = all_gather_params(theta, self.layout)
         part = mixed_with(fragment.take(parameters), arrived, keep)
         parameters = self.layout.constrain(fragment.put(parameters, part), self.layout.params)
         return parameters, error if new_error is None else fragment.put(error, new_error)
@@ -228,23 +230,23 @@ class Island:
         return self.inner.layout
 
     @property
-    def inside(self) -> Layout:
+    def step_layout(self) -> Layout:
         """All replicas make a step together."""
-        return self.inner.inside
+        return self.inner.step_layout
 
     @property
-    def lanes(self) -> tuple[str, ...]:
-        return self.inner.lanes
+    def replica_axes(self) -> tuple[str, ...]:
+        return self.inner.replica_axes
 
     def init(self, model: Tree | None = None) -> IslandState:
         """The state before the first step."""
-        return self.begin(self.inner.init(model))
+        return self.from_psdp(self.inner.init(model))
 
-    def begin(self, start: PsdpState, step: Any = 0) -> IslandState:
+    def from_psdp(self, start: PsdpState, step: Any = 0) -> IslandState:
         """The state that goes on from a PSDP state."""
-        return self.renewed(IslandState(self.inner.begin(start, step), None))
+        return self.reset_error(IslandState(self.inner.from_psdp(start, step), None))
 
-    def renewed(self, state: IslandState) -> IslandState:
+    def reset_error(self, state: IslandState) -> IslandState:
         """A state of any mesh and codec with no error of what was sent yet."""
         error = init_error(state.psdp.parameters, self.finest, self.reduce, ISLAND)._replace(second={})
         return state._replace(error=errors_per_fragment(error, self.schedule.fragments))
@@ -271,27 +273,27 @@ class Island:
         del after
         return state, None
 
-    def end(self, state: IslandState) -> PsdpState:
+    def to_psdp(self, state: IslandState) -> PsdpState:
         """The PSDP state that goes on."""
-        return self.inner.end(state.psdp)
+        return self.inner.to_psdp(state.psdp)
 
-    def trained(self, state: IslandState) -> Tree:
+    def eval_model(self, state: IslandState) -> Tree:
         """The model with the parameters that the next step computes with."""
-        return self.inner.trained(state.psdp)
+        return self.inner.eval_model(state.psdp)
 
-    def parameters_only(self, state: IslandState) -> IslandState:
-        return IslandState(self.inner.parameters_only(state.psdp), None)
+    def eval_subset(self, state: IslandState) -> IslandState:
+        return IslandState(self.inner.eval_subset(state.psdp), None)
 
-    def due(self, step: int) -> bool:
+    def needs_full_state(self, step: int) -> bool:
         """Whether what is evaluated depends on more than `parameters_only`: never."""
-        return self.inner.due(step)
+        return self.inner.needs_full_state(step)
 
     def inspected(self, state: IslandState, batch: Tree, probe: Probe) -> Inspected:
         """What a step computes with, which is one of PSDP."""
         return self.inner.inspected(state.psdp, batch, probe)
 
-    def figures(self, step: int) -> dict[str, int]:
-        return self.inner.figures(step)
+    def metrics(self, step: int) -> dict[str, int]:
+        return self.inner.metrics(step)
 
     def bytes_sent(self, step: int) -> int:
         """Bytes over an axis of the mesh: none. What crosses the network, `NetworkReducer.bytes_sent` counts."""

@@ -25,7 +25,7 @@ from gregale.communication.network import NetworkReducer, OwnError, Reduced
 from gregale.communication.rows import no_error
 from gregale.communication.shards import host_device, on_devices, shards_here
 from gregale.methods.island import Island
-from gregale.methods.island_parts import Part, named, optimizer_names, part_of, shape_of, theta_name
+from gregale.methods.island_parts import FragmentShards, named, optimizer_names, part_of, shape_of, theta_name
 from gregale.methods.outer import outer_step
 
 Tree = Any
@@ -37,14 +37,14 @@ reference is gone."""
 DIGEST_BYTES = 16
 
 
-class Held(NamedTuple):
+class VersionedArray(NamedTuple):
     """An array that peers may ask for."""
 
     array: np.ndarray
     version: int  # the round of its fragment's last change
 
 
-class Moment(NamedTuple):
+class OuterView(NamedTuple):
     """All arrays of a host at one moment, and the versions of their fragments: references, nothing is copied."""
 
     held: dict[int, Arrays]  # by fragment, by name
@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
     error: OwnError  # of the second leg
 
 
-class Offered(NamedTuple):
+class ValidatedState(NamedTuple):
     """Whole fragments of a peer or of a checkpoint, which fit."""
 
     held: dict[int, Arrays]  # by fragment, by name
@@ -121,11 +121,11 @@ class HostOuter:
                 optimizer = jax.jit(self.island.outer.init)(theta)
             self._take_over(index, *self._kept(index, theta, optimizer), version=0)
 
-    def now(self) -> Moment:
+    def now(self) -> OuterView:
         """The arrays as they are."""
-        return Moment(dict(self._held), dict(self._versions), dict(self._errors))
+        return OuterView(dict(self._held), dict(self._versions), dict(self._errors))
 
-    def theta(self, index: int, moment: Moment | None = None) -> Tree:
+    def theta(self, index: int, moment: OuterView | None = None) -> Tree:
         """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`.
 
         - `moment`: as it was then; None: as it is
@@ -184,14 +184,16 @@ class HostOuter:
         """Of all arrays of this host: equal on islands whose outer sides are equal to the last bit."""
         return self._joint_digest(self._digests)
 
-    def leaves(self, moment: Moment | None = None) -> dict[str, Held]:
+    def leaves(self, moment: OuterView | None = None) -> dict[str, VersionedArray]:
         """Every array with its version, by name: what peers that heal, and checkpoints, read.
 
         - `moment`: as they were then; None: as they are
         """
         held, versions, _ = moment or self.now()
         parts = sorted(held.items())
-        return {name: Held(array, versions[index]) for index, arrays in parts for name, array in arrays.items()}
+        return {
+            name: VersionedArray(array, versions[index]) for index, arrays in parts for name, array in arrays.items()
+        }
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name, from the configuration alone: to check what a peer offers."""
@@ -204,12 +206,12 @@ class HostOuter:
         """
         self.take_over(self.check(arrays, versions))
 
-    def take_over(self, offered: Offered) -> None:
+    def take_over(self, offered: ValidatedState) -> None:
         """Takes over what `check` has found good; fragments that it does not have stay."""
         for index, arrays in offered.held.items():
             self._take_over(index, arrays, offered.digests[index], offered.versions[index])
 
-    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> Offered:
+    def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> ValidatedState:
         """What `load` would take over; raises `ValueError` where `load` would."""
         expected, found = self.expected(), {}
         for name, array in arrays.items():
@@ -225,9 +227,9 @@ class HostOuter:
                 raise ValueError(f"fragment {index} is of rounds {sorted(rounds)}")
         digests = {index: _digest(part) for index, part in found.items()}
         rounds = {index: versions[next(iter(part))] for index, part in found.items()}
-        return Offered(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
+        return ValidatedState(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
 
-    def own_leaves(self, moment: Moment | None = None) -> OwnLeaves:
+    def own_leaves(self, moment: OuterView | None = None) -> OwnLeaves:
         """Return what only this member's checkpoint needs.
 
         - `moment`: as it was then; None: as it is
@@ -257,7 +259,7 @@ class HostOuter:
         self._errors |= {index: (own.groups[index], error) for index, error in found.items()}
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FragmentShards]:
         """The fragments in the abstract, by number."""
         return [part_of(self.island, index) for index in range(self.island.schedule.fragments)]
 
@@ -269,7 +271,7 @@ class HostOuter:
 
         return jax.jit(step)
 
-    def _theta(self, index: int, moment: Moment | None = None) -> Arrays:
+    def _theta(self, index: int, moment: OuterView | None = None) -> Arrays:
         """theta of a fragment, by key."""
         held = (moment or self.now()).held[index]
         return {key: held[theta_name(index, key)] for key in self.parts[index].theta}

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gregale.communication.pieces import Leaf
-from gregale.communication.rows import Rows
+from gregale.communication.pieces import ShardedLeaf
+from gregale.communication.rows import RowLayout
 from gregale.communication.shards import keys_here
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
@@ -23,17 +23,17 @@ from gregale.methods.island import Island
 Tree = Any
 
 
-class Part(NamedTuple):
+class FragmentShards(NamedTuple):
     """A fragment's arrays on this host."""
 
     index: int  # of the fragment
     fragment: Fragment
     tree: Tree  # the fragment's part of the parameters
-    leaves: list[Leaf]  # of it, as one device holds them
+    leaves: list[ShardedLeaf]  # of it, as one device holds them
     places: list[NamedSharding]  # of each leaf on the devices
     theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
     optimizer: Tree  # the outer optimizer's state for such a dictionary
-    rows: dict[str, Rows]  # by key: how messages are cut
+    rows: dict[str, RowLayout]  # by key: how messages are cut
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Type and shape of every array by name."""
@@ -46,7 +46,7 @@ class Part(NamedTuple):
         return sum(dtype.itemsize * prod(shape) for dtype, shape in self.expected().values())
 
 
-def part_of(island: Island, index: int) -> Part:
+def part_of(island: Island, index: int) -> FragmentShards:
     """The fragment with this number."""
     fragment, mesh = island.fragment(index), island.layout.mesh
     tree = jax.eval_shape(fragment.take, island.parameters)
@@ -57,10 +57,10 @@ def part_of(island: Island, index: int) -> Part:
         for key in keys_here(leaf.path, shape_of(leaf), place):
             theta[key], rows[key] = jax.ShapeDtypeStruct(leaf.shape, array.dtype), island.rows(leaf)
     optimizer = jax.eval_shape(island.outer.init, theta)
-    return Part(index, fragment, tree, leaves, places, theta, optimizer, rows)
+    return FragmentShards(index, fragment, tree, leaves, places, theta, optimizer, rows)
 
 
-def shape_of(leaf: Leaf) -> tuple[int, ...]:
+def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
     """Of the whole array."""
     return tuple(axis.size for axis in leaf.axes)
 

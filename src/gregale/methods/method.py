@@ -88,12 +88,12 @@ class Method(Protocol):
         ...
 
     @property
-    def inside(self) -> Layout:
+    def step_layout(self) -> Layout:
         """The layout as one step sees it: all of it, or one replica's part."""
         ...
 
     @property
-    def lanes(self) -> tuple[str, ...]:
+    def replica_axes(self) -> tuple[str, ...]:
         """The axes of the step's metrics: none, or the one whose indices each make a step of their own."""
         ...
 
@@ -122,15 +122,15 @@ class Method(Protocol):
 
     # From one method to another.
 
-    def begin(self, start: PsdpState, step: Any) -> Tree:
+    def from_psdp(self, start: PsdpState, step: Any) -> Tree:
         """The state that goes on from a PSDP state after `step` steps, with no error of quantised averages yet."""
         ...
 
-    def end(self, state: Tree) -> PsdpState:
+    def to_psdp(self, state: Tree) -> PsdpState:
         """The PSDP state that goes on from a state, without an error of quantised averages."""
         ...
 
-    def renewed(self, state: Tree) -> Tree:
+    def reset_error(self, state: Tree) -> Tree:
         """A state of any mesh and codec with no error of quantised averages yet."""
         ...
 
@@ -140,15 +140,15 @@ class Method(Protocol):
 
     # What is evaluated, sampled and handed over.
 
-    def trained(self, state: Tree) -> Tree:
+    def eval_model(self, state: Tree) -> Tree:
         """The model that is evaluated."""
         ...
 
-    def parameters_only(self, state: Tree) -> Tree:
+    def eval_subset(self, state: Tree) -> Tree:
         """The part of a state that `trained` needs after a step that is not `due`; the rest is None."""
         ...
 
-    def due(self, step: int) -> bool:
+    def needs_full_state(self, step: int) -> bool:
         """Whether the parameters of `end` depend on more than `parameters_only` after `step` steps.
 
         A checkpoint then holds them too, so that one device can evaluate it.
@@ -161,7 +161,7 @@ class Method(Protocol):
         """Bytes that a device has sent over the slow axis in the first `step` steps, for parameters."""
         ...
 
-    def figures(self, step: int) -> dict[str, int]:
+    def metrics(self, step: int) -> dict[str, int]:
         """What else there is to tell after `step` steps: where replicas train apart, `steps_since_sync`."""
         ...
 

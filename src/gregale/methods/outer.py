@@ -12,12 +12,12 @@ from haliax import NamedArray
 
 from gregale.axes.layout import EMBED, Layout, is_named, vmap_over
 from gregale.communication.quantised import QuantisedReducer
-from gregale.communication.reduce import ExactReducer, give_back
+from gregale.communication.reduce import ExactReducer, all_gather_params
 
 Tree = Any
 
 
-class Outer(NamedTuple):
+class OuterState(NamedTuple):
     """The outer parameters and what belongs to them, of the whole model or of a fragment."""
 
     parameters: Tree  # theta
@@ -29,7 +29,7 @@ class Outer(NamedTuple):
 class Sent(NamedTuple):
     """A fragment that was sent."""
 
-    outer: Outer  # after the outer step
+    outer: OuterState  # after the outer step
     gradient: Tree  # the pseudo-gradient, under `opt_state`
     parameters: Tree  # theta before the outer step, under `opt_state`
 
@@ -59,21 +59,21 @@ class ExactOuter:
     optimizer: optax.GradientTransformation
     reducer: ExactReducer
 
-    def begin(self, theta: Tree) -> Outer:
+    def begin(self, theta: Tree) -> OuterState:
         """The outer side before the first step, from parameters under `params`."""
         theta = _under_opt_state(theta, self.reducer.layout)
-        return Outer(theta, self.optimizer.init(theta))
+        return OuterState(theta, self.optimizer.init(theta))
 
-    def shardings(self, outer: Outer) -> Outer:
+    def shardings(self, outer: OuterState) -> OuterState:
         """Where each array lives."""
         layout = self.reducer.layout
         return layout.shardings(outer, layout.opt_state)
 
-    def placed(self, outer: Outer) -> Outer:
+    def placed(self, outer: OuterState) -> OuterState:
         """Inside jit: each array where it lives, so that the compiler does not gather what it need not."""
         return _under_opt_state(outer, self.reducer.layout)
 
-    def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
+    def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         """The outer step on a fragment.
 
         Arguments:
@@ -89,17 +89,17 @@ class ExactOuter:
         sums = _by_replica(weighed, self.reducer)(own, weights)
         mean, _ = self.reducer.reduce(sums, weight, None)
         gradient = jax.tree.map(pseudo_gradient, theta, mean)
-        return Sent(Outer(*outer_step(self.optimizer, theta, outer.optimizer, gradient)), gradient, theta)
+        return Sent(OuterState(*outer_step(self.optimizer, theta, outer.optimizer, gradient)), gradient, theta)
 
-    def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
+    def arrive(self, outer: OuterState) -> tuple[Tree, OuterState]:
         """theta of a fragment under `params`, and what changed of it: nothing."""
         return self.parameters(outer), _unchanged(outer)
 
-    def parameters(self, outer: Outer) -> Tree:
+    def parameters(self, outer: OuterState) -> Tree:
         """theta under `params`: gathered over the slow axis first, so that islands send no more than they have to."""
         layout = self.reducer.layout
         shard = layout.constrain(outer.parameters, sending_layout(layout, self.reducer.axis).params)
-        return give_back(shard, layout)
+        return all_gather_params(shard, layout)
 
 
 @dataclass(frozen=True)
@@ -119,26 +119,26 @@ class QuantisedOuter:
     optimizer: optax.GradientTransformation
     reducer: QuantisedReducer
 
-    def begin(self, theta: Tree) -> Outer:
+    def begin(self, theta: Tree) -> OuterState:
         layout = self.reducer.layout
         shard = _under_opt_state(theta, layout)
         nothing = jax.tree.map(jnp.zeros_like, shard)
         theta = layout.constrain(theta, layout.params)
-        return Outer(theta, self.optimizer.init(shard), nothing)
+        return OuterState(theta, self.optimizer.init(shard), nothing)
 
-    def shardings(self, outer: Outer) -> Outer:
+    def shardings(self, outer: OuterState) -> OuterState:
         layout = self.reducer.layout
         theta = layout.shardings(outer.parameters, layout.params)
         optimizer, pending = layout.shardings((outer.optimizer, outer.pending), layout.opt_state)
-        return Outer(theta, optimizer, pending, self.reducer.shardings(outer.error))
+        return OuterState(theta, optimizer, pending, self.reducer.shardings(outer.error))
 
-    def placed(self, outer: Outer) -> Outer:
+    def placed(self, outer: OuterState) -> OuterState:
         layout = self.reducer.layout
         theta = layout.constrain(outer.parameters, layout.params)
         optimizer, pending = _under_opt_state((outer.optimizer, outer.pending), layout)
-        return Outer(theta, optimizer, pending, outer.error)
+        return OuterState(theta, optimizer, pending, outer.error)
 
-    def send(self, outer: Outer, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
+    def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         layout = self.reducer.layout
         # Placed before it is used in shards: else the compiler takes the fragment in shards and gathers it again.
         theta = layout.constrain(outer.parameters, layout.params)
@@ -150,16 +150,16 @@ class QuantisedOuter:
         gradient, error = self.reducer.reduce(sums, weight, outer.error)
         shard = _under_opt_state(theta, layout)
         updates, state = self.optimizer.update(gradient, outer.optimizer, shard)
-        return Sent(Outer(theta, state, updates, error), gradient, shard)
+        return Sent(OuterState(theta, state, updates, error), gradient, shard)
 
-    def arrive(self, outer: Outer) -> tuple[Tree, Outer]:
+    def arrive(self, outer: OuterState) -> tuple[Tree, OuterState]:
         layout = self.reducer.layout
-        given, error = self.reducer.give_back(_under_opt_state(outer.pending, layout), outer.error)
+        given, error = self.reducer.all_gather_params(_under_opt_state(outer.pending, layout), outer.error)
         theta = jax.tree.map(jnp.add, layout.constrain(outer.parameters, layout.params), given)
         nothing = jax.tree.map(jnp.zeros_like, outer.pending)
-        return theta, Outer(theta, _unchanged(outer.optimizer), nothing, error)
+        return theta, OuterState(theta, _unchanged(outer.optimizer), nothing, error)
 
-    def parameters(self, outer: Outer) -> Tree:
+    def parameters(self, outer: OuterState) -> Tree:
         """theta under `params`, with the updates that no replica has yet, gathered in float32."""
         layout = self.reducer.layout
         shards = _under_opt_state((outer.parameters, outer.pending), layout)

@@ -14,7 +14,7 @@ from gregale.audit.step import StepShape
 from gregale.axes.layout import Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.communication.accumulate import Accumulated, accumulate
-from gregale.communication.quantised import Lost, QuantisedReducer
+from gregale.communication.quantised import QuantisationLoss, QuantisedReducer
 from gregale.communication.reducer import Reducer, reducer_of
 from gregale.methods.inspection import Inspected, Probe, inspected
 from gregale.methods.method import Actions, PsdpState, StepMetrics
@@ -62,12 +62,12 @@ class Psdp:
     shown: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def inside(self) -> Layout:
+    def step_layout(self) -> Layout:
         """All replicas make a step together."""
         return self.layout
 
     @property
-    def lanes(self) -> tuple[str, ...]:
+    def replica_axes(self) -> tuple[str, ...]:
         """The axes of the step's metrics: none, all replicas make one step together."""
         return ()
 
@@ -81,9 +81,9 @@ class Psdp:
         parameters = layout.constrain(parameters, layout.params)
         sharded = self.optimizer.sharded.init(layout.constrain(parameters, layout.opt_state))
         gathered = self.optimizer.gathered.init(parameters)
-        return self.renewed(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
+        return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
 
-    def renewed(self, state: PsdpState) -> PsdpState:
+    def reset_error(self, state: PsdpState) -> PsdpState:
         """A state of any mesh and codec with no error of quantised averages yet."""
         return state._replace(error=self.reducer.init(state.parameters))
 
@@ -108,7 +108,7 @@ class Psdp:
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
         """What `step` computes with; for a program of its own."""
         moved, grads, _ = self._moved(state, batch)
-        return inspected(state.parameters, grads, moved.parameters, probe(self.trained(state), batch))
+        return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
 
     def _moved(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
         """The state moved by a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
@@ -140,12 +140,12 @@ class Psdp:
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
         """Updates under `opt_state` are given back to `params` and added to the parameters."""
         layout = self.layout
-        updates, error = self.reducer.give_back(updates, state.error)  # type: ignore[arg-type]
+        updates, error = self.reducer.all_gather_params(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
         parameters = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), state.parameters, updates)
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
-    def lost(self, state: PsdpState, batch: Tree) -> Lost:
+    def lost(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
         """What quantising would lose of the gradients of a batch; for a program of its own, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
@@ -163,12 +163,12 @@ class Psdp:
         del after
         return state, None
 
-    def begin(self, start: PsdpState, step: Any) -> PsdpState:
+    def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
         """The state that goes on from another PSDP state."""
         del step
-        return self.renewed(start)
+        return self.reset_error(start)
 
-    def end(self, state: PsdpState) -> PsdpState:
+    def to_psdp(self, state: PsdpState) -> PsdpState:
         """The state itself; what goes on from it begins without an error of quantised averages."""
         return self.without_error(state)
 
@@ -179,7 +179,7 @@ class Psdp:
         """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
         return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
 
-    def figures(self, step: int) -> dict[str, int]:
+    def metrics(self, step: int) -> dict[str, int]:
         """What else there is to tell: nothing."""
         del step
         return {}
@@ -190,7 +190,7 @@ class Psdp:
     def traffic(self, step: StepShape) -> PsdpTraffic:
         return PsdpTraffic(self.reducer, self.model, step)
 
-    def trained(self, state: PsdpState) -> Tree:
+    def eval_model(self, state: PsdpState) -> Tree:
         """The model with the state's parameters."""
         return self.model_with(state.parameters)
 
@@ -198,11 +198,11 @@ class Psdp:
         """The model with these parameters."""
         return eqx.combine(parameters, self._static)
 
-    def parameters_only(self, state: PsdpState) -> PsdpState:
+    def eval_subset(self, state: PsdpState) -> PsdpState:
         """The part of a state that `trained` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
 
-    def due(self, step: int) -> bool:
+    def needs_full_state(self, step: int) -> bool:
         """Whether what is evaluated depends on more than `parameters_only`: never."""
         del step
         return False

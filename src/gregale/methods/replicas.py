@@ -12,7 +12,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gregale.axes.layout import BATCH, Layout, is_named, vmap_over
-from gregale.communication.reduce import give_back, reduce_replicas
+from gregale.communication.reduce import all_gather_params, reduce_replicas
 from gregale.methods.method import PsdpState
 
 Tree = Any
@@ -80,7 +80,7 @@ class Replicas:
     def average(self, tree: Tree) -> Tree:
         """[replica, ...] -> [...] under `params`: the plain average."""
         mean = reduce_replicas(tree, self.Lanes.size, self.outer, self.axis)
-        return give_back(self.layout.constrain(mean, self.layout.opt_state), self.layout)
+        return all_gather_params(self.layout.constrain(mean, self.layout.opt_state), self.layout)
 
     def joined(self, optimizer: Tree) -> Tree:
         """[replica, ...] -> [...] under `opt_state`: the average of optimizer states; counters are the first's."""

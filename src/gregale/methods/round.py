@@ -15,7 +15,7 @@ from haliax import NamedArray
 from gregale.axes.layout import Layout, vmap_over
 from gregale.methods.agreement import PseudoGradient, products
 from gregale.methods.fragments import FRAGMENT, Fragment, fragments_alike
-from gregale.methods.outer import ExactOuter, Outer, QuantisedOuter
+from gregale.methods.outer import ExactOuter, OuterState, QuantisedOuter
 from gregale.methods.schedule import Schedule
 
 Tree = Any
@@ -48,7 +48,9 @@ class Round:
         """The axis whose indices are joined."""
         return self.joint.reducer.axis
 
-    def send(self, outer: Outer, own: Tree, seen: NamedArray, fragment: Fragment) -> tuple[Outer, PseudoGradient]:
+    def send(
+        self, outer: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
+    ) -> tuple[OuterState, PseudoGradient]:
         """The outer side after the fragment's outer step, and its pseudo-gradient's figures.
 
         Arguments:
@@ -67,7 +69,9 @@ class Round:
         agreement = products(own, sent.parameters, sent.gradient, self.outer_layout, self.axis)
         return fragment.put(outer, after), PseudoGradient(norm, weights.array, *agreement)
 
-    def send_due(self, schedule: Schedule, outer: Outer, own: Tree, seen: NamedArray, step: jax.Array) -> Outer:
+    def send_due(
+        self, schedule: Schedule, outer: OuterState, own: Tree, seen: NamedArray, step: jax.Array
+    ) -> OuterState:
         """The outer side after the SEND that is due after `step` steps; as it is, if none is.
 
         `step` is an int32 scalar of the device, so all kinds of fragments are compiled and one is chosen.
@@ -77,7 +81,7 @@ class Round:
         index = jnp.argmax(due).astype(jnp.int32)
         alike = fragments_alike(schedule)
 
-        def sent(layers: np.ndarray | None) -> Outer:
+        def sent(layers: np.ndarray | None) -> OuterState:
             own_layers = None if layers is None else jnp.asarray(layers)[index]
             fragment = Fragment(index, step, own_layers, whole=schedule.fragments == 1)
             return self.send(outer, own, seen, fragment)[0]
@@ -86,7 +90,7 @@ class Round:
         branches = [lambda: outer, *(partial(sent, layers) for layers in alike.layers)]
         return jax.lax.switch(kind, branches)
 
-    def apply(self, parameters: Tree, outer: Outer, fragment: Fragment) -> tuple[Tree, Outer]:
+    def apply(self, parameters: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
         """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
         layout = self.layout
         arrived, changed = self.joint.arrive(fragment.take(outer))

@@ -12,7 +12,7 @@ from gregale.errors import UserError
 PATTERNS = ("sequential", "strided")
 
 
-class Legs(NamedTuple):
+class StepFragments(NamedTuple):
     """The numbers of the fragments that a step sends and applies; None for none."""
 
     send: int | None
@@ -76,11 +76,11 @@ class Schedule:
         """The fragment that is applied after `step` steps, if any: the one that was sent `delay` steps before."""
         return self.sent(step - self.delay)
 
-    def legs(self, step: int) -> Legs:
+    def legs(self, step: int) -> StepFragments:
         """What step number `step` (from 1) computes: with tau >= 1 it sends what was due after the step before it."""
         if self.delay == 0:
-            return Legs(self.sent(step), self.sent(step))
-        return Legs(self.sent(step - 1), self.applied(step))
+            return StepFragments(self.sent(step), self.sent(step))
+        return StepFragments(self.sent(step - 1), self.applied(step))
 
     def sends(self, fragment: int, step: int) -> int:
         """How often a fragment was sent in the first `step` steps."""

@@ -27,7 +27,7 @@ from gregale.communication.quantised import QuantisedReducer
 from gregale.communication.reducer import Reducer
 from gregale.methods.fragments import Fragment
 from gregale.methods.method import StepKind
-from gregale.methods.schedule import Legs, Schedule
+from gregale.methods.schedule import Schedule, StepFragments
 
 Tree = Any
 
@@ -88,7 +88,7 @@ class DilocoTraffic:
     def period(self) -> int:
         return self.schedule.period
 
-    def steps(self) -> Iterator[tuple[int, Legs]]:
+    def steps(self) -> Iterator[tuple[int, StepFragments]]:
         """The steps of a period, each with its legs; not of the first one, in which not everything has begun."""
         return ((step, self.schedule.legs(step)) for step in range(2 * self.period, 3 * self.period))
 
@@ -97,9 +97,9 @@ class DilocoTraffic:
 
         Where fragments differ in size, the step is the one that sends most of its kind.
         """
-        found: dict[str, tuple[int, Legs]] = {}
+        found: dict[str, tuple[int, StepFragments]] = {}
         for number, legs in self.steps():
-            if legs == Legs(None, None):
+            if legs == StepFragments(None, None):
                 continue
             both = legs.send is not None, legs.apply is not None
             name = SYNCHRONISE if self.schedule.delay == 0 else WITH_LEGS[both]
@@ -110,12 +110,12 @@ class DilocoTraffic:
     def joins(self) -> list[Transfer]:
         return [transfer for _, legs in self.steps() for transfer in self.transfers(legs)]
 
-    def transfers(self, legs: Legs) -> list[Transfer]:
+    def transfers(self, legs: StepFragments) -> list[Transfer]:
         """Everything that the legs send, as the audit finds it in the compiled program."""
         send = [] if legs.send is None else self._send(self.part(legs.send))
         return send if legs.apply is None else send + self._apply(self.part(legs.apply))
 
-    def bytes_over_axis(self, legs: Legs) -> float:
+    def bytes_over_axis(self, legs: StepFragments) -> float:
         """What a device sends over the slow axis for the parameters in these legs, as `Diloco.bytes_sent` counts it."""
         send, apply = (None if leg is None else self.part(leg) for leg in legs)
         return self._over_axis(send, apply)

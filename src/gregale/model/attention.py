@@ -9,7 +9,7 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
-from gregale.model.cache import POSITION, Cache, Turn
+from gregale.model.cache import POSITION, Cache, DecodeStep
 from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
 from gregale.model.kinds import Kind, by_kind
@@ -94,7 +94,7 @@ class Attention(eqx.Module):
         return self.attended(q, k, v, segments, kind, execution), Cache.of_prompt(k, v, slots, execution)
 
     def decode(
-        self, x: NamedArray, cache: Cache, turn: Turn, kind: Kind, execution: Execution
+        self, x: NamedArray, cache: Cache, turn: DecodeStep, kind: Kind, execution: Execution
     ) -> tuple[NamedArray, Cache]:
         """The same for one token of each row, which follows those in the cache: [Batch, Position 1, Embed]."""
         q, k, v = self.project(x, turn.positions, kind, execution)

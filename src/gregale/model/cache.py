@@ -24,7 +24,7 @@ POSITION, SLOT = "position", "slot"
 AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer
 
 
-class Turn(eqx.Module):
+class DecodeStep(eqx.Module):
     """Where the tokens of one call of `decode` stand, one of each row; the same for all layers.
 
     With fewer slots than places, which only a sliding window allows, a token overwrites the one that left the window:
@@ -36,7 +36,7 @@ class Turn(eqx.Module):
     seen: NamedArray  # whether a slot, after the write, holds what the token sees: [Batch, Slot]
 
     @staticmethod
-    def at(place, first: NamedArray, slots: int, window: int | None) -> Turn:
+    def at(place, first: NamedArray, slots: int, window: int | None) -> DecodeStep:
         """That of the tokens at a place.
 
         Arguments:
@@ -50,7 +50,7 @@ class Turn(eqx.Module):
         reach = place - first
         reach = reach if window is None else hax.minimum(reach, window - 1)
         positions = (place - first).broadcast_axis(Axis(POSITION, 1)).rearrange((BATCH, POSITION))
-        return Turn(slot, positions, back.broadcast_axis(first.axes) <= reach)
+        return DecodeStep(slot, positions, back.broadcast_axis(first.axes) <= reach)
 
 
 class Cache(eqx.Module):
@@ -85,7 +85,7 @@ class Cache(eqx.Module):
         query: NamedArray,
         key: NamedArray,
         value: NamedArray,
-        turn: Turn,
+        turn: DecodeStep,
         execution: Execution,
         cap: float | None = None,
     ) -> tuple[NamedArray, Cache]:

@@ -19,7 +19,7 @@ from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, LAYERS, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
-from gregale.model.kernels.choice import Task, kernels_for
+from gregale.model.kernels.choice import KernelRequest, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.plain import PLAIN
 from gregale.model.kinds import Kind, Stretch, cut, joined, kind_constants, stretches
@@ -190,7 +190,7 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
             "compute.remat: context."
         )
     dtype = jnp.dtype(DTYPES[config.dtype])
-    task = Task(device, config.rules, dtype, model.head_width, model.score_cap)
+    task = KernelRequest(device, config.rules, dtype, model.head_width, model.score_cap)
     return Execution(
         layout=layout.inside_replica(),
         dtype=dtype,

@@ -13,7 +13,7 @@ from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH, LAYERS, is_named, is_parameter
 from gregale.model.attention import Attention, linear
-from gregale.model.cache import POSITION, Cache, Turn, slots_of
+from gregale.model.cache import POSITION, Cache, DecodeStep, slots_of
 from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
@@ -94,7 +94,7 @@ class Block(eqx.Module):
         attended = self.attention.prefill(taken, positions, segments, slots, kind, execution)
         return self._after(x, *attended, execution)
 
-    def decode(self, x, cache: Cache, turn: Turn, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
+    def decode(self, x, cache: Cache, turn: DecodeStep, kind: Kind, execution: Execution) -> tuple[NamedArray, Cache]:
         attended = self.attention.decode(self.attends_to(x, execution), cache, turn, kind, execution)
         return self._after(x, *attended, execution)
 
@@ -249,7 +249,7 @@ class Llama(eqx.Module):
         The caches hold the places before; returns the logits and the caches with this one. `first` is as for `prefill`.
         """
         x = self._embedded(tokens, execution)
-        turns = [Turn.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
+        turns = [DecodeStep.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
 
         def block(x, weights, kind, cache):
             return execution.gathered(weights).decode(x, cache, turns[kind], kind, execution)

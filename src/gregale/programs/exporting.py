@@ -56,7 +56,7 @@ from gregale.services.devices import start_devices
 from gregale.services.distributed import DistributedConfig
 from gregale.services.history import FiguresReader
 from gregale.services.memory import give_back_memory
-from gregale.services.peers import watched
+from gregale.services.peers import monitor_peers
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
 from gregale.streams import say
@@ -139,7 +139,7 @@ def main(options: ExportOptions) -> int:
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
     watch = start_devices(config.cpu_devices, options.distributed, options)
-    with watched(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
+    with monitor_peers(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
         setup = set_up_run(run, config)
         tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)
         model = config.model

@@ -16,7 +16,7 @@ from gregale.services.command import Command
 from gregale.services.run_summary import State, Summary, summaries
 from gregale.services.tables import fitting, print_table
 from gregale.settings import Settings
-from gregale.storage import place
+from gregale.storage import storage_path
 from gregale.streams import say
 from gregale.terminal import Console
 
@@ -47,7 +47,7 @@ class RunsOptions(Settings):
 
 def main(options: RunsOptions) -> int:
     """Prints the table, or the JSON."""
-    found = chosen(summaries(place(expand(options.folder, "folder"))), options)
+    found = chosen(summaries(storage_path(expand(options.folder, "folder"))), options)
     if options.json:
         print(json.dumps([_plain(summary) for summary in found], indent=1, allow_nan=False))
         return 0

@@ -25,14 +25,14 @@ from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.files import user_cache
 from gregale.services.distributed import AUTO
-from gregale.storage import Patience, Place, is_url, names
-from gregale.storage import place as place_of
+from gregale.storage import RetryPolicy, StoragePath, is_url, names
+from gregale.storage import storage_path as place_of
 from gregale.streams import say
 
 MOST_BYTES = 1 << 30  # of all programs together; those that were not used for longest go first
 FOLDER = "jax_compilation_cache_dir"  # JAX's name of the setting
 ENTRY = "-cache"  # how JAX ends the names of its files
-STORE_PATIENCE = Patience(seconds=10, silence_seconds=10)  # a start does not wait long for what it can compile
+STORE_PATIENCE = RetryPolicy(seconds=10, silence_seconds=10)  # a start does not wait long for what it can compile
 
 _TROUBLE = re.compile(r"Error (?:reading|writing) persistent compilation cache entry for '([^']*)'")
 _PROCESSOR = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)
@@ -105,7 +105,7 @@ def make_room(base: Path) -> None:
         size -= bytes_
 
 
-def mend_by_warnings(place: Place, folder: Path) -> None:
+def mend_by_warnings(place: StoragePath, folder: Path) -> None:
     """Deletes an entry when JAX warns that it could not read or write it; the user hears nothing of it.
 
     JAX compiles the program then, and would neither write over the damaged entry nor stop to read it in later starts.

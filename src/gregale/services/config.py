@@ -17,7 +17,7 @@ from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.islands import IslandsConfig
 from gregale.services.tracking.choices import TrackerConfig, check_each_once
 from gregale.settings import Fixed, Settings, at_least, check_name, check_path, shown, whole
-from gregale.storage import is_url, place
+from gregale.storage import is_url, storage_path
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,6 @@ class TrainConfig(Settings):
 def _check_store(key: str, url: str) -> None:
     """Raises `KeyedError` for a URL that names no folder in a store that is known."""
     try:
-        place(url)
+        storage_path(url)
     except UserError as error:
         raise KeyedError(key, f"is {shown(url)}", f". {error}") from None

@@ -15,7 +15,7 @@ from threading import Thread
 _RETRY_SECONDS = 0.2
 
 
-def way_to(coordinator: str) -> str:
+def start_proxy(coordinator: str) -> str:
     """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached."""
     host, _, port = coordinator.rpartition(":")
     address = host.strip("[]"), int(port)

@@ -13,11 +13,11 @@ import jax
 from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster knows without joining
 
 from gregale.errors import UserError
-from gregale.services.coordinator import way_to
+from gregale.services.coordinator import start_proxy
 from gregale.services.distributed import AUTO, DistributedConfig
 from gregale.services.handshake import agree
 from gregale.services.memory import keep_memory
-from gregale.services.peers import EXIT_CODE, Watch, says
+from gregale.services.peers import EXIT_CODE, LivenessMonitor, log_line
 from gregale.services.roll_call import roll_call
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
@@ -45,7 +45,9 @@ WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
 
 
-def start_devices(cpu_devices: int | None, distributed: DistributedConfig, settings: Any = None) -> Watch | None:
+def start_devices(
+    cpu_devices: int | None, distributed: DistributedConfig, settings: Any = None
+) -> LivenessMonitor | None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
 
     Returns the watch of the other processes, for `gregale.services.peers.watched`; None if there are none.
@@ -107,7 +109,7 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
             coordinator, *given, [], None, math.ceil(config.join_seconds)
         )
     except RuntimeError as error:  # the host of process 0 has no address yet
-        says(f"error: distributed.coordinator is auto: {error}, in {config.join_seconds:g} s.")
+        log_line(f"error: distributed.coordinator is auto: {error}, in {config.join_seconds:g} s.")
         sys.exit(EXIT_CODE)
     address, processes, process, _ = found
     if address is None or processes is None or process is None:
@@ -119,16 +121,16 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
     return replace(config, coordinator=address, processes=processes, process=process)
 
 
-def _joined(config: DistributedConfig, settings: Any) -> Watch | None:
+def _joined(config: DistributedConfig, settings: Any) -> LivenessMonitor | None:
     """Joins the processes, when all are there and agree; ends this one if one does not come, or is lost meanwhile."""
     watch, coordinator = None, config.coordinator or ""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if config.processes > 1:
         peers = roll_call(config)
         agree(peers, config, settings)
-        watch = Watch(peers, config)
+        watch = LivenessMonitor(peers, config)
         watch.start()
-        coordinator = way_to(coordinator) if config.process > 0 else coordinator
+        coordinator = start_proxy(coordinator) if config.process > 0 else coordinator
     late = Timer(config.join_seconds, _end_alone, [config])
     late.daemon = True
     late.start()
@@ -147,7 +149,7 @@ def _joined(config: DistributedConfig, settings: Any) -> Watch | None:
 
 def _end_alone(config: DistributedConfig) -> None:
     """JAX would abort the process, with a stack of C++ frames."""
-    says(
+    log_line(
         f"error: distributed: all {config.processes} processes are there, but JAX could not join them by "
         f"{config.coordinator} within {config.join_seconds:g} s (distributed.join_seconds)."
     )

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 Entry = Mapping[str, Any]
 HIGHEST_STEP = 2**53
@@ -43,7 +43,7 @@ def entry_of(line: bytes, number: str | None = None) -> dict[str, Any] | None:
     return entry if type(value) is int and 0 <= value < HIGHEST_STEP else None
 
 
-def read_entries(place: Place, number: str | None = None) -> Entries:
+def read_entries(place: StoragePath, number: str | None = None) -> Entries:
     """Read the entries of a file or an object; none if it does not exist.
 
     A last line without its end is being written, or its process was killed: it is left out without a word.
@@ -58,7 +58,7 @@ def read_entries(place: Place, number: str | None = None) -> Entries:
     return Entries(tuple(entry for entry in found if entry is not None), problem_of(place, found))
 
 
-def problem_of(place: Place, found: Sequence[Entry | None]) -> str | None:
+def problem_of(place: StoragePath, found: Sequence[Entry | None]) -> str | None:
     """Return a sentence about the lines that are damaged; None if all are sound.
 
     - `found`: for each whole line its entry, or None
@@ -67,6 +67,6 @@ def problem_of(place: Place, found: Sequence[Entry | None]) -> str | None:
     return damage(place, len(damaged), len(found), damaged[0]) if damaged else None
 
 
-def damage(place: Place, damaged: int, lines: int, first: int) -> str:
+def damage(place: StoragePath, damaged: int, lines: int, first: int) -> str:
     """Return the sentence about damaged lines; `first` is the number of the first of them."""
     return f"{place}: {damaged:,} of {lines:,} lines are damaged, the first is line {first:,}; they are left out."

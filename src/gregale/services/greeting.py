@@ -12,7 +12,7 @@ from gregale.services.signing import is_signed, sign
 MOST_DIGITS = 10  # of a number of processes, or a pid
 
 
-class Greeting(NamedTuple):
+class JoinRequest(NamedTuple):
     """`join`, these words, and the proof of the secret, with a word that process 0 has drawn for this connection.
 
     - `word`: drawn by this process, for process 0's proof
@@ -22,12 +22,12 @@ class Greeting(NamedTuple):
     processes: int
     pid: int
     host: str
-    word: str
+    nonce: str
 
     @staticmethod
-    def of(config: DistributedConfig, word: str) -> Greeting:
+    def of(config: DistributedConfig, word: str) -> JoinRequest:
         """This process's."""
-        return Greeting(config.process, config.processes, os.getpid(), socket.gethostname(), word)
+        return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), word)
 
     def line(self, token: bytes, challenge: str) -> str:
         """What is said."""
@@ -35,12 +35,12 @@ class Greeting(NamedTuple):
         return f"join {words} {sign(token, challenge.encode(), words.encode())}"
 
     @staticmethod
-    def parse(line: str, token: bytes, challenge: str) -> tuple[Greeting, bool] | None:
+    def parse(line: str, token: bytes, challenge: str) -> tuple[JoinRequest, bool] | None:
         """What was said, and whether its proof is right; None if it is no greeting."""
         words = line.split()
         if len(words) != 7 or words[0] != "join" or not all(map(_is_number, words[1:4])):
             return None
-        greeting = Greeting(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
+        greeting = JoinRequest(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
         if greeting.number >= greeting.processes:
             return None
         return greeting, is_signed(token, words[6], challenge.encode(), " ".join(words[1:6]).encode())
@@ -51,12 +51,12 @@ class Greeting(NamedTuple):
 
     def answer(self, token: bytes, name: str) -> str:
         """Process 0's proof and name, for who has said this."""
-        return f"{sign(token, self.word.encode(), name.encode())} {name}"
+        return f"{sign(token, self.nonce.encode(), name.encode())} {name}"
 
     def proved(self, token: bytes, answer: str) -> str | None:
         """Process 0's name; None if its proof is wrong."""
         proof, _, name = answer.partition(" ")
-        return name if is_signed(token, proof, self.word.encode(), name.encode()) else None
+        return name if is_signed(token, proof, self.nonce.encode(), name.encode()) else None
 
 
 def _is_number(word: str) -> bool:

@@ -30,7 +30,7 @@ from gregale.services.agreement import Terms, difference, from_text, in_words, t
 from gregale.services.checkpoint.processes import messages_of_all, texts_of_all
 from gregale.services.distributed import DistributedConfig
 from gregale.services.history import flat
-from gregale.services.peers import EXIT_CODE, Peer, says, who
+from gregale.services.peers import EXIT_CODE, Peer, log_line, process_label
 
 # What the processes of a run may differ in: what belongs to a host, what only process 0 reads, and paths of text, of a
 # tokenizer and of tasks, whose content is compared instead (`data_terms`). All else has to be the same.
@@ -90,7 +90,7 @@ def agree(peers: Sequence[Peer], config: DistributedConfig, settings: Any) -> No
     """
     own = terms_of_process(settings)
     if config.process == 0:
-        found: dict[str, Terms] = {who(0): own}
+        found: dict[str, Terms] = {process_label(0): own}
         for peer in peers:
             found[peer.name] = from_text(_told(peer, "settings", config.timeout_seconds))
         if differs := difference(found):
@@ -111,7 +111,7 @@ def _told(peer: Peer, word: str, seconds: float) -> str:
     peer.connection.settimeout(seconds)
     line = peer.line()
     if line is None:
-        says(f"error: {peer.name} was lost while the settings of all processes were compared.")
+        log_line(f"error: {peer.name} was lost while the settings of all processes were compared.")
         sys.exit(EXIT_CODE)
     peer.connection.settimeout(None)
     found, _, rest = line.partition(" ")
@@ -144,7 +144,7 @@ def agree_on_text(corpus: Corpus, tasks: Sequence[Task]) -> None:
     own = data_terms(corpus) | {"evaluation.tasks": f"{len(tasks)} files ({_digest(scored)})"}
     if len(set(messages_of_all(_digest(own)))) == 1:
         return
-    told = [json.loads(text) for text in texts_of_all(json.dumps([who(jax.process_index()), to_text(own)]))]
+    told = [json.loads(text) for text in texts_of_all(json.dumps([process_label(jax.process_index()), to_text(own)]))]
     raise UserError(f"{difference({name: from_text(text) for name, text in told})}. {RULE}")
 
 

@@ -29,8 +29,8 @@ from gregale.errors import UserError
 from gregale.services.entries import Entry, damage, entry_of, read_entries
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
-from gregale.services.run_places import RunPlaces
-from gregale.storage import Place, Remote, status
+from gregale.services.run_places import RunPaths
+from gregale.storage import ObjectPath, StoragePath, status
 
 ROUNDS = "rounds.jsonl"
 LARGEST = 2.0**1000  # what is not below it is no figure
@@ -113,7 +113,7 @@ class History:
     problems: tuple[str, ...]
 
 
-def read_history(run: RunPlaces) -> History:
+def read_history(run: RunPaths) -> History:
     """All that a run has written so far; raises `UserError` if there is no run here."""
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
@@ -140,7 +140,7 @@ class FiguresReader:
     another one now (a resumed run drops lines) is read anew.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: StoragePath):
         self._place = place
         self._is_of: object = None  # which file or object was read
         self._begin()
@@ -169,7 +169,7 @@ class FiguresReader:
 
     def _added(self) -> bytes:
         """What was not read yet."""
-        if isinstance(self._place, Remote):
+        if isinstance(self._place, ObjectPath):
             found = status(self._place)  # a store appends nothing: any other object is read as a whole
             if found == self._is_of:
                 return b""
@@ -281,7 +281,7 @@ def _ascending(column: Column) -> tuple[Column, int]:
     return Column(steps[last], values[last]), int((ahead < 0).sum())
 
 
-def _content(place: Place) -> bytes:
+def _content(place: StoragePath) -> bytes:
     """The bytes of a file or an object; none if it is not there."""
     try:
         return place.read_bytes()

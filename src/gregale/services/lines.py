@@ -17,15 +17,15 @@ from threading import Event, Lock, Thread
 from typing import Any, NamedTuple
 
 from gregale.errors import UserError
-from gregale.files import reason, write_bytes
+from gregale.files import os_error_text, write_bytes
 from gregale.services.entries import entry_of, problem_of
-from gregale.storage import Place, Remote, StoreError
+from gregale.storage import ObjectPath, StoragePath, StoreError
 
 FLUSH_SECONDS = 30.0
 _MOST_BYTES_PER_SECOND = 100_000  # over a long time, that the lines of a run in a store may take of its connection
 
 
-class History(NamedTuple):
+class ResumePoint(NamedTuple):
     """Which lines stay when they are gone on with: those whose number under `key` is at most `last`, and whole.
 
     The others were written by a killed process, and what they tell of is about to be repeated.
@@ -34,7 +34,7 @@ class History(NamedTuple):
     key: str
     last: int
 
-    def of(self, content: bytes, place: Place, report: Callable[[str], None]) -> list[bytes]:
+    def of(self, content: bytes, place: StoragePath, report: Callable[[str], None]) -> list[bytes]:
         """Return the lines of a file that stay; `report` is told once of damaged ones, which go."""
         lines = [line + b"\n" for line in content.split(b"\n")[:-1]]
         found = [entry_of(line, self.key) for line in lines]
@@ -44,20 +44,22 @@ class History(NamedTuple):
         return [line for line, entry in entries if entry is not None and entry[self.key] <= self.last]
 
 
-def lines_at(place: Place, history: History, report: Callable[[str], None]) -> FileLines | ObjectLines:
+def lines_at(
+    place: StoragePath, history: ResumePoint, report: Callable[[str], None]
+) -> FileJsonlWriter | ObjectJsonlWriter:
     """The lines of a place; arguments as those of the two classes."""
-    if isinstance(place, Remote):
-        return ObjectLines(place, history, report)
-    return FileLines(place, history, report)
+    if isinstance(place, ObjectPath):
+        return ObjectJsonlWriter(place, history, report)
+    return FileJsonlWriter(place, history, report)
 
 
-class FileLines:
+class FileJsonlWriter:
     """Appends one object a call, in one write, so that a killed process leaves at most its last line torn.
 
     Lines that a full disk does not take are kept and written, whole and in their order, as soon as it does.
     """
 
-    def __init__(self, path: Path, history: History, report: Callable[[str], None]):
+    def __init__(self, path: Path, history: ResumePoint, report: Callable[[str], None]):
         """
         Args:
             path: the file, made if absent.
@@ -107,21 +109,21 @@ class FileLines:
                 raise OSError("it was written in part")
         except OSError as error:
             self._file.truncate(self._whole)
-            return reason(error)
+            return os_error_text(error)
         self._whole += len(content)
         self._waiting.clear()
         return None
 
 
-class ObjectLines:
+class ObjectJsonlWriter:
     """Keeps all lines, and writes the object anew in the background, for a store appends nothing.
 
     That happens every 30 seconds, more rarely when the object is large, and before a checkpoint counts: a killed
     process leaves whole lines, and all of those that the newest checkpoint has behind it.
     """
 
-    def __init__(self, place: Remote, history: History, report: Callable[[str], None]):
-        """As `FileLines`. Raises `StoreError` if the store does not give the lines that there are."""
+    def __init__(self, place: ObjectPath, history: ResumePoint, report: Callable[[str], None]):
+        """As `FileJsonlWriter`. Raises `StoreError` if the store does not give the lines that there are."""
         self._place, self._report = place, report
         try:
             before = place.read_bytes()

@@ -16,7 +16,7 @@ from gregale.errors import UserError
 from gregale.services.decoding import Decoder, Text
 from gregale.services.fields import TYPE, choice_name, is_list_at, is_registry, join, section_at
 from gregale.settings import shortened, shown
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 Config = TypeVar("Config")
 COMMAND_LINE = "on the command line"
@@ -24,7 +24,7 @@ _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
-def load(config_class: type[Config], path: str | Place | None, arguments: Sequence[str] = ()) -> Config:
+def load(config_class: type[Config], path: str | StoragePath | None, arguments: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file, with `--dotted.key value` arguments on top.
 
     Arguments:
@@ -90,7 +90,7 @@ def _with_underscores(argument: str) -> str:
     return argument if "." in key else "--" + key.removeprefix("--").replace("-", "_") + equals + value
 
 
-def read_yaml(path: Place) -> tuple[dict[str, Any], dict[str, str]]:
+def read_yaml(path: StoragePath) -> tuple[dict[str, Any], dict[str, str]]:
     """The mapping in a YAML file, and for every dotted key in it where it stands."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -25,8 +25,8 @@ from threading import Event, Thread
 
 from gregale.errors import UserError
 from gregale.services.distributed import DistributedConfig
-from gregale.services.progress import Doing, Place, Progress, hanging
-from gregale.streams import LastingStream
+from gregale.services.progress import Phase, Progress, ThreadProgress, find_hung
+from gregale.streams import ResilientStream
 
 EXIT_CODE = os.EX_TEMPFAIL
 _BEATS = 6  # signs of life in the time after which a process is lost
@@ -48,10 +48,10 @@ class Peer:
 
     connection: socket.socket
     name: str
-    heard: float
+    last_heartbeat: float
     is_done: bool = False
     ended: float | None = None
-    place: Place = field(default_factory=Place)
+    place: ThreadProgress = field(default_factory=ThreadProgress)
     unread: bytes = field(default=b"", repr=False)
 
     def tell(self, line: str) -> None:
@@ -85,7 +85,7 @@ class Peer:
         return line.decode(errors="replace")
 
 
-class Watch(Thread):
+class LivenessMonitor(Thread):
     """Hears from the peers of a process: process 0 has all others for its peers, each of the others has process 0.
 
     - `progress`: where the main thread of this process is, told to the peers
@@ -105,7 +105,7 @@ class Watch(Thread):
         self._timeout, self._hang_seconds = config.timeout_seconds, config.hang_seconds
         self._beat = self._timeout / _BEATS
         for peer in peers:  # nothing was said while others were waited for
-            peer.heard = time.monotonic()
+            peer.last_heartbeat = time.monotonic()
         self._may_leave = self._has_failed = self._wants_verdict = False
         self._said_so, self._verdict = Event(), Event()
         self._unanswered: dict[Peer | None, set[Peer]] = {}  # for who asks whether all others live; None: this process
@@ -124,7 +124,7 @@ class Watch(Thread):
         self._said_so.wait()
         atexit.register(_exit_at_once, code)
 
-    def await_verdict(self) -> None:
+    def confirm_peers_alive(self) -> None:
         """Waits, after an error of this process, until all others have shown that they live.
 
         The error may be the loss of another. That is then found out in place of an answer, and ends this process.
@@ -193,13 +193,13 @@ class Watch(Thread):
             if peer.ended is None and not peer.is_done:
                 self._end(EXIT_CODE, f"{peer.name} was lost: its connection closed.", peer)
             return False
-        peer.heard = time.monotonic()
+        peer.last_heartbeat = time.monotonic()
         for line in lines:
             word, _, rest = line.partition(" ")
             if word == "end":
                 code, _, text = rest.partition(" ")
                 self._end(int(code), text, peer)
-            if word == "alive" and (place := Place.parse(rest)) != peer.place:
+            if word == "alive" and (place := ThreadProgress.parse(rest)) != peer.place:
                 peer.place = place
             if word == "there?" and self._is_first:
                 self._ask(peer)
@@ -211,7 +211,7 @@ class Watch(Thread):
                         silent.discard(peer)
             peer.is_done |= word == "done"
             if word == "failed":
-                peer.ended = peer.heard
+                peer.ended = peer.last_heartbeat
         return True
 
     def _check(self) -> None:
@@ -220,7 +220,7 @@ class Watch(Thread):
             if peer.ended is not None and now - peer.ended > self._timeout:
                 text = f"{peer.name} ended with an error {self._timeout:g} s ago; its own output says which."
                 self._end(1, text, peer)
-            if peer.ended is None and not peer.is_done and now - peer.heard > self._timeout:
+            if peer.ended is None and not peer.is_done and now - peer.last_heartbeat > self._timeout:
                 self._end(EXIT_CODE, f"{peer.name} was lost: no sign of life for {self._timeout:g} s.", peer)
         if self._is_first and self._hang_seconds is not None and all(peer.ended is None for peer in self._peers):
             self._check_hanging(now, self._hang_seconds)
@@ -228,8 +228,8 @@ class Watch(Thread):
     def _check_hanging(self, now: float, seconds: float) -> None:
         """Whether a main thread hangs, by what process 0 has heard from all."""
         places = {peer.name: peer.place for peer in self._peers if not peer.is_done}
-        processes = {who(0): self.progress.place, **places}
-        if (text := hanging(processes, now, seconds)) is not None:
+        processes = {process_label(0): self.progress.place, **places}
+        if (text := find_hung(processes, now, seconds)) is not None:
             bound = f"At most {seconds:g} s are given to a step, ten times that to other work"
             self._end(EXIT_CODE, f"{text} {bound} (distributed.hang_seconds).")
 
@@ -240,7 +240,7 @@ class Watch(Thread):
         others = [peer for peer in self._peers if peer is not of]
         for peer in others:
             peer.tell(f"end {code} {text}")
-        says(f"error: {text} {self._where_in_time()}".rstrip())
+        log_line(f"error: {text} {self._where_in_time()}".rstrip())
         for peer in others:  # a connection that closes with something unread in it would take the message back
             with suppress(OSError):
                 peer.connection.settimeout(1.0)
@@ -258,7 +258,7 @@ class Watch(Thread):
 
 
 @contextmanager
-def watched(watch: Watch | None, where: Callable[[], str]) -> Iterator[Progress]:
+def monitor_peers(watch: LivenessMonitor | None, where: Callable[[], str]) -> Iterator[Progress]:
     """Ends this process if another one of the run is lost or hangs while the block runs.
 
     All processes leave the block together, unless by an exception. The block tells where it is.
@@ -276,19 +276,19 @@ def watched(watch: Watch | None, where: Callable[[], str]) -> Iterator[Progress]
         watch.fail(error.exit_code if isinstance(error, UserError) else 130)
         raise
     except BaseException:
-        watch.await_verdict()
+        watch.confirm_peers_alive()
         watch.fail(1)
         raise
-    watch.progress.at(watch.progress.place.steps, Doing.ENDING)
+    watch.progress.at(watch.progress.place.steps, Phase.ENDING)
     watch.leave()
 
 
-def who(number: int) -> str:
+def process_label(number: int) -> str:
     """This process in words."""
     return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
-def says(text: str) -> None:
+def log_line(text: str) -> None:
     """A line on standard error, whatever other threads do."""
     with suppress(OSError):
         os.write(2, f"gregale: {text}\n".encode())
@@ -296,5 +296,5 @@ def says(text: str) -> None:
 
 def _exit_at_once(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        LastingStream(stream).flush()
+        ResilientStream(stream).flush()
     os._exit(code)

@@ -24,9 +24,9 @@ from typing import Any
 import jax
 
 from gregale.errors import UserError
-from gregale.files import reason
+from gregale.files import os_error_text
 from gregale.settings import shown
-from gregale.storage import Place, upload
+from gregale.storage import StoragePath, upload
 
 MOST_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
@@ -73,7 +73,7 @@ class Window:
 class Profile:
     """Traces the steps of a window, in a `with` statement, whose end waits until what was traced is written."""
 
-    def __init__(self, window: Window | None, folder: Place, report: Callable[[str], None]):
+    def __init__(self, window: Window | None, folder: StoragePath, report: Callable[[str], None]):
         """
         Args:
             window: the steps; None: nothing is traced.
@@ -140,6 +140,6 @@ class Profile:
                     for path in Path(unfinished).glob(f"plugins/profile/*/*{ending}"):
                         upload(path, finished / f"{own}{ending}")
         except (OSError, RuntimeError, UserError) as error:
-            self._report(f"The profile could not be written to {self._folder}: {reason(error)}.")
+            self._report(f"The profile could not be written to {self._folder}: {os_error_text(error)}.")
         else:
             self._report(f"The profile is in {self._folder}.")

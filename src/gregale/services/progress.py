@@ -24,7 +24,7 @@ from enum import StrEnum
 OTHER_WORK = 10  # times the patience for a step: compiling, evaluating a batch, handing a checkpoint to its writer
 
 
-class Doing(StrEnum):
+class Phase(StrEnum):
     """What a main thread is at."""
 
     PREPARING = "preparing"  # before the first step: as long as it takes
@@ -34,18 +34,18 @@ class Doing(StrEnum):
     SAVING = "saving"
     ENDING = "ending"  # after everything that others could wait for
 
-    def patience(self, seconds: float) -> float:
+    def timeout(self, seconds: float) -> float:
         """How long it may go on without coming on, in seconds.
 
         - `seconds`: of a step
         """
-        if self in (Doing.PREPARING, Doing.ENDING):
+        if self in (Phase.PREPARING, Phase.ENDING):
             return math.inf
-        return seconds if self is Doing.TRAINING else OTHER_WORK * seconds
+        return seconds if self is Phase.TRAINING else OTHER_WORK * seconds
 
 
 @dataclass(frozen=True)
-class Place:
+class ThreadProgress:
     """Where a main thread is.
 
     - `steps`: done, or begun
@@ -55,7 +55,7 @@ class Place:
     """
 
     steps: int = 0
-    doing: Doing = Doing.PREPARING
+    doing: Phase = Phase.PREPARING
     waits: bool = False
     marks: int = 0
     since: float = field(default_factory=time.monotonic, compare=False)
@@ -64,25 +64,25 @@ class Place:
         return f"{self.steps} {self.doing} {self.waits:d} {self.marks}"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> ThreadProgress:
         """A place as `str` writes it."""
         steps, doing, waits, marks = text.split()
-        return cls(int(steps), Doing(doing), waits == "1", int(marks))
+        return cls(int(steps), Phase(doing), waits == "1", int(marks))
 
     def is_late(self, now: float, seconds: float) -> bool:
-        """Return whether the thread has been here for longer than `Doing.patience` gives it."""
-        return now - self.since > self.doing.patience(seconds)
+        """Return whether the thread has been here for longer than `Phase.patience` gives it."""
+        return now - self.since > self.doing.timeout(seconds)
 
 
 class Progress:
     """Where the main thread of this process is; it writes, the thread of the signs of life reads."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.place = ThreadProgress()
 
-    def at(self, steps: int, doing: Doing) -> None:
+    def at(self, steps: int, doing: Phase) -> None:
         """The main thread has come on."""
-        self.place = Place(steps, doing, False, self.place.marks + 1)
+        self.place = ThreadProgress(steps, doing, False, self.place.marks + 1)
 
     def still(self) -> None:
         """The main thread has come on with what it is doing."""
@@ -99,7 +99,7 @@ class Progress:
         self.place = replace(self.place, waits=waits, marks=self.place.marks + 1, since=time.monotonic())
 
 
-def hanging(processes: Mapping[str, Place], now: float, seconds: float) -> str | None:
+def find_hung(processes: Mapping[str, ThreadProgress], now: float, seconds: float) -> str | None:
     """Which process hangs, in a sentence; None while none does.
 
     Processes that wait for their devices may wait for another's. Of those that do not, the ones with the fewest steps
@@ -108,7 +108,7 @@ def hanging(processes: Mapping[str, Place], now: float, seconds: float) -> str |
     - `processes`: where each of them is, by its name
     - `seconds`: `distributed.hang_seconds`
     """
-    running = {name: place for name, place in processes.items() if place.doing is not Doing.ENDING}
+    running = {name: place for name, place in processes.items() if place.doing is not Phase.ENDING}
     suspects = {name: place for name, place in running.items() if not place.waits} or running
     fewest = min((place.steps for place in suspects.values()), default=0)
     behind = {name: place for name, place in suspects.items() if place.steps == fewest}
@@ -120,12 +120,12 @@ def hanging(processes: Mapping[str, Place], now: float, seconds: float) -> str |
     return _sentence(behind, len(running), now)
 
 
-def _sentence(behind: Mapping[str, Place], running: int, now: float) -> str:
+def _sentence(behind: Mapping[str, ThreadProgress], running: int, now: float) -> str:
     place, stood = next(iter(behind.values())), now - max(place.since for place in behind.values())
     at = f"for {stood:.0f} s {place.doing} after {place.steps} steps"
-    if place.doing in (Doing.TRAINING, Doing.COMPILING):
+    if place.doing in (Phase.TRAINING, Phase.COMPILING):
         at = f"for {stood:.0f} s in step {place.steps}"
-        at += ", which it compiles" if place.doing is Doing.COMPILING else ""
+        at += ", which it compiles" if place.doing is Phase.COMPILING else ""
     if len(behind) == running > 1:
         waits = ", waiting for their devices" if place.waits else ""
         return f"All {len(behind)} processes hang: they have been {at}{waits}."

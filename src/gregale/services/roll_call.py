@@ -28,8 +28,8 @@ from threading import Event, Thread
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.services.distributed import DistributedConfig
-from gregale.services.greeting import Greeting
-from gregale.services.peers import EXIT_CODE, Peer, says, who
+from gregale.services.greeting import JoinRequest
+from gregale.services.peers import EXIT_CODE, Peer, log_line, process_label
 from gregale.services.signing import read_token
 
 _SAYINGS = 10  # while a process waits as long as it may, it says so often for whom
@@ -52,14 +52,14 @@ def roll_call(config: DistributedConfig) -> list[Peer]:
     waiting = _Waiting(config)
     try:
         if config.process == 0:
-            return _Roll(config, token, waiting).call()
+            return RendezvousServer(config, token, waiting).call()
         return [_answered(config, token, waiting)]
-    except _Late as late:
-        says(f"error: {late}")
+    except RendezvousTimeout as late:
+        log_line(f"error: {late}")
         sys.exit(EXIT_CODE)
 
 
-class _Late(Exception):
+class RendezvousTimeout(Exception):
     """Somebody did not come in time."""
 
 
@@ -73,20 +73,20 @@ class _Waiting:
         self._next = self._every
 
     def for_(self, what: str, late: str) -> None:
-        """Goes on waiting; raises `_Late` when it has been long enough.
+        """Goes on waiting; raises `RendezvousTimeout` when it has been long enough.
 
         - `what`: is waited for
         - `late`: what is to be said then
         """
         waited = time.monotonic() - self._began
         if waited >= self._most:
-            raise _Late(f"{late} within {self._most:g} s (distributed.join_seconds).")
+            raise RendezvousTimeout(f"{late} within {self._most:g} s (distributed.join_seconds).")
         if waited >= self._next:
-            says(f"waiting for {what}, {waited:.0f} s so far, {self._most:g} s at most (distributed.join_seconds).")
+            log_line(f"waiting for {what}, {waited:.0f} s so far, {self._most:g} s at most (distributed.join_seconds).")
             self._next += self._every
 
 
-_STRANGER = Greeting(-1, 0, 0, "", "")
+_STRANGER = JoinRequest(-1, 0, 0, "", "")
 
 
 @dataclass(eq=False)
@@ -98,10 +98,10 @@ class _Caller(Peer):
     """
 
     word: str = field(default_factory=lambda: secrets.token_hex(16))
-    greeting: Greeting = _STRANGER
+    greeting: JoinRequest = _STRANGER
 
 
-class _Roll:
+class RendezvousServer:
     """Process 0: takes the numbers of those that come until all are there."""
 
     def __init__(self, config: DistributedConfig, token: bytes, waiting: _Waiting):
@@ -109,7 +109,7 @@ class _Roll:
         self._there: dict[int, _Caller] = {}
         self._rivals: dict[int, _Caller] = {}  # who came with a number while another, who is asked, has it
         self._strangers: set[_Caller] = set()
-        self._own, self._is_over = Greeting.of(config, secrets.token_hex(16)), Event()
+        self._own, self._is_over = JoinRequest.of(config, secrets.token_hex(16)), Event()
         self._mistake: UserError | None = None  # told by another process 0
         self._said = 0.0
 
@@ -122,7 +122,7 @@ class _Roll:
                 while (missing := self._missing()) or self._rivals:
                     self._listen(server, selector)
                     self._say(_numbered(missing, self._config.processes))
-        except _Late as late:
+        except RendezvousTimeout as late:
             self._tell_all(f"late {late}")
             raise
         except UserError as error:
@@ -134,7 +134,7 @@ class _Roll:
             peer.connection.close()
         for peer in self._there.values():
             peer.connection.settimeout(None)
-            peer.tell(f"hello {peer.greeting.answer(self._token, who(0))}")
+            peer.tell(f"hello {peer.greeting.answer(self._token, process_label(0))}")
         return [*self._there.values()]
 
     def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -178,7 +178,10 @@ class _Roll:
         """Comes to the coordinator's address as the others do: who answers there may be another process 0."""
         while not self._is_over.is_set():
             address = _address(self._config)
-            with suppress(OSError, _Late), socket.create_connection(address, _GREETING_SECONDS) as connection:
+            with (
+                suppress(OSError, RendezvousTimeout),
+                socket.create_connection(address, _GREETING_SECONDS) as connection,
+            ):
                 try:
                     _has_all(Peer(connection, "", time.monotonic()), self._own, self._config, self._token)
                 except UserError as error:
@@ -206,11 +209,11 @@ class _Roll:
         if lines is None or len(peer.unread) > _MOST_UNREAD_BYTES:
             self._forget(peer, selector)
         elif lines and peer in self._strangers:
-            found = Greeting.parse(lines[0], self._token, peer.word)
-            if found is None or found[0].word == self._own.word:
+            found = JoinRequest.parse(lines[0], self._token, peer.word)
+            if found is None or found[0].nonce == self._own.nonce:
                 self._forget(peer, selector)
             elif reason := self._refused(*found):
-                says(f"{found[0].name} is refused. {reason}")
+                log_line(f"{found[0].name} is refused. {reason}")
                 peer.tell(f"no {reason}")
                 self._forget(peer, selector)
             else:
@@ -218,12 +221,12 @@ class _Roll:
         elif "there" in lines and (rival := self._rivals.get(peer.greeting.number)) is not None:
             raise self._twice(rival, peer.name)
 
-    def _take(self, peer: _Caller, greeting: Greeting) -> None:
+    def _take(self, peer: _Caller, greeting: JoinRequest) -> None:
         """Takes a process for the one with its number, unless another one with it answers."""
         number, peer.name, peer.greeting = greeting.number, greeting.name, greeting
         self._strangers.discard(peer)
         if number == 0:
-            raise self._twice(peer, who(0))
+            raise self._twice(peer, process_label(0))
         if number not in self._there:
             self._there[number] = peer
             return
@@ -241,7 +244,7 @@ class _Roll:
         rival.tell(f"no {error}")
         return error
 
-    def _refused(self, greeting: Greeting, is_proved: bool) -> str | None:
+    def _refused(self, greeting: JoinRequest, is_proved: bool) -> str | None:
         if not is_proved:
             return (
                 f"{greeting.name} has another secret than process 0, or one of them has none; give all processes the "
@@ -273,9 +276,9 @@ class _Roll:
         A process whose host is gone, say, and that was started anew elsewhere.
         """
         now = time.monotonic()
-        silent = [peer for peer in self._strangers if now - peer.heard > _GREETING_SECONDS]
+        silent = [peer for peer in self._strangers if now - peer.last_heartbeat > _GREETING_SECONDS]
         rivals = list(self._rivals.items())
-        silent += [self._there[number] for number, rival in rivals if now - rival.heard > _GREETING_SECONDS]
+        silent += [self._there[number] for number, rival in rivals if now - rival.last_heartbeat > _GREETING_SECONDS]
         for peer in silent:
             self._forget(peer, selector)
 
@@ -287,7 +290,7 @@ class _Roll:
 def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Peer:
     """Process 0, when all are there."""
     while True:
-        greeting = Greeting.of(config, secrets.token_hex(16))
+        greeting = JoinRequest.of(config, secrets.token_hex(16))
         why = "it does not answer"
         try:
             connection = socket.create_connection(_address(config), _GREETING_SECONDS)
@@ -306,7 +309,7 @@ def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Pee
         time.sleep(_RETRY_SECONDS)
 
 
-def _has_all(process_0: Peer, greeting: Greeting, config: DistributedConfig, token: bytes) -> bool:
+def _has_all(process_0: Peer, greeting: JoinRequest, config: DistributedConfig, token: bytes) -> bool:
     """Waits until process 0 says that all are there; False if it is silent or gone, so that it may come again."""
     process_0.connection.settimeout(config.timeout_seconds)
     while (line := process_0.line(_MOST_UNREAD_BYTES)) is not None:
@@ -318,7 +321,7 @@ def _has_all(process_0: Peer, greeting: Greeting, config: DistributedConfig, tok
         if word == "no":
             raise UserError(rest)
         if word == "late":
-            raise _Late(rest)
+            raise RendezvousTimeout(rest)
         if word == "hello":
             if (name := greeting.proved(token, rest)) is None:
                 raise UserError(

@@ -19,16 +19,16 @@ from gregale.services.config import TrainConfig
 from gregale.services.entries import Entries, read_entries
 from gregale.services.parsing import dump, load
 from gregale.services.run_lock import LOCK
-from gregale.services.run_places import RunPlaces, is_evaluation
-from gregale.storage import Patience, Place, Remote, StoreError, write_bytes
+from gregale.services.run_places import RunPaths, is_evaluation
+from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, write_bytes
 
-_AT_ONCE = Patience(seconds=5.0, silence_seconds=5.0)
+_AT_ONCE = RetryPolicy(seconds=5.0, silence_seconds=5.0)
 _COPYING_THREADS = 16
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
 
-class RunDirectory(RunPlaces):
+class RunDirectory(RunPaths):
     """The places of one run, and what is read and written in them."""
 
     def has_evaluation(self, step: int) -> bool:
@@ -43,11 +43,11 @@ class RunDirectory(RunPlaces):
         """Notes that the checkpoint of a step was committed, the newest of the run."""
         write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
 
-    def where_it_goes_on(self) -> str:
+    def resume_hint(self) -> str:
         """What the same command would begin with, in a sentence."""
         folder = self.checkpoints
         try:  # for a process that is about to end: a store that does not answer is not waited for
-            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, Remote) else folder)
+            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, ObjectPath) else folder)
         except StoreError:
             return "The same command goes on from the newest checkpoint."
         if not steps:
@@ -60,7 +60,7 @@ class RunDirectory(RunPlaces):
         Returns what the user should know if newer ones are gone. Raises `UserError` if all are: starting anew would
         delete what the run has written.
         """
-        noted = self.noted_checkpoint()
+        noted = self.recorded_checkpoint()
         if noted is None or noted in steps:
             return None
         if not steps:
@@ -127,7 +127,7 @@ class RunDirectory(RunPlaces):
         """Adds a line to starts.jsonl: with what the run goes on after a step."""
         self._add(self.starts, step, facts)
 
-    def _add(self, path: Place, step: int, facts: Mapping[str, Any]) -> None:
+    def _add(self, path: StoragePath, step: int, facts: Mapping[str, Any]) -> None:
         """Puts a line behind those of a file, whole or not at all."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
@@ -140,12 +140,12 @@ class RunDirectory(RunPlaces):
         self.path.mkdir(parents=True, exist_ok=True)
         write_bytes(self.config, dump(config).encode())
 
-    def set_aside(self) -> Place | None:
+    def archive(self) -> StoragePath | None:
         """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
         if not self.path.exists():
             return None
         path, name = self.path, _free_name(self.path)
-        if isinstance(path, Remote):
+        if isinstance(path, ObjectPath):
             _move(path, path.with_name(name))
         else:
             path.rename(path.with_name(name))
@@ -153,14 +153,14 @@ class RunDirectory(RunPlaces):
         return path.with_name(name)
 
 
-def _free_name(path: Place) -> str:
+def _free_name(path: StoragePath) -> str:
     number = 1
     while path.with_name(f"{path.name}.old-{number}").exists():
         number += 1
     return f"{path.name}.old-{number}"
 
 
-def _move(folder: Remote, to: Remote) -> None:
+def _move(folder: ObjectPath, to: ObjectPath) -> None:
     """Has the store copy all objects of a run but its lock, and deletes them then: a store renames nothing.
 
     Killed before the last copy is made, it leaves the run as it was, and another command takes the next free name.

@@ -24,15 +24,15 @@ from typing import IO
 from uuid import uuid4
 
 from gregale.errors import Busy, UserError
-from gregale.files import Holder, is_gone, machine
-from gregale.storage import Place, StoreError, create
+from gregale.files import LockHolder, is_process_dead, machine
+from gregale.storage import StoragePath, StoreError, create
 
 _BYTES = 4096  # no lease has so many
 _PERIODS = 3.0  # without a count, after which a holder is taken for dead
 
 
 @dataclass(frozen=True)
-class _Lease:
+class LeaseRecord:
     """What the file or the object says."""
 
     host: str
@@ -43,26 +43,26 @@ class _Lease:
     count: int = 0
 
     @staticmethod
-    def of_this_process() -> _Lease:
-        return _Lease(socket.gethostname(), os.getpid(), time.time(), machine(), uuid4().hex)
+    def of_this_process() -> LeaseRecord:
+        return LeaseRecord(socket.gethostname(), os.getpid(), time.time(), machine(), uuid4().hex)
 
     @staticmethod
-    def parse(content: bytes) -> _Lease | None:
+    def parse(content: bytes) -> LeaseRecord | None:
         """None: it is no lease."""
         try:
-            return _Lease(**json.loads(content))
+            return LeaseRecord(**json.loads(content))
         except (ValueError, TypeError):
             return None
 
     @staticmethod
-    def read(place: Place) -> _Lease | None:
+    def read(place: StoragePath) -> LeaseRecord | None:
         """None: there is none, or none that can be read."""
         try:
-            return _Lease.parse(place.read_bytes())
+            return LeaseRecord.parse(place.read_bytes())
         except FileNotFoundError:
             return None
 
-    def write(self, place: Place) -> None:
+    def write(self, place: StoragePath) -> None:
         if not isinstance(place, Path):
             place.write_bytes(self.to_bytes())
             return
@@ -74,13 +74,13 @@ class _Lease:
         return json.dumps(asdict(self)).encode()
 
     @property
-    def holder(self) -> Holder:
-        return Holder(self.host, self.pid, self.since)
+    def holder(self) -> LockHolder:
+        return LockHolder(self.host, self.pid, self.since)
 
     @property
     def is_of_nobody(self) -> bool:
         """Whether its process was one of this machine, and no process has its number now."""
-        return self.machine == machine() and is_gone(self.pid)
+        return self.machine == machine() and is_process_dead(self.pid)
 
     @property
     def is_of_a_dead_process(self) -> bool:
@@ -89,18 +89,18 @@ class _Lease:
         return self.is_of_nobody or (self.machine == machine() and self.pid == os.getpid())
 
 
-class Held:
+class RunLease:
     """A lease that this process holds, until it loses it; `locked`: the file, where it is locked too."""
 
-    def __init__(self, place: Place, lease: _Lease, locked: IO[str] | None = None):
+    def __init__(self, place: StoragePath, lease: LeaseRecord, locked: IO[str] | None = None):
         self._place, self._lease, self._locked = place, lease, locked
-        self.lost_to: Holder | None = None
+        self.lost_to: LockHolder | None = None
 
     def check(self) -> None:
         """Raises `UserError` if the lease was lost; asks the disk or the store."""
-        found = _Lease.read(self._place)
+        found = LeaseRecord.read(self._place)
         if found is None and self._locked is not None:  # another may have taken it, and removed it when it ended
-            found = _Lease.parse(os.pread(self._locked.fileno(), _BYTES, 0))
+            found = LeaseRecord.parse(os.pread(self._locked.fileno(), _BYTES, 0))
         if found is not None and found.token != self._lease.token:
             self.lost_to = found.holder
         if self.lost_to is not None:
@@ -113,19 +113,19 @@ class Held:
         self._lease.write(self._place)
 
     def give_back(self) -> None:
-        found = _Lease.read(self._place)
+        found = LeaseRecord.read(self._place)
         if found is not None and found.token == self._lease.token:
             self._place.unlink(missing_ok=True)
 
 
 @contextmanager
-def leased(
-    place: Place,
-    refusal: Callable[[Holder], str],
+def hold_lease(
+    place: StoragePath,
+    refusal: Callable[[LockHolder], str],
     report: Callable[[str], None],
     beat_seconds: float,
     locked: IO[str] | None = None,
-) -> Iterator[Held]:
+) -> Iterator[RunLease]:
     """Holds the lease at a place. A process that loses it is told by SIGTERM, as if somebody had stopped the run.
 
     - `refusal`: says that another process holds it
@@ -134,7 +134,7 @@ def leased(
 
     Raises `Busy` if another process holds it.
     """
-    held = Held(place, _taken(place, refusal, report, beat_seconds, locked is not None), locked)
+    held = RunLease(place, _taken(place, refusal, report, beat_seconds, locked is not None), locked)
     ended = Event()
     counting = Thread(target=_count, args=(held, ended, report, beat_seconds), daemon=True, name="run lease")
     counting.start()
@@ -147,10 +147,10 @@ def leased(
             held.give_back()
 
 
-def is_counting(place: Place, silence_seconds: float) -> bool:
+def is_counting(place: StoragePath, silence_seconds: float) -> bool:
     """Whether the lease at a place has a holder that has counted of late, and is no dead process of this machine."""
     try:
-        lease = _Lease.read(place)
+        lease = LeaseRecord.read(place)
         modified = place.stat().st_mtime if isinstance(place, Path) else place.modified()
     except OSError:
         return False
@@ -160,14 +160,18 @@ def is_counting(place: Place, silence_seconds: float) -> bool:
 
 
 def _taken(
-    place: Place, refusal: Callable[[Holder], str], report: Callable[[str], None], beat_seconds: float, is_locked: bool
-) -> _Lease:
-    mine = _Lease.of_this_process()
+    place: StoragePath,
+    refusal: Callable[[LockHolder], str],
+    report: Callable[[str], None],
+    beat_seconds: float,
+    is_locked: bool,
+) -> LeaseRecord:
+    mine = LeaseRecord.of_this_process()
     if not is_locked and create(place, mine.to_bytes()):
-        other = _Lease.read(place)  # a store without conditions may have written over another's
+        other = LeaseRecord.read(place)  # a store without conditions may have written over another's
         if other is not None and other.token == mine.token:
             return mine
-    last = _Lease.read(place)
+    last = LeaseRecord.read(place)
     if is_locked and (last is None or last.host == mine.host):
         mine.write(place)
         return mine
@@ -177,17 +181,17 @@ def _taken(
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(beat_seconds / 4)
-            if _Lease.read(place) not in (None, last):
+            if LeaseRecord.read(place) not in (None, last):
                 raise Busy(refusal(last.holder))
     mine.write(place)
     time.sleep(beat_seconds / 10)  # of two who do the same, the first sees the second
-    found = _Lease.read(place)
+    found = LeaseRecord.read(place)
     if found is not None and found.token != mine.token:
         raise Busy(refusal(found.holder))
     return mine
 
 
-def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: float) -> None:
+def _count(held: RunLease, ended: Event, report: Callable[[str], None], seconds: float) -> None:
     while not ended.wait(seconds):
         try:
             held.count()
@@ -198,7 +202,7 @@ def _count(held: Held, ended: Event, report: Callable[[str], None], seconds: flo
             return
 
 
-def lost(directory: Place, holder: Holder) -> UserError:
+def lost(directory: StoragePath, holder: LockHolder) -> UserError:
     """The error of a process that lost a run to another one."""
     return UserError(f"{directory} is being trained by {holder} now, who took this process for dead")
 

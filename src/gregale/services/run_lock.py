@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO
 
 from gregale.errors import Busy
-from gregale.files import NO_LOCKS, Holder, Taken, acquire, is_held
-from gregale.services.run_lease import is_counting, leased
-from gregale.storage import Place
+from gregale.files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held
+from gregale.services.run_lease import hold_lease, is_counting
+from gregale.storage import StoragePath
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
@@ -25,7 +25,7 @@ SILENCE_SECONDS = 6 * BEAT_SECONDS  # of somebody far away, who is gone then
 
 @contextmanager
 def training(
-    directory: Place, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
+    directory: StoragePath, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
 ) -> Iterator[Callable[[], None]]:
     """Holds the lock of a run directory, which is made if absent.
 
@@ -42,12 +42,12 @@ def training(
     refusal = partial(_refusal, directory)
     with (
         _locked(directory, refusal) as file,
-        leased(directory / LOCK, refusal, report, beat_seconds, file) as held,
+        hold_lease(directory / LOCK, refusal, report, beat_seconds, file) as held,
     ):
         yield held.check
 
 
-def is_being_trained(directory: Place) -> bool:
+def is_being_trained(directory: StoragePath) -> bool:
     """Whether a process trains the run of a directory now: it has locked the lease, or counted within a minute.
 
     Of a process on another host only the latter can be told, by the clocks of this host and of the disk or the store.
@@ -56,14 +56,14 @@ def is_being_trained(directory: Place) -> bool:
     return (isinstance(path, Path) and is_held(path)) or is_counting(path, SILENCE_SECONDS)
 
 
-def _locked(directory: Place, refusal: Callable[[Taken], str]) -> IO[str] | nullcontext[None]:
+def _locked(directory: StoragePath, refusal: Callable[[LockHeld], str]) -> IO[str] | nullcontext[None]:
     """The lease's file, locked; None in a store, or on a file system without locks."""
     directory.mkdir(parents=True, exist_ok=True)
     if not isinstance(directory, Path):
         return nullcontext()
     try:
         return acquire(directory / LOCK)
-    except Taken as taken:
+    except LockHeld as taken:
         raise Busy(refusal(taken)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
@@ -71,7 +71,7 @@ def _locked(directory: Place, refusal: Callable[[Taken], str]) -> IO[str] | null
         return nullcontext()
 
 
-def _refusal(directory: Place, holder: Taken | Holder) -> str:
+def _refusal(directory: StoragePath, holder: LockHeld | LockHolder) -> str:
     return (
         f"{directory} is being trained by {holder}. Two would write over each other's checkpoints: stop that process, "
         f"or train under another name."

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gregale.errors import UserError
-from gregale.files import reason
+from gregale.files import os_error_text
 from gregale.services.checkpoint.manifest import MANIFEST, read_records
 from gregale.services.checkpoint.retention import METADATA, committed_steps, folder_name
 from gregale.services.entries import Entry, entry_of
 from gregale.services.history import LARGEST, flat
 from gregale.services.parsing import read_yaml
 from gregale.services.run_lock import is_being_trained
-from gregale.services.run_places import RunPlaces, is_evaluation
-from gregale.storage import Place, Remote, StoreError, files_below, read_range, status
+from gregale.services.run_places import RunPaths, is_evaluation
+from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, read_range, status
 
 _TAIL_BYTES = 1 << 18  # at first; then more, as far as the last step and the last evaluation are
 _MOST_TAIL_BYTES = 1 << 24
@@ -74,7 +74,7 @@ class Summary:
     began: str | None = None
 
 
-def summaries(folder: Place) -> list[Summary]:
+def summaries(folder: StoragePath) -> list[Summary]:
     """The runs in a folder, by name; the folder itself, if it is one.
 
     Raises `UserError` if there is no such folder.
@@ -85,28 +85,28 @@ def summaries(folder: Place) -> list[Summary]:
         raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
     names = _names(folder)
     if "config.yaml" in names and _OF_A_RUN & set(names):
-        return [summary_of(RunPlaces(folder))]
+        return [summary_of(RunPaths(folder))]
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(lambda name: _summary_in(folder / name), names)
         return [summary for summary in found if summary is not None]
 
 
-def _summary_in(folder: Place) -> Summary | None:
+def _summary_in(folder: StoragePath) -> Summary | None:
     """None: it is no run."""
     here = set(_names(folder))
     is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
     try:
-        return summary_of(RunPlaces(folder)) if is_run else None
+        return summary_of(RunPaths(folder)) if is_run else None
     except OSError as error:
-        return Summary(folder.name, str(folder), State.DAMAGED, f"It cannot be read: {reason(error)}.")
+        return Summary(folder.name, str(folder), State.DAMAGED, f"It cannot be read: {os_error_text(error)}.")
 
 
-def summary_of(run: RunPlaces) -> Summary:
+def summary_of(run: RunPaths) -> Summary:
     """A run's figures as they are now."""
     is_running = is_being_trained(run.path)  # first: what a run leaves when it ends is there then
     config, problem = _config(run)
     step, evaluation, torn = last_entries(run.metrics)
-    saved = run.noted_checkpoint()
+    saved = run.recorded_checkpoint()
     done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
     if is_running:
         state, problem = State.RUNNING, None
@@ -149,7 +149,7 @@ class Tail(NamedTuple):
     damage: str | None
 
 
-def last_entries(metrics: Place) -> Tail:
+def last_entries(metrics: StoragePath) -> Tail:
     """What stands at the end of the file, as far back as both kinds of lines are."""
     found = status(metrics)
     size, tail = (found.size if found else 0), _TAIL_BYTES
@@ -168,7 +168,7 @@ def last_entries(metrics: Place) -> Tail:
         tail *= 8
 
 
-def checkpoint_problem(run: RunPlaces, noted: int | None) -> str | None:
+def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
     """What is wrong with the newest checkpoint by the names and sizes of its files; None: nothing, or there is none.
 
     - `noted`: the step of the newest one that was ever committed
@@ -193,7 +193,7 @@ def checkpoint_problem(run: RunPlaces, noted: int | None) -> str | None:
     return f"{folder}: {len(bad)} files are gone or not whole, {bad[0]} among them." if bad else None
 
 
-def _is_complete(run: RunPlaces, config: Entry, saved: int | None, evaluation: Entry) -> bool:
+def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: Entry) -> bool:
     """Whether the last step is done, saved and evaluated: an island's is the one after which its fleet was complete."""
     steps = config.get("steps")
     if saved is None or type(steps) is not int:
@@ -207,7 +207,7 @@ def _is_complete(run: RunPlaces, config: Entry, saved: int | None, evaluation: E
     return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved))
 
 
-def _is_of_a_complete_fleet(folder: Place) -> bool:
+def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
     """Whether an island's checkpoint was saved when the fleet had made all its rounds, as it says itself."""
     try:
         name = next(each for each in read_records(folder) if each.rpartition("/")[2] == METADATA)
@@ -216,7 +216,7 @@ def _is_of_a_complete_fleet(folder: Place) -> bool:
         return False
 
 
-def _config(run: RunPlaces) -> tuple[Entry, str | None]:
+def _config(run: RunPaths) -> tuple[Entry, str | None]:
     """The configuration by dotted keys, and why it cannot be read."""
     try:
         return flat(read_yaml(run.config)[0]), None
@@ -232,7 +232,7 @@ def _method(config: Entry) -> str | None:
     return f"{method}, {codec}" if quantised else None if method is None else str(method)
 
 
-def _began(run: RunPlaces) -> str | None:
+def _began(run: RunPaths) -> str | None:
     """When the run was started for the first time."""
     try:
         first = entry_of(run.starts.read_bytes().partition(b"\n")[0])
@@ -247,9 +247,9 @@ def _number(entry: Entry, name: str) -> float | None:
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
-def _names(folder: Place) -> list[str]:
+def _names(folder: StoragePath) -> list[str]:
     """What is right below a folder; nothing if it is none."""
-    if isinstance(folder, Remote):
+    if isinstance(folder, ObjectPath):
         return folder.names()
     try:
         return sorted(path.name for path in folder.iterdir())

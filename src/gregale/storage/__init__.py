@@ -7,45 +7,45 @@
     status(folder / "tokens.bin")                # Status(size, identity), or None
     files_below(folder)                          # {"a/b.json": Status, ...}
 
-A `Remote` has those of Path's methods that objects can have: `/`, `name`, `parent`, `with_name`, `read_bytes`,
+A `ObjectPath` has those of Path's methods that objects can have: `/`, `name`, `parent`, `with_name`, `read_bytes`,
 `is_file`, `is_dir`, `exists`, `unlink`, and `mkdir`, which does nothing. Requests are repeated while a store is out of
-order (see `Patience`); what then still fails, and what a store refuses, is a `StoreError`, which is a `UserError`.
+order (see `RetryPolicy`); what then still fails, and what a store refuses, is a `StoreError`, which is a `UserError`.
 
 Worker processes import this package: it imports nothing but the standard library before the first object is asked for.
 """
 
-from gregale.storage.patience import Patience, StoreError
+from gregale.storage.patience import RetryPolicy, StoreError
 from gregale.storage.places import (
-    Place,
+    StoragePath,
     create,
     download,
     files_below,
     is_url,
     names,
-    place,
     read_range,
     remove_tree,
     status,
+    storage_path,
     upload,
     write_bytes,
 )
-from gregale.storage.remote import Remote, Status
+from gregale.storage.remote import ObjectPath, Status
 
 __all__ = [
-    "Patience",
-    "Place",
-    "Remote",
+    "ObjectPath",
+    "RetryPolicy",
     "Status",
+    "StoragePath",
     "StoreError",
     "create",
     "download",
     "files_below",
     "is_url",
     "names",
-    "place",
     "read_range",
     "remove_tree",
     "status",
+    "storage_path",
     "upload",
     "write_bytes",
 ]

@@ -41,7 +41,7 @@ _NUMBERS = {"HttpError": "code", "ClientResponseError": "status"}  # where gcsfs
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long requests are repeated.
 
     - `seconds`: from the first failure of a request to the last repetition
@@ -64,7 +64,7 @@ class Beyond(Exception):
     """An object ends before what was asked for begins."""
 
 
-class Verdict(Enum):
+class FailureKind(Enum):
     """What a failure means."""
 
     MISSING = "there is no such object"
@@ -73,29 +73,29 @@ class Verdict(Enum):
     EXISTS = "there is such an object already"
     DENIED = "the credentials do not suffice"
     REFUSED = "the request is wrong, and would be again"
-    PASSING = "it may go well the next time"
+    TRANSIENT = "it may go well the next time"
 
 
-def verdict(error: BaseException) -> Verdict:
+def verdict(error: BaseException) -> FailureKind:
     """What a failure of s3fs, gcsfs or what they are built on means; anything unknown may pass."""
     code, number = _answer(error)
     names = {type(each).__name__ for each in _chain(error)}
     if code == "NoSuchBucket":
-        return Verdict.NO_BUCKET
+        return FailureKind.NO_BUCKET
     if code in _DENIED or names & _WITHOUT_CREDENTIALS or number in (401, 403) or isinstance(error, PermissionError):
-        return Verdict.DENIED
+        return FailureKind.DENIED
     if names & _CREDENTIALS_FAIL:
-        return Verdict.PASSING if getattr(error, "retryable", False) else Verdict.DENIED
+        return FailureKind.TRANSIENT if getattr(error, "retryable", False) else FailureKind.DENIED
     if isinstance(error, FileExistsError) or number == 412:
-        return Verdict.EXISTS
+        return FailureKind.EXISTS
     if isinstance(error, FileNotFoundError) or number == 404:
-        return Verdict.MISSING
+        return FailureKind.MISSING
     if number == 416:
-        return Verdict.BEYOND
+        return FailureKind.BEYOND
     if str(error).startswith("Forbidden"):  # gcsfs gives 403 no class and no number
-        return Verdict.DENIED
+        return FailureKind.DENIED
     wrong = isinstance(error, ValueError | TypeError) or (400 <= number < 500 and number not in (408, 409, 429))
-    return Verdict.REFUSED if wrong else Verdict.PASSING
+    return FailureKind.REFUSED if wrong else FailureKind.TRANSIENT
 
 
 def words_of(error: BaseException) -> str:
@@ -106,7 +106,7 @@ def words_of(error: BaseException) -> str:
     return said[:_SHOWN_CHARACTERS].rstrip(".")
 
 
-def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
+def call_with_retries(url: str, patience: RetryPolicy, request: Callable[[], T]) -> T:
     """What a request returns, in the end.
 
     Raises `FileNotFoundError`, `FileExistsError` and `Beyond` as they are, and `StoreError` for what cannot be helped.
@@ -117,13 +117,13 @@ def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
             return request()
         except Exception as error:
             found = verdict(error)
-            if found is Verdict.MISSING:
+            if found is FailureKind.MISSING:
                 raise FileNotFoundError(url) from error
-            if found is Verdict.EXISTS:
+            if found is FailureKind.EXISTS:
                 raise FileExistsError(url) from error
-            if found is Verdict.BEYOND:
+            if found is FailureKind.BEYOND:
                 raise Beyond(url) from error
-            if found is not Verdict.PASSING:
+            if found is not FailureKind.TRANSIENT:
                 raise _refusal(url, found, error) from error
             delay, now = next(delays), time.monotonic()
             until = until or now + patience.seconds
@@ -135,12 +135,12 @@ def patiently(url: str, patience: Patience, request: Callable[[], T]) -> T:
         time.sleep(delay)
 
 
-def _refusal(url: str, found: Verdict, error: BaseException) -> StoreError:
+def _refusal(url: str, found: FailureKind, error: BaseException) -> StoreError:
     scheme = url.partition("://")[0]
     bucket = "/".join(url.split("/")[:3])
-    if found is Verdict.NO_BUCKET:
+    if found is FailureKind.NO_BUCKET:
         return StoreError(f"{url}: there is no bucket {bucket}.", "Make it, or correct the name.")
-    if found is Verdict.REFUSED:
+    if found is FailureKind.REFUSED:
         return StoreError(f"{url}: the store refused the request ({words_of(error)}).")
     sources = {
         "s3": "the AWS_ variables, ~/.aws, or the role of the machine",

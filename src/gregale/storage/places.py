@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from gregale.errors import UserError
-from gregale.files import replacing, temporary_beside
+from gregale.files import atomic_replace, temporary_beside
 from gregale.files import write_bytes as write_file
 from gregale.storage.filesystems import SCHEMES
-from gregale.storage.patience import Patience
-from gregale.storage.remote import Remote, Status
+from gregale.storage.patience import RetryPolicy
+from gregale.storage.remote import ObjectPath, Status
 
-Place = Path | Remote
+StoragePath = Path | ObjectPath
 
 _NEARLY = re.compile(r"(s3|gs|gcs):(?!//)/?")
 
@@ -25,7 +25,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def place(text: str, patience: Patience | None = None) -> Place:
+def storage_path(text: str, patience: RetryPolicy | None = None) -> StoragePath:
     """The place that a text names: `gs://bucket/folder`, `s3://bucket/folder`, or a path.
 
     Raises `UserError` for the URL of anything else, for one without a bucket, and for what is nearly one.
@@ -42,20 +42,20 @@ def place(text: str, patience: Patience | None = None) -> Place:
     path = "/".join(part for part in path.split("/") if part)
     if not path:
         raise UserError(f"{text} names no bucket; it has to be like {scheme}://bucket/folder.")
-    return Remote(f"{scheme}://{path}", patience or Patience())
+    return ObjectPath(f"{scheme}://{path}", patience or RetryPolicy())
 
 
-def write_bytes(place: Place, content: bytes) -> None:
+def write_bytes(place: StoragePath, content: bytes) -> None:
     """Writes a file or an object, whole or not at all; the folder of a file has to be there."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         place.write_bytes(content)
     else:
         write_file(place, content)
 
 
-def create(place: Place, content: bytes) -> bool:
+def create(place: StoragePath, content: bytes) -> bool:
     """Writes a file or an object if there is none; returns whether it did. `content` has to be like no other's."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         return place.create(content)
     temporary = temporary_beside(place)
     try:
@@ -68,25 +68,25 @@ def create(place: Place, content: bytes) -> bool:
     return True
 
 
-def read_range(place: Place, start: int, stop: int) -> bytes:
+def read_range(place: StoragePath, start: int, stop: int) -> bytes:
     """The bytes [start, stop), fewer if the content ends before; `FileNotFoundError` if there is none."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         return place.read_range(start, stop)
     with open(place, "rb") as file:
         file.seek(start)
         return file.read(max(stop - start, 0))
 
 
-def status(place: Place) -> Status | None:
+def status(place: StoragePath) -> Status | None:
     """Size and identity; None: there is no such file or object."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         return place.status()
     return _of_file(place) if place.is_file() else None
 
 
-def files_below(folder: Place) -> dict[str, Status]:
+def files_below(folder: StoragePath) -> dict[str, Status]:
     """All files or objects below a folder, sorted, by their names from there on: `a/b.json`. What goes is left out."""
-    if isinstance(folder, Remote):
+    if isinstance(folder, ObjectPath):
         return folder.files_below()
     found: dict[str, Status] = {}
     for path in sorted(folder.rglob("*")):
@@ -96,33 +96,33 @@ def files_below(folder: Place) -> dict[str, Status]:
     return dict(sorted(found.items()))
 
 
-def names(folder: Place) -> list[str]:
+def names(folder: StoragePath) -> list[str]:
     """The names right below a folder, of files or objects and of folders, sorted; none if there is no such folder."""
-    if isinstance(folder, Remote):
+    if isinstance(folder, ObjectPath):
         return folder.names()
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def upload(file: Path, to: Place) -> None:
+def upload(file: Path, to: StoragePath) -> None:
     """Copies a file of this host to a place, whole or not at all."""
-    if isinstance(to, Remote):
+    if isinstance(to, ObjectPath):
         to.upload(file)
         return
-    with replacing(to) as temporary:
+    with atomic_replace(to) as temporary:
         shutil.copyfile(file, temporary)
 
 
-def download(place: Place, file: Path) -> None:
+def download(place: StoragePath, file: Path) -> None:
     """Copies what is at a place to a file of this host, whole or not at all."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         place.download(file)
     else:
         upload(place, file)
 
 
-def remove_tree(folder: Place) -> None:
+def remove_tree(folder: StoragePath) -> None:
     """Deletes a folder with all that is below; nothing happens if there is none."""
-    if isinstance(folder, Remote):
+    if isinstance(folder, ObjectPath):
         folder.remove_tree()
     elif folder.exists():
         shutil.rmtree(folder)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.files import replacing
+from gregale.files import atomic_replace
 from gregale.storage.filesystems import filesystem
-from gregale.storage.patience import Beyond, Patience, StoreError, patiently
+from gregale.storage.patience import Beyond, RetryPolicy, StoreError, call_with_retries
 
 Request = Callable[[Any, str], Coroutine]
 
@@ -29,7 +29,7 @@ class Status(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Remote:
+class ObjectPath:
     """An object, or a folder of objects, by its URL: `s3://bucket/runs/first/config.yaml`.
 
     Reading what is not there raises `FileNotFoundError`; a store that refuses, or is out of order for too long,
@@ -37,12 +37,12 @@ class Remote:
     """
 
     url: str
-    patience: Patience = field(default=Patience(), repr=False, compare=False)
+    patience: RetryPolicy = field(default=RetryPolicy(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> Remote:
+    def __truediv__(self, name: str) -> ObjectPath:
         return replace(self, url=f"{self.url}/{name.strip('/')}")
 
     @property
@@ -50,13 +50,13 @@ class Remote:
         return self.url.rpartition("/")[2]
 
     @property
-    def parent(self) -> Remote:
+    def parent(self) -> ObjectPath:
         return replace(self, url=self.url.rpartition("/")[0])
 
-    def with_name(self, name: str) -> Remote:
+    def with_name(self, name: str) -> ObjectPath:
         return self.parent / name
 
-    def absolute(self) -> Remote:
+    def absolute(self) -> ObjectPath:
         return self
 
     def read_bytes(self) -> bytes:
@@ -143,10 +143,10 @@ class Remote:
 
     def download(self, file: Path) -> None:
         """Writes a file from the object, whole or not at all."""
-        with replacing(file) as temporary:
+        with atomic_replace(file) as temporary:
             self._ask(lambda system, path: system._get_file(path, str(temporary)))
 
-    def copy_to(self, other: Remote) -> None:
+    def copy_to(self, other: ObjectPath) -> None:
         """Has the store copy the object."""
         self._ask(lambda system, path: system._cp_file(path, other._path))
 
@@ -175,7 +175,7 @@ class Remote:
 
         system = filesystem(self.url, self.patience.silence_seconds)
         once = partial(sync, system.loop, request, system, self._path, timeout=seconds)
-        return patiently(self.url, self.patience, once)
+        return call_with_retries(self.url, self.patience, once)
 
     def _write(self, request: Request, size: int) -> None:
         """As `_ask`, in a time that the size allows: nothing else ends a connection that takes no more."""

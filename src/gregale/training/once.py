@@ -15,7 +15,7 @@ _QUICKLY = {
 }
 
 
-def compiled_once(mesh: Mesh) -> dict[str, int | bool] | None:
+def fast_compile_options(mesh: Mesh) -> dict[str, int | bool] | None:
     """The `compiler_options` of `jax.jit` for a program that runs once on a mesh; what XLA_FLAGS says goes first."""
     if mesh.devices.flat[0].platform != "cpu":
         return None

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import with_shardings
 from gregale.methods.method import Method, StepMetrics
 from gregale.model.config import CompilerOptions
-from gregale.training.once import compiled_once
+from gregale.training.once import fast_compile_options
 
 Tree = Any
 Leaf = Any
@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
     joined: Tree = None  # only in a checkpoint of a method with something `due`: the parameters of its `end`
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """What a step reports, as device arrays: fetch them when they are ready, not before."""
 
     metrics: StepMetrics
@@ -50,29 +50,29 @@ def initial_state(
         return wrapped(method, method.init(make_model(*given)), 0)
 
     shardings = state_shardings(method, jax.eval_shape(make, *given))
-    options = {**(compiled_once(method.layout.mesh) or {}), **(options or {})}
+    options = {**(fast_compile_options(method.layout.mesh) or {}), **(options or {})}
     used_up = tuple(range(len(given)))
     return jax.jit(make, out_shardings=shardings, donate_argnums=used_up, compiler_options=options or None)(*given)
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:
     """A method's state as a training state after `step` steps, with nothing skipped yet."""
-    none = jnp.zeros([method.layout.axis(lane).size for lane in method.lanes], jnp.int32)
+    none = jnp.zeros([method.layout.axis(lane).size for lane in method.replica_axes], jnp.int32)
     return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=none, skipped_in_a_row=none)
 
 
-def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -> tuple[TrainState, Report]:
+def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -> tuple[TrainState, StepReport]:
     """The method's step, with the steps counted and those that were skipped as not finite."""
     moved, metrics = method.step(state.method, batch, *during)
     skipped = state.skipped + ~metrics.finite
     in_a_row = jnp.where(metrics.finite, 0, state.skipped_in_a_row + 1)
-    return TrainState(state.step + 1, moved, skipped, in_a_row), Report(metrics, skipped, in_a_row)
+    return TrainState(state.step + 1, moved, skipped, in_a_row), StepReport(metrics, skipped, in_a_row)
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
     """Where each array of a state lives."""
     mesh = method.layout.mesh
-    lanes = NamedSharding(mesh, PartitionSpec(*method.lanes))
+    lanes = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
     return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), lanes, lanes)
 
 

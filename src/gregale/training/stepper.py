@@ -9,7 +9,7 @@ import jax
 
 from gregale.methods.method import Method
 from gregale.model.config import CompilerOptions
-from gregale.training.state import Report, TrainState, abstract_state, counted_step, state_shardings
+from gregale.training.state import StepReport, TrainState, abstract_state, counted_step, state_shardings
 
 Tree = Any
 
@@ -31,7 +31,7 @@ class Stepper:
         self.program = compiled(partial(counted_step, method))
         self.synchronise = compiled(self._after)
 
-    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, Report]:
+    def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
         """Takes step number `step` (from 1); the state that comes in is donated."""
         actions = self._method.actions(step)
         state, report = self.program(state, batch, *actions.during)

@@ -12,7 +12,7 @@ import zstandard
 from gregale.data.sources import JsonLinesSource, ParquetSource, TextSource, TokensSource, jsonl, text, tokens
 from gregale.data.sources.files import files_of
 from gregale.errors import UserError
-from gregale.storage import Remote
+from gregale.storage import ObjectPath
 
 NAMES = ["a.txt", "b.txt", "a/a.txt", "a/b.txt", "a/x.md", "a/deep/b.txt", "c[1].txt"]
 PATTERNS = ["*.txt", "**/*.txt", "a/[ab].txt", "a/[!a].txt", "?.txt", "**", "a/**/b.txt", "a/*", "b.txt", "none*", "a"]
@@ -21,7 +21,7 @@ LINES = "".join(json.dumps({"text": f"line {number} ü"}) + "\n" for number in r
 
 @pytest.mark.parametrize("store", ["s3", "gs"])
 def test_patterns_mean_the_same_in_a_store_and_on_a_disk(tmp_path, request, store):
-    remote: Remote = request.getfixturevalue(store)
+    remote: ObjectPath = request.getfixturevalue(store)
     for name in NAMES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -8,7 +8,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.data.sources import JsonLinesSource, Part, Skipped
+from gregale.data.sources import JsonLinesSource, Skipped, SourceRange
 from gregale.errors import UserError
 
 TEXTS = ["one", "zwei ü", "drei\nlines", ""]
@@ -47,7 +47,7 @@ def test_any_cut_into_parts_gives_every_line_once(tmp_path_factory, lines, cuts)
     path.write_bytes(data)
     source = JsonLinesSource(files=(str(path),))
     edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
-    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
+    parts = [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
     found = [document for part in parts for document in source.read(part, Skipped())]
     assert [one.content for one in found] == [json.loads(line)["text"] for line in lines if line]
     assert [one.start for one in found] == [
@@ -78,7 +78,7 @@ def test_the_line_is_counted_in_the_whole_file_not_in_the_part(tmp_path):
     data = b'{"text": "good"}\n' * 9 + b"bad\n"
     source = source_of(tmp_path, data)
     with pytest.raises(UserError, match="line 10: not JSON"):
-        list(source.read(Part(source.files[0], 40, len(data), len(data) - 40), Skipped()))
+        list(source.read(SourceRange(source.files[0], 40, len(data), len(data) - 40), Skipped()))
 
 
 def test_zst_without_its_library_asks_for_the_extra(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gregale.data.sources import Part, Skipped, TextSource, text
+from gregale.data.sources import Skipped, SourceRange, TextSource, text
 from gregale.errors import UserError
 
 
@@ -75,7 +75,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, pieces, 
     path.write_bytes(data)
     source = TextSource(files=(str(path),), separator="<e>")
     edges = [0, *sorted({cut for cut in cuts if cut < len(data)}), len(data)]
-    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
+    parts = [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
     found = [document for part in parts for document in source.read(part, Skipped()) if document.content]
     assert [one.content.encode() for one in found] == [each for each in data.split(b"<e>") if each]
     assert all(data[one.start :].startswith(one.content.encode()) for one in found)

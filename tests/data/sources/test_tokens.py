@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gregale.data.sources import Part, Skipped, TokensSource
+from gregale.data.sources import Skipped, SourceRange, TokensSource
 from gregale.errors import UserError
 
 TOKENS = [5, 6, 0, 7, 0, 0, 8, 9]
@@ -28,7 +28,7 @@ def test_any_cut_into_parts_gives_every_document_once(tmp_path_factory, tokens, 
     np.array(tokens, np.uint16).tofile(path)
     source = TokensSource(files=(str(path),), end_of_document=0)
     edges = [0, *sorted({cut for cut in cuts if cut < len(tokens)}), len(tokens)]
-    parts = [Part(str(path), a, b, b - a) for a, b in pairwise(edges)]
+    parts = [SourceRange(str(path), a, b, b - a) for a, b in pairwise(edges)]
     found = [token for part in parts for one in source.read(part, Skipped()) for token in [*one.content.tolist(), 0]]
     assert found == (tokens if tokens[-1] == 0 else [*tokens, 0])
 

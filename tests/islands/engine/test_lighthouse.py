@@ -17,8 +17,14 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.islands.engine import listener
-from gregale.islands.engine.client import Peer, PeerUnreachable
-from gregale.islands.engine.coordinator import Coordinator, CoordinatorUnreachable, NoAnswer, NotAdmitted, View
+from gregale.islands.engine.client import PeerClient, PeerUnreachable
+from gregale.islands.engine.coordinator import (
+    CoordinatorClient,
+    CoordinatorTimeout,
+    CoordinatorUnreachable,
+    NotAdmitted,
+    View,
+)
 from gregale.islands.engine.lighthouse import ALIAS, Quorum, serve
 from gregale.islands.engine.server import Server, call
 from tests.islands.engine.conftest import TOKEN
@@ -34,14 +40,14 @@ class Fleet:
     def __init__(self, quorum: Quorum = QUORUM):
         self.quorum, self.said = quorum, []
         self.lighthouse = serve("127.0.0.1:0", TOKEN, quorum, self.said.append)
-        self.members: dict[str, Coordinator] = {}
+        self.members: dict[str, CoordinatorClient] = {}
         self.threads = ThreadPoolExecutor(16)
 
     def join(self, *names: str, way: str | None = None) -> None:
         """Members that beat; returns when the coordinator has heard of each."""
         for name in names:
             address = way or self.lighthouse.address
-            self.members[name] = Coordinator(address, name, TOKEN, self.quorum.heartbeat_seconds)
+            self.members[name] = CoordinatorClient(address, name, TOKEN, self.quorum.heartbeat_seconds)
         self.wait_for(*(f"{name} is here" for name in names))
 
     def wait_for(self, *texts: str) -> None:
@@ -139,7 +145,7 @@ def test_a_large_header_arrives(fleet):
 
 def test_an_ask_without_an_answer_in_time_is_over_and_in_no_view(fleet):
     fleet.join("a", "b", "c")
-    with pytest.raises(NoAnswer, match=r"has not answered in time"):
+    with pytest.raises(CoordinatorTimeout, match=r"has not answered in time"):
         fleet.ask("a", 1, seconds=0.1).result()
     assert seen(fleet.ask_all("bc", 2)[0]) == [("b", 2), ("c", 2)]
 
@@ -169,7 +175,7 @@ def test_a_coordinator_that_starts_again_begins_with_an_id_that_nobody_has_seen(
 
 def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_goes_on(fleet):
     fleet.join("a")
-    twin = Coordinator(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
+    twin = CoordinatorClient(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.name: .*another island of the fleet has the name 'a'"):
         twin.ask({"x": 9}, PATIENCE_SECONDS)
     twin.close()
@@ -181,7 +187,7 @@ def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fle
     fleet.join("a")
     killed = fleet.members.pop("a")
     killed._closed.set()  # beats no more, and says nothing
-    fleet.members["a"] = Coordinator(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
+    fleet.members["a"] = CoordinatorClient(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
     assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
     with pytest.raises(NotAdmitted):  # it was stopped, not dead
         killed.ask({"x": 1}, PATIENCE_SECONDS)
@@ -189,7 +195,7 @@ def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fle
 
 def test_another_token_ends_nobody_but_the_one_that_has_it(fleet):
     fleet.join("a")
-    stranger = Coordinator(fleet.lighthouse.address, "b", b"another token here", QUORUM.heartbeat_seconds)
+    stranger = CoordinatorClient(fleet.lighthouse.address, "b", b"another token here", QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
         stranger.ask({"x": 9}, PATIENCE_SECONDS)
     stranger.close()
@@ -264,7 +270,7 @@ def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(f
     for request in captured:
         assert sent(fleet.lighthouse.address, request) == NOTHING
     assert not any("is here" in line for line in fleet.said)
-    greeting = Peer(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, PATIENCE_SECONDS)
+    greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, PATIENCE_SECONDS)
     with pytest.raises(PeerUnreachable, match=r"another token"):  # by a name that all lighthouses have
         greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
     other.close()

@@ -17,7 +17,7 @@ import pytest
 from gregale.errors import UserError
 from gregale.islands.engine import listener, state
 from gregale.islands.engine import server as module
-from gregale.islands.engine.client import Peer, post
+from gregale.islands.engine.client import PeerClient, post
 from gregale.islands.engine.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
 from gregale.islands.engine.signing import digest
 from gregale.services.signing import read_token, sign
@@ -41,9 +41,9 @@ def test_one_that_refuses_says_why(make_server):
     with pytest.raises(Refused, match=r"refuses: round 3 is over"):
         call(server.address, TOKEN, {}, 5.0)
     with pytest.raises(Refused, match=r"there is no state here yet"):
-        Peer(server.address, TOKEN, 5.0).request("GET", "/manifest")
+        PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
     with pytest.raises(Refused, match=r"nothing at this path"):
-        Peer(server.address, TOKEN, 5.0).request("GET", "/../etc/passwd")
+        PeerClient(server.address, TOKEN, 5.0).request("GET", "/../etc/passwd")
 
 
 def test_another_token_gets_nothing(make_server):
@@ -202,7 +202,7 @@ def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch)
 def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
     monkeypatch.setattr(listener, "MOST_STRANGERS", 3)
     server, before = make_server(), set(threading.enumerate())  # threads of another test's server may still end
-    known = Peer(server.address, TOKEN, 5.0)
+    known = PeerClient(server.address, TOKEN, 5.0)
     known.request("GET", "/status")
     held = [socket.create_connection((server.host, server.port), 5.0) for _ in range(4)]
     assert held[0].recv(1) == b"", "the oldest makes place for the newest"
@@ -235,7 +235,7 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
     server, array = make_server(), np.ones(5, np.float32)
     server.publish(Snapshot(0, 1, {"a": Leaf(array, 1)}))
-    peer = Peer(server.address, TOKEN, 5.0)
+    peer = PeerClient(server.address, TOKEN, 5.0)
     leaf = peer.request("GET", "/manifest")["leaves"]["a"]
     assert peer.open_pieces([(leaf["hash"], 0)], array.nbytes)
     peer.read_into(memoryview(bytearray(array.nbytes)))
@@ -252,7 +252,7 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     server = make_server()
     first, second = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
     server.publish(Snapshot(0, 1, {"a": Leaf(first, 1)}))
-    peer = Peer(server.address, TOKEN, 5.0)
+    peer = PeerClient(server.address, TOKEN, 5.0)
     manifest = peer.request("GET", "/manifest")
     server.publish(Snapshot(0, 2, {"a": Leaf(second, 2)}))
     assert peer.request("GET", "/manifest")["round"] == 2
@@ -301,7 +301,7 @@ def test_token_files(tmp_path):
 def test_manifests_are_plain_json(make_server):
     server = make_server()
     server.publish(Snapshot(2, 7, {"a": Leaf(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
-    manifest = Peer(server.address, TOKEN, 5.0).request("GET", "/manifest")
+    manifest = PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
     assert json.loads(json.dumps(manifest)) == manifest
     leaf = manifest["leaves"]["a"]
     assert (manifest["generation"], manifest["round"], manifest["facts"]) == (2, 7, {"tokens": 5})

@@ -336,7 +336,7 @@ def test_what_a_server_says_fits_into_what_is_expected(sources):
     ],
 )
 def test_manifests_that_are_not_as_expected(sources, change, reason):
-    offered = client.Peer(sources[0].address, TOKEN, 5.0).request("GET", "/manifest")
+    offered = client.PeerClient(sources[0].address, TOKEN, 5.0).request("GET", "/manifest")
     assert read_manifest("it", offered, EXPECTED).round == 4
     change(offered)
     with pytest.raises(Refused, match=reason):

@@ -3,14 +3,14 @@
 import pytest
 
 from gregale.islands.protocol.decision import PARTING, decide
-from gregale.islands.protocol.headers import NO_GENERATION, Generation, Held, View
+from gregale.islands.protocol.headers import NO_GENERATION, AcceptedResult, Generation, View
 from gregale.islands.protocol.outliers import Size
-from gregale.islands.protocol.plans import Begin, Form, Settle, Turn, Wait
+from gregale.islands.protocol.plans import CommitAccepted, FormGroup, NewGeneration, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
 from gregale.services.agreement import to_text
 
 ABC = ("a/s", "b/s", "c/s")
-HELD = Held("k6", 1, "d6", ABC, ABC)
+HELD = AcceptedResult("k6", 1, "d6", ABC, ABC)
 
 
 def meaning(*headers, id=7, minimum=1):
@@ -25,10 +25,10 @@ def test_the_fleet_begins_once_the_minimum_is_there(header):
     a, b = fresh(header, "a"), fresh(header, "b")
     assert isinstance(meaning(a, minimum=2).plan, Wait)
     plan = meaning(a, b, minimum=2).plan
-    assert isinstance(plan, Begin)
+    assert isinstance(plan, StartFleet)
     assert (plan.generation.number, plan.voters) == (1, 2)
     later = meaning(fresh(header, "a", asked=2), b, minimum=2).plan
-    assert isinstance(later, Begin)
+    assert isinstance(later, StartFleet)
     assert later.generation.name != plan.generation.name
 
 
@@ -45,14 +45,14 @@ def test_one_with_another_seed_heals(header):
 def test_those_that_are_there_form_a_group_with_the_weights_of_the_view(header):
     decision = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0))
     plan = decision.plan
-    assert isinstance(plan, Form)
+    assert isinstance(plan, FormGroup)
     assert [peer.name for peer in plan.members] == ["a", "b", "c"]
     assert plan.weights == (3.0, 0.0, 10.0)
     assert (plan.ballot, plan.voters, plan.electors) == (1, 3, ABC)
     again = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0)).plan
     assert again == plan
     other = meaning(header("c"), header("a", weight=3.0), header("b", ready=False, weight=7.0, asked=2)).plan
-    assert isinstance(other, Form)
+    assert isinstance(other, FormGroup)
     assert other.key != plan.key
 
 
@@ -81,57 +81,59 @@ def test_of_two_states_for_a_round_most_are_right(header):
 
 def test_what_all_hold_is_committed(header):
     held = [header(name, held=HELD, ballot=1) for name in "abc"]
-    assert meaning(*held).plan == Settle("k6", "d6")
+    assert meaning(*held).plan == CommitAccepted("k6", "d6")
 
 
 def test_what_most_hold_is_committed_where_an_absent_one_may_have(header):
-    assert meaning(header("a", held=HELD, ballot=1), header("b", held=HELD, ballot=1)).plan == Settle("k6", "d6")
+    assert meaning(header("a", held=HELD, ballot=1), header("b", held=HELD, ballot=1)).plan == CommitAccepted(
+        "k6", "d6"
+    )
 
 
 @pytest.mark.parametrize("holders", ["a", "ab"])
 def test_what_one_that_is_here_does_not_hold_is_done_again(header, holders):
     headers = [header(n, ballot=1, held=HELD if n in holders else None, failures=int(n not in holders)) for n in "abc"]
     plan = meaning(*headers).plan
-    assert isinstance(plan, Form)
+    assert isinstance(plan, FormGroup)
     assert plan.ballot == 2
 
 
 def test_what_an_absent_one_may_have_committed_is_never_dropped(header):
     plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
-    assert isinstance(plan, Turn)
-    assert plan.settle == Settle("k6", "d6")
+    assert isinstance(plan, NewGeneration)
+    assert plan.settle == CommitAccepted("k6", "d6")
     assert plan.there == {"a/s"}
 
 
 def test_one_that_is_no_voter_may_have_committed_too(header):
-    held = Held("k6", 1, "d6", (*ABC, "new/s"), ABC)
+    held = AcceptedResult("k6", 1, "d6", (*ABC, "new/s"), ABC)
     headers = [header("a", held=held, ballot=1), header("b", held=held, ballot=1), header("c", ballot=1, failures=1)]
-    assert meaning(*headers).plan == Settle("k6", "d6")
+    assert meaning(*headers).plan == CommitAccepted("k6", "d6")
     new = header("new", held=held, ballot=1, voter=False)
-    assert isinstance(meaning(*headers, new).plan, Form)
+    assert isinstance(meaning(*headers, new).plan, FormGroup)
 
 
 def test_without_a_wait_only_voters_begin_a_generation(header):
     new = header("new", voter=False)
     plan = meaning(header("a"), new).plan
-    assert isinstance(plan, Turn)
+    assert isinstance(plan, NewGeneration)
     assert plan.there == {"a/s"}
-    plan = meaning(header("a", seen=0, waited=True), new).plan
-    assert isinstance(plan, Turn)
+    plan = meaning(header("a", seen=0, wait_expired=True), new).plan
+    assert isinstance(plan, NewGeneration)
     assert plan.there == {"a/s", "new/s"}
 
 
 def test_the_newest_of_two_results_counts(header):
-    newer = Held("k6b", 2, "d6b", ABC, ABC)
+    newer = AcceptedResult("k6b", 2, "d6b", ABC, ABC)
     headers = [header("a", held=HELD, ballot=2), *(header(name, held=newer, ballot=2) for name in "bc")]
     plan = meaning(*headers[1:]).plan
-    assert plan == Settle("k6b", "d6b")
-    assert isinstance(meaning(*headers).plan, Form)  # all that may have committed it are here and did not
+    assert plan == CommitAccepted("k6b", "d6b")
+    assert isinstance(meaning(*headers).plan, FormGroup)  # all that may have committed it are here and did not
 
 
 def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(header):
     plan = meaning(header("a"), id=8).plan
-    assert isinstance(plan, Turn)
+    assert isinstance(plan, NewGeneration)
     assert (plan.generation.number, plan.there, plan.settle, plan.waited) == (2, {"a/s"}, None, False)
 
 
@@ -144,15 +146,15 @@ def test_without_a_witness_they_wait_first(header, changes):
     waiting = meaning(header("a", **changes), id=8).plan
     assert isinstance(waiting, Wait)
     assert waiting.missing
-    waited = meaning(header("a", **changes, waited=True), id=8).plan
-    assert isinstance(waited, Turn)
+    waited = meaning(header("a", **changes, wait_expired=True), id=8).plan
+    assert isinstance(waited, NewGeneration)
     assert waited.waited
 
 
 def test_more_than_half_wait_too_where_nobody_saw_the_views_before(header):
     assert isinstance(meaning(header("a", seen=0), header("b", seen=0), id=1).plan, Wait)
     everyone = meaning(*(header(name, seen=0) for name in "abc"), id=1).plan
-    assert isinstance(everyone, Form)
+    assert isinstance(everyone, FormGroup)
 
 
 def test_the_line_with_more_rounds_wins(header):
@@ -175,16 +177,16 @@ def test_another_configuration_or_version_is_refused(header):
 
 def test_members_that_do_not_reach_each_other_are_left_out_after_two_failures(header):
     first = [header("a", failures=1, unreachable=("c",)), header("b"), header("c", failures=1, unreachable=("a", "b"))]
-    assert isinstance(plan := meaning(*first).plan, Form)
+    assert isinstance(plan := meaning(*first).plan, FormGroup)
     assert len(plan.members) == 3
     second = [header("a", failures=2, unreachable=("c",)), header("b"), header("c", failures=2, unreachable=("a", "b"))]
-    assert isinstance(plan := meaning(*second).plan, Form)
+    assert isinstance(plan := meaning(*second).plan, FormGroup)
     assert [peer.name for peer in plan.members] == ["a", "b"]
 
 
 def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
     plan = meaning(header("a"), header("b"), header("c", leaving=True, used=33)).plan
-    assert isinstance(plan, Form)
+    assert isinstance(plan, FormGroup)
     assert plan.voters == 2
     assert plan.leaving == {"c/s"}
     assert ("c", "s", 33, True, 1) in plan.reports
@@ -192,35 +194,37 @@ def test_a_leaver_is_no_voter_of_the_round_that_it_leaves_with(header):
 
 def test_in_lock_step_a_round_waits_for_all_that_live(header):
     headers = (header("a"), header("b", ready=False), header("c"))
-    assert isinstance(decide(View(7, headers), Rules()).plan, Form)
+    assert isinstance(decide(View(7, headers), Rules()).plan, FormGroup)
     assert isinstance(decide(View(7, headers), Rules(lockstep=True)).plan, Wait)
 
 
 def test_a_round_waits_for_one_that_would_be_behind_again(header):
     healing = header("d", round=3, digest="d3", voter=False, healing=True)
     three = (header("a"), header("b"), header("c"))
-    assert isinstance(meaning(*three, healing).plan, Form)
-    assert isinstance(meaning(*three, fresh(header, "d", healing=True, awaited=True)).plan, Wait)
+    assert isinstance(meaning(*three, healing).plan, FormGroup)
+    assert isinstance(meaning(*three, fresh(header, "d", healing=True, hold_rounds=True)).plan, Wait)
 
 
 def test_a_view_that_lacks_voters_is_first_asked_for_again(header):
     """They may live and be late: the coordinator counts its patience from the oldest ask, also from a joiner's."""
     joiner = header("j", round=4, voter=False)
-    plan = meaning(header("a", again=False), header("b"), joiner).plan
+    plan = meaning(header("a", retried=False), header("b"), joiner).plan
     assert isinstance(plan, Wait)
     assert plan.lacking
-    assert isinstance(meaning(header("a"), header("b"), joiner).plan, Form)
-    assert isinstance(meaning(header("a", again=False), header("b"), header("c")).plan, Form)
+    assert isinstance(meaning(header("a"), header("b"), joiner).plan, FormGroup)
+    assert isinstance(meaning(header("a", retried=False), header("b"), header("c")).plan, FormGroup)
 
 
 def test_a_fleet_that_comes_back_from_checkpoints_waits_for_as_many_as_a_new_one(header):
     """The first to come may have an older state than those that are still starting."""
     rules = Rules(start=2)
-    alone = header("a", fresh=True, voter=False, waited=True)
+    alone = header("a", from_checkpoint=True, voter=False, wait_expired=True)
     assert isinstance(decide(View(1, (alone,)), rules).plan, Wait)
-    both = (alone, header("b", fresh=True, voter=False, round=7, waited=True))
-    assert isinstance(decide(View(1, both), rules).plan, Turn)
-    assert isinstance(decide(View(1, (header("a", voter=False, waited=True),)), rules).plan, Turn), "a survivor goes on"
+    both = (alone, header("b", from_checkpoint=True, voter=False, round=7, wait_expired=True))
+    assert isinstance(decide(View(1, both), rules).plan, NewGeneration)
+    assert isinstance(decide(View(1, (header("a", voter=False, wait_expired=True),)), rules).plan, NewGeneration), (
+        "a survivor goes on"
+    )
 
 
 def test_a_message_that_is_unlike_the_others_contributes_nothing_and_one_that_is_not_finite_neither(header):
@@ -228,7 +232,7 @@ def test_a_message_that_is_unlike_the_others_contributes_nothing_and_one_that_is
     plan = meaning(
         *(header(name, norm=norm, usual=usual) for name, norm in (("a", 1.0), ("b", 90.0), ("c", None)))
     ).plan
-    assert isinstance(plan, Form)
+    assert isinstance(plan, FormGroup)
     assert plan.weights == (10.0, 0.0, 0.0)
     assert plan.left_out.keys() == {"b", "c"}
     assert plan.size == Size(1.0, 10.0)
@@ -241,19 +245,19 @@ def test_where_half_of_the_voters_do_not_reach_the_others_one_half_goes_on_after
         pair = header("a", unreachable=("b",), **changes), header("b", unreachable=("a",), **changes)
         return meaning(*pair, minimum=minimum).plan
 
-    assert isinstance(plan(PARTING - 1), Form)
+    assert isinstance(plan(PARTING - 1), FormGroup)
     parted = plan(PARTING)
-    assert isinstance(parted, Turn)
+    assert isinstance(parted, NewGeneration)
     assert len(parted.members) == 1
     assert not parted.settle
-    assert isinstance(plan(PARTING, minimum=2), Form)
+    assert isinstance(plan(PARTING, minimum=2), FormGroup)
 
 
 def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(header):
     bad = {"failures": 2, "unreachable": ("c",)}
     group = header("a", **bad), header("b", **bad), header("c", failures=2, unreachable=("a", "b"))
     plan = meaning(*group, minimum=3).plan
-    assert isinstance(plan, Form)
+    assert isinstance(plan, FormGroup)
     assert len(plan.members) == 3
 
 
@@ -261,16 +265,16 @@ def test_where_nobody_can_tell_who_does_not_answer_members_are_left_out_in_turn(
     groups = set()
     for ballot in range(3):
         plan = meaning(*(header(name, failures=PARTING, ballot=ballot) for name in "abc")).plan
-        assert isinstance(plan, Form)
+        assert isinstance(plan, FormGroup)
         groups.add("".join(peer.name for peer in plan.members))
     assert groups == {"ab", "ac", "bc"}
 
 
 def test_islands_that_have_no_data_left_get_new_leases(header):
     changes = {"weight": 0.0, "starved": True}
-    assert isinstance(meaning(header("a"), *(header(name, **changes) for name in "bc")).plan, Form)
+    assert isinstance(meaning(header("a"), *(header(name, **changes) for name in "bc")).plan, FormGroup)
     wait = meaning(header("a", weight=0.0), *(header(name, **changes) for name in "bc")).plan
     assert isinstance(wait, Wait)  # a will bring something
     plan = meaning(*(header(name, **changes) for name in "abc")).plan
-    assert isinstance(plan, Turn)
+    assert isinstance(plan, NewGeneration)
     assert [report.name for report in plan.reports] == ["a", "b", "c"]

@@ -4,19 +4,24 @@ import json
 
 import pytest
 
-from gregale.islands.protocol.headers import GarbageError, Header, Held, Outer, seed
-from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
+from gregale.islands.protocol.headers import AcceptedResult, GarbageError, Header, OuterRecord, seed
+from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 
 
 def test_a_header_comes_back_as_it_was(header):
-    for each in (header("a"), header("b", held=Held("k", 2, "d", ("a/s", "b/s"), ("a/s",)), unreachable=("a",))):
+    for each in (
+        header("a"),
+        header("b", held=AcceptedResult("k", 2, "d", ("a/s", "b/s"), ("a/s",)), unreachable=("a",)),
+    ):
         assert Header.from_json(each.to_json()) == each
 
 
 def test_a_record_comes_back_as_it_was():
-    outer = Outer(seed("d").generation, 3, "d", "k", 2, advance(Ledger(), [Report("a", "s", 0)], Lot()))
-    assert Outer.from_json(json.loads(json.dumps(outer.to_json()))) == outer
-    assert outer.fingerprint() != Outer(outer.generation, 3, "d", "k", 2, Ledger()).fingerprint()
+    outer = OuterRecord(
+        seed("d").generation, 3, "d", "k", 2, advance(Ledger(), [LeaseReport("a", "s", 0)], LeasePolicy())
+    )
+    assert OuterRecord.from_json(json.loads(json.dumps(outer.to_json()))) == outer
+    assert outer.fingerprint() != OuterRecord(outer.generation, 3, "d", "k", 2, Ledger()).fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -41,4 +46,4 @@ def test_what_is_no_header_is_garbage(text):
 def test_a_record_with_a_wrong_ledger_is_garbage():
     value = seed("d").to_json() | {"ledger": {"next": 0}}
     with pytest.raises(GarbageError, match="ledger"):
-        Outer.from_json(value)
+        OuterRecord.from_json(value)

@@ -5,25 +5,25 @@ import random
 
 import pytest
 
-from gregale.islands.protocol.ledger import Ledger, Lot, Report, advance
+from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
 
-LOT = Lot(size=10, low=5)
+LOT = LeasePolicy(size=10, low=5)
 
 
 def test_leases_are_topped_up_from_what_was_handed_back():
-    ledger = advance(Ledger(), [Report("a", "s", 0), Report("b", "t", 0)], LOT)
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0), LeaseReport("b", "t", 0)], LOT)
     assert [lease.spans for lease in ledger.leases] == [((0, 10),), ((10, 20),)]
-    ledger = advance(ledger, [Report("a", "s", 4, leaving=True), Report("b", "t", 3)], LOT)
+    ledger = advance(ledger, [LeaseReport("a", "s", 4, leaving=True), LeaseReport("b", "t", 3)], LOT)
     assert ledger.free == ((4, 10),)
     assert [lease.spans for lease in ledger.leases] == [((13, 20),)]
-    ledger = advance(ledger, [Report("b", "t", 6)], LOT)
+    ledger = advance(ledger, [LeaseReport("b", "t", 6)], LOT)
     assert ledger.leases[0].spans == ((16, 20), (4, 10), (20, 24))
 
 
 def test_a_dead_islands_rest_is_skipped_once_it_is_back():
-    ledger = advance(Ledger(), [Report("a", "s", 0)], LOT)
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0)], LOT)
     assert advance(ledger, [], LOT) == ledger
-    ledger = advance(ledger, [Report("a", "new", 0)], LOT)
+    ledger = advance(ledger, [LeaseReport("a", "new", 0)], LOT)
     assert ledger.skipped == 10
     assert ledger.leases[0].spans == ((10, 20),)
 
@@ -47,7 +47,7 @@ def test_no_example_is_used_twice_in_a_random_history(seed):
                 counts[name] += 1
         leaver = rng.choice(present) if present and rng.random() < 0.2 else None
         reports = [
-            Report(name, holders[name], counts[name], name == leaver) for name in rng.sample(present, len(present))
+            LeaseReport(name, holders[name], counts[name], name == leaver) for name in rng.sample(present, len(present))
         ]
         ledger = advance(ledger, reports, LOT)
         if leaver:
@@ -73,14 +73,14 @@ def test_garbage_is_no_ledger(garbage):
 
 
 def test_a_lease_that_ends_before_it_begins_is_refused():
-    value = advance(Ledger(), [Report("a", "s", 0)], LOT).to_json()
+    value = advance(Ledger(), [LeaseReport("a", "s", 0)], LOT).to_json()
     value["leases"][0][3] = [[9, 2]]
     with pytest.raises(ValueError, match="not one that Gregale writes"):
         Ledger.from_json(value)
 
 
 def test_islands_are_leased_batches_of_their_own_size():
-    ledger = advance(Ledger(), [Report("a", "s", 0, batch=2), Report("b", "s", 0, batch=5)], LOT)
+    ledger = advance(Ledger(), [LeaseReport("a", "s", 0, batch=2), LeaseReport("b", "s", 0, batch=5)], LOT)
     assert [lease.left() for lease in ledger.leases] == [20, 50]
-    ledger = advance(ledger, [Report("a", "s", 8, batch=2), Report("b", "s", 30, batch=5)], LOT)
+    ledger = advance(ledger, [LeaseReport("a", "s", 8, batch=2), LeaseReport("b", "s", 30, batch=5)], LOT)
     assert [lease.left() for lease in ledger.leases] == [12, 20 + 50]  # a has 6 of its batches, b had 4

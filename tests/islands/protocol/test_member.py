@@ -24,7 +24,7 @@ def only(actions, kind):
 
 
 def view(*members, id=1):
-    return m.Seen(View(id, tuple(each.header for each in members)))
+    return m.ViewReceived(View(id, tuple(each.header for each in members)))
 
 
 def begun(*members):
@@ -38,16 +38,16 @@ def begun(*members):
 
 def test_a_round_of_two():
     a, b = begun(member("a"), member("b"))
-    assert kinds(a.handle(m.Due())) == ["TellPeers", "TakeSnapshot"]
-    assert kinds(b.handle(m.Due(0))) == ["TakeSnapshot"]
-    assert kinds(b.handle(m.Snapshot(0, 0.0, 0))) == ["Ask"]
-    assert kinds(a.handle(m.Snapshot(0, 8.0, 2))) == ["Ask"]
+    assert kinds(a.handle(m.RoundDue())) == ["AnnounceRound", "RequestMessage"]
+    assert kinds(b.handle(m.RoundDue(0))) == ["RequestMessage"]
+    assert kinds(b.handle(m.MessageReady(0, 0.0, 0))) == ["RequestView"]
+    assert kinds(a.handle(m.MessageReady(0, 8.0, 2))) == ["RequestView"]
     seen = view(a, b)
     reduce = only(a.handle(seen), m.Reduce)
     assert only(b.handle(seen), m.Reduce) == reduce
     assert reduce.weights == (8.0, 0.0)
     for each in (a, b):
-        assert kinds(each.handle(m.Reduced(reduce.key, "d1"))) == ["Ask"]
+        assert kinds(each.handle(m.Reduced(reduce.key, "d1"))) == ["RequestView"]
     seen = view(a, b)
     commit = only(a.handle(seen), m.Commit)
     assert (commit.key, commit.weight, commit.outer.round, commit.outer.digest) == (reduce.key, 8.0, 1, "d1")
@@ -57,25 +57,25 @@ def test_a_round_of_two():
 
 def test_a_late_ping_is_of_no_interest_and_one_from_ahead_leads_to_an_ask():
     a, _ = begun(member("a"), member("b"))
-    assert a.handle(m.Due(-1)) == []
-    assert kinds(a.handle(m.Due(3))) == ["Ask"]
+    assert a.handle(m.RoundDue(-1)) == []
+    assert kinds(a.handle(m.RoundDue(3))) == ["RequestView"]
 
 
 def test_the_grace_is_the_longest_step_that_is_reported():
     a, b = member("a"), member("b")
     b._step_seconds = 3.0
     begun(a, b)
-    a.handle(m.Due())
+    a.handle(m.RoundDue())
     assert a.next_tick() <= 3.0
-    assert "Ask" not in kinds(a.handle(m.Tick(2.9)))
-    assert "Ask" in kinds(a.handle(m.Tick(3.0)))
+    assert "RequestView" not in kinds(a.handle(m.Tick(2.9)))
+    assert "RequestView" in kinds(a.handle(m.Tick(3.0)))
     assert not a.header.ready
 
 
 def test_a_reduce_that_takes_too_long_has_failed():
     (a,) = begun(member("a", reduce_seconds=4.0))
-    a.handle(m.Due())
-    a.handle(m.Snapshot(0, 1.0, 1))
+    a.handle(m.RoundDue())
+    a.handle(m.MessageReady(0, 1.0, 1))
     reduce = only(a.handle(view(a)), m.Reduce)
     assert a.next_tick() == 4.0
     assert kinds(a.handle(m.Tick(4.0)))[0] == "DropGroup"
@@ -87,25 +87,25 @@ def test_a_reduce_that_takes_too_long_has_failed():
 def test_a_view_with_an_ask_that_was_seen_before_means_nothing():
     a, b = begun(member("a"), member("b"))
     old = b.header
-    a.handle(m.Due())
-    a.handle(m.Snapshot(0, 1.0, 1))
-    assert kinds(a.handle(m.Seen(View(1, (a.header, old))))) == ["Ask"]
+    a.handle(m.RoundDue())
+    a.handle(m.MessageReady(0, 1.0, 1))
+    assert kinds(a.handle(m.ViewReceived(View(1, (a.header, old))))) == ["RequestView"]
 
 
 def test_what_a_source_gives_is_taken_only_if_it_is_not_older_than_asked_for():
     a, b = begun(member("a"), member("b"))
     ahead = replace(a.outer, round=9, digest="d9", ledger=a.outer.ledger)
-    a.handle(m.Due(9))
+    a.handle(m.RoundDue(9))
     header = replace(b.header, round=9, digest=ahead.fingerprint(), asked=5)
-    heal = only(a.handle(m.Seen(View(1, (a.header, header)))), m.Heal)
+    heal = only(a.handle(m.ViewReceived(View(1, (a.header, header)))), m.Heal)
     assert heal.round == 9
     actions = a.handle(m.Healed(replace(ahead, round=8)))
     assert "Install" not in kinds(actions)
-    assert only(actions, m.Note).loud
-    a.handle(m.Seen(View(1, (a.header, replace(header, asked=6)))))
+    assert only(actions, m.LogLine).loud
+    a.handle(m.ViewReceived(View(1, (a.header, replace(header, asked=6)))))
     actions = a.handle(m.Healed(ahead))
     assert only(actions, m.Install).outer == ahead
-    assert only(actions, m.Ask).header.round == 9
+    assert only(actions, m.RequestView).header.round == 9
 
 
 def test_a_leaver_hands_back_what_it_has_not_used():
@@ -113,11 +113,11 @@ def test_a_leaver_hands_back_what_it_has_not_used():
     for number in range(2):
         final = number == 1
         if final:
-            assert "TakeSnapshot" in kinds(b.handle(m.Leave()))
-        a.handle(m.Due())
-        b.handle(m.Due(number))
-        a.handle(m.Snapshot(number, 1.0, 5))
-        b.handle(m.Snapshot(number, 1.0, 7 * number, final=final))
+            assert "RequestMessage" in kinds(b.handle(m.Leave()))
+        a.handle(m.RoundDue())
+        b.handle(m.RoundDue(number))
+        a.handle(m.MessageReady(number, 1.0, 5))
+        b.handle(m.MessageReady(number, 1.0, 7 * number, final=final))
         for each in (a, b):
             each.handle(m.Tick(float(number + 1)))
         seen = view(a, b)
@@ -128,7 +128,7 @@ def test_a_leaver_hands_back_what_it_has_not_used():
         seen = view(a, b)
         ledger = only(a.handle(seen), m.Commit).outer.ledger
         last = b.handle(seen)
-    assert only(last, m.Left).clean
+    assert only(last, m.LeaveDone).clean
     assert b.done
     assert [lease.name for lease in ledger.leases] == ["a"]
     assert ledger.free == ((4096 + 7, 8192),)
@@ -138,9 +138,9 @@ def test_one_with_another_configuration_ends_with_one_line():
     a, b, other = (*begun(member("a"), member("b")), member("c"))
     other.identity = replace(other.identity, agreement="y")
     other.handle(m.Tick(0.0))
-    a.handle(m.Due(1))
-    b.handle(m.Due(1))
-    refused = only(other.handle(view(a, b, other)), m.Refused)
+    a.handle(m.RoundDue(1))
+    b.handle(m.RoundDue(1))
+    refused = only(other.handle(view(a, b, other)), m.Rejected)
     assert "x in the fleet, but y in this island; this island ends" in refused.text
     assert other.done
 
@@ -149,21 +149,21 @@ def test_one_whose_state_is_another_heals_loudly():
     a, b, c = begun(member("a"), member("b"), member("c"))
     c.outer = replace(c.outer, digest="broken memory")
     for each in (a, b, c):
-        each.handle(m.Due())
-        each.handle(m.Snapshot(0, 1.0, 1))
+        each.handle(m.RoundDue())
+        each.handle(m.MessageReady(0, 1.0, 1))
     actions = c.handle(view(a, b, c))
-    assert only(actions, m.Note).loud
+    assert only(actions, m.LogLine).loud
     assert only(actions, m.Heal).digest == a.outer.fingerprint()
     assert only(c.handle(m.Healed(a.outer)), m.Install).outer == a.outer
 
 
 def test_an_ask_without_an_answer_is_repeated_and_its_member_is_no_witness():
     (a,) = begun(member("a"))
-    a.handle(m.Due())
-    assert only(a.handle(m.Snapshot(0, 1.0, 1)), m.Ask).header.seen == 1
-    assert a.handle(m.NoView("no answer")) == []
+    a.handle(m.RoundDue())
+    assert only(a.handle(m.MessageReady(0, 1.0, 1)), m.RequestView).header.seen == 1
+    assert a.handle(m.ViewFailed("no answer")) == []
     assert a.next_tick() == LAN.retry_seconds
-    asked = [action for action in a.handle(m.Tick(LAN.retry_seconds)) if isinstance(action, m.Ask)]
+    asked = [action for action in a.handle(m.Tick(LAN.retry_seconds)) if isinstance(action, m.RequestView)]
     assert (asked[0].header.asked, asked[0].header.seen) == (3, 0)
 
 
@@ -173,9 +173,9 @@ def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_
     for number in range(1, 9):
         a.outer = replace(a.outer, round=number)
         late.handle(m.Tick(100.0 * number))
-        heal = late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        heal = late.handle(m.ViewReceived(View(number, (replace(a.header, asked=100 + number), late.header))))
         assert only(heal, m.Heal).round == number
-        awaited.append(late.header.awaited)
+        awaited.append(late.header.hold_rounds)
         late.handle(m.Tick(100.0 * number + 5.0))
         only(late.handle(m.Healed(a.outer)), m.Install)
     assert awaited == [False, True, True, False, False, False, False, False]
@@ -189,15 +189,15 @@ def test_one_that_cannot_heal_is_waited_for_no_longer_in_all_than_once():
     late.handle(m.Tick(now))
     for number in (1, 2):  # healed, and behind again
         a.outer = replace(a.outer, round=number)
-        late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        late.handle(m.ViewReceived(View(number, (replace(a.header, asked=100 + number), late.header))))
         late.handle(m.Healed(a.outer))
     a.outer = replace(a.outer, round=3)
     for number in range(3, 60):
         now += LAN.retry_seconds
         late.handle(m.Tick(now))
-        late.handle(m.Seen(View(number, (replace(a.header, asked=100 + number), late.header))))
+        late.handle(m.ViewReceived(View(number, (replace(a.header, asked=100 + number), late.header))))
         for _ in range(30):
-            awaited += 0.1 * late.header.awaited
+            awaited += 0.1 * late.header.hold_rounds
             now += 0.1
             late.handle(m.Tick(now))
         late.handle(m.HealFailed("no way"))
@@ -213,24 +213,24 @@ def test_one_that_knows_that_all_others_are_dead_goes_on_at_once():
         a.handle(m.Tick(at))
         return a.handle(view(a, id=5))
 
-    a.handle(m.Due())
-    a.handle(m.Snapshot(0, 1.0, 1))
+    a.handle(m.RoundDue())
+    a.handle(m.MessageReady(0, 1.0, 1))
     assert seen(0.0) == []  # they may only be late
-    find = only(seen(retry), m.Find)
+    find = only(seen(retry), m.ProbePeers)
     assert [peer.identity for peer in find.peers] == ["b/s", "c/s"]
-    a.handle(m.Gone(frozenset({"b/s"})))
-    assert "Find" in kinds(seen(2 * retry))  # c may live
-    a.handle(m.Gone(frozenset({"c/s"})))
+    a.handle(m.PeersDead(frozenset({"b/s"})))
+    assert "ProbePeers" in kinds(seen(2 * retry))  # c may live
+    a.handle(m.PeersDead(frozenset({"c/s"})))
     turned = seen(3 * retry)
     assert only(turned, m.Publish).outer.generation.number == 2
-    assert "Ask" in kinds(turned)  # it makes its round alone
+    assert "RequestView" in kinds(turned)  # it makes its round alone
 
 
 def test_one_that_saw_every_view_while_it_waited_knows_that_nobody_went_on():
     """Each death changes the view's id: waiting views in between are no gap."""
     a, *_ = begun(*(member(name, grace_seconds=0.0) for name in "abc"))
-    a.handle(m.Due())
-    a.handle(m.Snapshot(0, 1.0, 1))
+    a.handle(m.RoundDue())
+    a.handle(m.MessageReady(0, 1.0, 1))
     assert a.handle(view(a, id=2)) == []  # the others may only be late
     a.handle(m.Tick(a.timing.retry_seconds))
     turned = a.handle(view(a, id=3))
@@ -246,13 +246,13 @@ def alone_after_a_heal():
     c.handle(m.Tick(0.0))
     c.handle(seen_by(c, a, b))
     c.handle(m.Healed(a.outer))
-    assert "TakeSnapshot" in kinds(c.handle(m.Due(5)))
-    c.handle(m.Snapshot(5, 0.0, 0))
+    assert "RequestMessage" in kinds(c.handle(m.RoundDue(5)))
+    c.handle(m.MessageReady(5, 0.0, 0))
     return c
 
 
 def seen_by(one, *others, id=2):
-    return m.Seen(View(id, (one.header, *(replace(each.header, asked=9) for each in others))))
+    return m.ViewReceived(View(id, (one.header, *(replace(each.header, asked=9) for each in others))))
 
 
 def test_one_that_contributed_nothing_to_a_round_whose_peers_died_hands_over_another_message():
@@ -261,28 +261,28 @@ def test_one_that_contributed_nothing_to_a_round_whose_peers_died_hands_over_ano
     while c.outer.generation.number == 1 and now < 60:
         now += LAN.retry_seconds
         c.handle(m.Tick(now))
-        c.handle(m.Seen(View(3, (c.header,))))
+        c.handle(m.ViewReceived(View(3, (c.header,))))
     assert c.header.weight == 0
     assert c.outer.generation.number == 2  # it was waited for the others
-    while "TakeSnapshot" not in kinds(c.handle(m.Due())) and asked < 5:
+    while "RequestMessage" not in kinds(c.handle(m.RoundDue())) and asked < 5:
         asked += 1
         c.handle(m.Tick(now + asked))
-        c.handle(m.Seen(View(3, (c.header,))))
+        c.handle(m.ViewReceived(View(3, (c.header,))))
     assert not c.header.ready
-    assert "Ask" in kinds(c.handle(m.Snapshot(5, 8.0, 2)))
-    assert only(c.handle(m.Seen(View(3, (c.header,)))), m.Reduce).weights == (8.0,)
+    assert "RequestView" in kinds(c.handle(m.MessageReady(5, 8.0, 2)))
+    assert only(c.handle(m.ViewReceived(View(3, (c.header,)))), m.Reduce).weights == (8.0,)
 
 
 def test_an_old_message_is_replaced_only_when_no_reduce_can_depend_on_it():
     a, b = begun(member("a"), member("b"))
-    a.handle(m.Due())
-    a.handle(m.Snapshot(0, 8.0, 2))
-    assert "TakeSnapshot" not in kinds(a.handle(m.Due()))  # a view that it waits for may begin a reduce with it
-    b.handle(m.Due(0))
-    b.handle(m.Snapshot(0, 1.0, 2))
+    a.handle(m.RoundDue())
+    a.handle(m.MessageReady(0, 8.0, 2))
+    assert "RequestMessage" not in kinds(a.handle(m.RoundDue()))  # a view that it waits for may begin a reduce with it
+    b.handle(m.RoundDue(0))
+    b.handle(m.MessageReady(0, 1.0, 2))
     reduce = only(a.handle(view(a, b)), m.Reduce)
-    assert "TakeSnapshot" not in kinds(a.handle(m.Due()))
-    assert "TakeSnapshot" in kinds(a.handle(m.ReduceFailed(reduce.key, ("b",))))
+    assert "RequestMessage" not in kinds(a.handle(m.RoundDue()))
+    assert "RequestMessage" in kinds(a.handle(m.ReduceFailed(reduce.key, ("b",))))
     assert not a.header.ready
 
 
@@ -290,8 +290,8 @@ def reduced(messages, norms, weights=(8.0, 8.0, 8.0)):
     """Three members in the reduce of a round, and what it is called."""
     members = begun(*(member(name) for name in "abc"))
     for each, norm, weight in zip(members, norms, weights, strict=True):
-        each.handle(m.Due())
-        messages[each.identity.name] = each.handle(m.Snapshot(0, weight, 2, norm=norm))
+        each.handle(m.RoundDue())
+        messages[each.identity.name] = each.handle(m.MessageReady(0, weight, 2, norm=norm))
     seen = view(*members)
     (found,) = {only(each.handle(seen), m.Reduce) for each in members}
     return members, found
@@ -304,7 +304,7 @@ def test_all_report_the_message_that_is_left_out_and_its_island_begins_again():
         each.handle(m.Reduced(reduce.key, "d1"))
     seen = view(*members)
     actions = [each.handle(seen) for each in members]
-    (text,) = {only(done, m.Note).text for done in actions}
+    (text,) = {only(done, m.LogLine).text for done in actions}
     assert text.startswith("round 1: the message of island c has the norm 50, more than 10 times the 1 expected")
     assert ["Reset" in kinds(done) for done in actions] == [False, False, True]
     assert [peer.name for peer in only(actions[2], m.Reset).peers] == ["a", "b"]
@@ -315,14 +315,14 @@ def test_all_report_the_message_that_is_left_out_and_its_island_begins_again():
 def test_a_message_that_is_not_finite_has_no_weight_and_its_island_begins_again_before_the_round_is_made():
     said = {}
     members, reduce = reduced(said, (1.0, 1.0, None))
-    assert {"Note", "Reset"} <= set(kinds(said["c"]))
+    assert {"LogLine", "Reset"} <= set(kinds(said["c"]))
     assert members[2].header.weight == 0
     assert reduce.weights == (8.0, 8.0, 0.0)
     for each in members:
         each.handle(m.Reduced(reduce.key, "d1"))
     seen = view(*members)
     actions = [each.handle(seen) for each in members]
-    assert all("not finite" in only(done, m.Note).text for done in actions)
+    assert all("not finite" in only(done, m.LogLine).text for done in actions)
     assert not any("Reset" in kinds(done) for done in actions)  # it has done so already
 
 
@@ -332,27 +332,27 @@ def test_after_an_outer_step_that_is_not_finite_all_begin_the_round_again():
         actions = each.handle(m.ReduceFailed(reduce.key, overflowed=True))
         assert "Reset" in kinds(actions)
         assert each.header.weight == 0
-        each.handle(m.Due())
+        each.handle(m.RoundDue())
     seen = view(*members)
     for each in members:
-        assert "TakeSnapshot" in kinds(each.handle(seen))
+        assert "RequestMessage" in kinds(each.handle(seen))
 
 
 def test_it_can_say_why_no_round_is_made():
     a, b = begun(member("a"), member("b"))
     assert a.why() == ""
-    a.handle(m.Due())
+    a.handle(m.RoundDue())
     assert a.why() == "this island is in the middle of a step (the last took 0.0 s)"
-    a.handle(m.Snapshot(0, 8.0, 2))
+    a.handle(m.MessageReady(0, 8.0, 2))
     assert a.why() == "the coordinator waits for other islands to ask, for 0 s now (the last round was made by a, b)"
-    a.handle(m.NoView("it does not answer"))
+    a.handle(m.ViewFailed("it does not answer"))
     a.handle(m.Tick(20.0))
     assert a.why() == "the coordinator has not answered for 20 s (it does not answer)"
-    a.handle(m.Seen(View(1, (a.header,))))
+    a.handle(m.ViewReceived(View(1, (a.header,))))
     assert a.why().endswith("(b)")  # a voter that is missing
     a.handle(m.Tick(21.0))
-    b.handle(m.Due())
-    b.handle(m.Snapshot(0, 8.0, 2))
+    b.handle(m.RoundDue())
+    b.handle(m.MessageReady(0, 8.0, 2))
     assert "Reduce" in kinds(a.handle(view(a, b)))
     assert a.why() == "round 0 is being reduced by a, b"
 
@@ -362,8 +362,8 @@ def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time
     members = begun(*(member(name) for name in "abc"))
     *others, bad = members
     for each in members:
-        each.handle(m.Due())
-        each.handle(m.Snapshot(0, 1.0, 1))
+        each.handle(m.RoundDue())
+        each.handle(m.MessageReady(0, 1.0, 1))
     for number in (1, 2):
         seen = view(*members, id=1)
         for each in members:
@@ -374,14 +374,14 @@ def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time
     seen = view(*members)
     for each in others:
         assert len(only(each.handle(seen), m.Reduce).members) == 2
-    assert kinds(bad.handle(seen)) == ["Ask"]
+    assert kinds(bad.handle(seen)) == ["RequestView"]
     go_on = [replace(each.header, round=1, digest="d1", voters=2) for each in others]
     now, pauses = 0.0, []
     for number in range(400):
         now += LAN.retry_seconds
         bad.handle(m.Tick(now))
         headers = [replace(each, asked=10 + number) for each in go_on]
-        actions = bad.handle(m.Seen(View(2 + number, (*headers, bad.header))))
+        actions = bad.handle(m.ViewReceived(View(2 + number, (*headers, bad.header))))
         if "Heal" in kinds(actions):
             pauses.append(now)
             break

@@ -6,13 +6,13 @@ from dataclasses import replace
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import Header, Peer, View, seed
 from gregale.islands.protocol.settings import LAN, Rules
-from gregale.islands.protocol.standing import Identity, Standing
+from gregale.islands.protocol.standing import Identity, MemberState
 
 
 def test_a_view_with_an_ask_of_an_earlier_view_is_recognised():
     rng, islands = random.Random(0), "abcdefgh"
     numbers = dict.fromkeys(islands, 0)
-    members = {name: Standing(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
+    members = {name: MemberState(Identity(name, "s", "", "", ()), seed(""), LAN, Rules()) for name in islands}
     views = {name: set() for name in islands}
     repeats = 0
     for number in range(400):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gregale.islands.orders import Arrive, Pace, Restart, Take
+from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.trainer_side import TrainerSide
@@ -16,7 +16,7 @@ class Side(TrainerSide):
 
     def __init__(self, delay: int = 2, lockstep: bool = False, patience_seconds: float = 1e9):
         self.handover, self.now = Handover(), 0.0
-        pace = Pace(Schedule(10, 2, delay, 4), 100, lockstep, patience_seconds)  # rounds every 5 steps
+        pace = RoundPacing(Schedule(10, 2, delay, 4), 100, lockstep, patience_seconds)  # rounds every 5 steps
         super().__init__(pace, self.handover)
 
     def steps(self, count: int) -> None:
@@ -35,18 +35,18 @@ class Side(TrainerSide):
         self.message(number, self.now, say, starved, starved)
         return bool(said)
 
-    def take(self, number: int, is_last: bool = False) -> Take | None:
+    def take(self, number: int, is_last: bool = False) -> SendMessage | None:
         return self.message(number, self.now, lambda: None, is_last, False)
 
     def sends(self, number: int, weight: float | None = 1.0) -> None:
         self.handover.want()
         self.departed(number, number, self.now)
         if weight is not None:
-            self.handover.arrive(m.Snapshot(number, weight, 0))
+            self.handover.arrive(m.MessageReady(number, weight, 0))
 
     def commits(self, number: int, weight: float = 1.0) -> None:
         self.handover.forget()
-        self.decided(Arrive(number, weight), self.now)
+        self.decided(ApplyRound(number, weight), self.now)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_nothing_is_mixed_in_before_tau_steps(side):
     assert side.arrival(is_last=False) is None
     assert not side.must_wait(1, 0.0)  # it may make the step that is missing
     side.stepped()
-    assert side.arrival(is_last=False) == Arrive(0, 1.0)
+    assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
     assert side.all_arrived()
 
 
@@ -106,13 +106,13 @@ def test_no_message_departs_before_the_round_before_it_is_mixed_in(side):
     assert side.take(1) is None
     side.steps(2)
     assert side.take(1) is None
-    assert side.arrival(is_last=False) == Arrive(0, 1.0)
-    assert side.take(1) == Take(1)
+    assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
+    assert side.take(1) == SendMessage(1)
 
 
 def test_who_leaves_makes_no_more_steps_so_nothing_is_early(side):
     side.commits(0)
-    assert side.arrival(is_last=True) == Arrive(0, 1.0)
+    assert side.arrival(is_last=True) == ApplyRound(0, 1.0)
 
 
 def test_in_lockstep_it_waits_tau_steps_after_its_message_also_for_a_decision_that_came_early():
@@ -123,7 +123,7 @@ def test_in_lockstep_it_waits_tau_steps_after_its_message_also_for_a_decision_th
     side.stepped()
     assert side.must_wait(0, 0.0)
     side.commits(0)
-    assert side.arrival(is_last=False) == Arrive(0, 1.0)
+    assert side.arrival(is_last=False) == ApplyRound(0, 1.0)
     assert not side.must_wait(1, 0.0)
 
 
@@ -131,7 +131,7 @@ def test_in_lockstep_one_without_data_hands_over_what_it_has():
     side = Side(lockstep=True)
     side.handover.want()
     assert side.take(0) is None
-    assert side.take(0, is_last=True) == Take(0)
+    assert side.take(0, is_last=True) == SendMessage(0)
 
 
 def test_without_delay_it_waits_at_once_but_not_for_a_round_to_which_it_contributes_nothing():
@@ -172,20 +172,20 @@ def test_a_round_that_takes_twice_the_usual_time_is_waited_for_no_longer():
 
 def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wanted(side):
     side.handover.want()
-    assert side.take(0) == Take(0)
+    assert side.take(0) == SendMessage(0)
     side.commits(0, 0.0)
     side.handover.want()
     side.departed(0, 1, 0.0)
     side.steps(2)
-    assert side.arrival(is_last=False) == Arrive(0, 0.0)
-    assert side.take(1) == Take(1)
+    assert side.arrival(is_last=False) == ApplyRound(0, 0.0)
+    assert side.take(1) == SendMessage(1)
 
 
 def test_a_peers_state_replaces_what_had_not_arrived_and_steps_count_from_it(side):
     side.steps(5)
     side.commits(0)
-    side.decided(Restart(7), 0.0)
-    assert side.arrival(is_last=False) == Restart(7)
+    side.decided(LoadOuterState(7), 0.0)
+    assert side.arrival(is_last=False) == LoadOuterState(7)
     assert side.all_arrived()
     assert not side.says_due(7)
 

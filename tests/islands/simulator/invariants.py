@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.headers import Generation, Outer
+from gregale.islands.protocol.headers import Generation, OuterRecord
 from gregale.islands.protocol.ledger import Ledger
 
 
@@ -21,7 +21,7 @@ class Invariants:
     forked: bool = False  # a generation began whose members could not know of all others
     rounds: int = 0
 
-    def commit(self, outer: Outer, parent: str) -> None:
+    def commit(self, outer: OuterRecord, parent: str) -> None:
         """A member's state is `outer` now, made from the one with digest `parent`."""
         self.publish(outer)
         if outer.digest not in self.parents:
@@ -29,7 +29,7 @@ class Invariants:
             self.rounds += 1
             self._check_ledger(outer.ledger)
 
-    def publish(self, outer: Outer) -> None:
+    def publish(self, outer: OuterRecord) -> None:
         """A member's state is `outer` now: nobody has another one of this generation and round."""
         state = outer.fingerprint()
         if self.committed.setdefault((outer.generation, outer.round), state) != state:
@@ -47,7 +47,7 @@ class Invariants:
         self.lines[new] = (old, unsure)
         self.forked |= unsure
 
-    def install(self, old: Outer, new: Outer) -> None:
+    def install(self, old: OuterRecord, new: OuterRecord) -> None:
         """A member gives up its state `old` for `new`: the new one's history has the old one in it."""
         if old.round < 1 or self._descends(new.digest, old.digest):
             return

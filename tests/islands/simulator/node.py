@@ -3,10 +3,11 @@
 import hashlib
 import math
 import random
+import re
 
-from gregale.islands.orders import Arrive, Restart
+from gregale.islands.orders import ApplyRound, LoadOuterState
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import Outer, seed
+from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.standing import Identity
 from tests.islands.simulator.trainer import Trainer
@@ -52,7 +53,7 @@ class Node:
             self.kept.append(event)
             return
         world = self.world
-        if isinstance(event, m.Seen):
+        if isinstance(event, m.ViewReceived):
             world.seen(event.view)
         actions = self.member.handle(m.Tick(world.now))
         actions += self.member.handle(event)
@@ -64,7 +65,7 @@ class Node:
                 world.kill(self.name)
             if not self.alive:
                 return
-            getattr(self, f"_do_{kind.lower()}")(action)
+            getattr(self, "_do" + re.sub("([A-Z])", r"_\1", kind).lower())(action)
         self._wake_in_time()
         self.trainer.wake()
 
@@ -84,7 +85,7 @@ class Node:
             self._wake_at = math.inf
             self.tick()
 
-    def _do_ask(self, action: m.Ask) -> None:
+    def _do_request_view(self, action: m.RequestView) -> None:
         self.promised = action.header.weight, self.trainer.message
         self.world.ask(self, action.header)
         number = self.asking = action.header.asked
@@ -94,21 +95,21 @@ class Node:
         """No answer comes, or none that is heard."""
         if self.asking == number:
             self.asking = 0
-            self.tell(m.NoView("no answer"))
+            self.tell(m.ViewFailed("no answer"))
 
-    def answer(self, number: int, event: m.Seen) -> None:
+    def answer(self, number: int, event: m.ViewReceived) -> None:
         """The coordinator's answer to an ask arrives; a paused process does not hear it."""
         if self.asking == number and not self.paused:
             self.asking = 0
             self.tell(event)
 
-    def _do_tellpeers(self, action: m.TellPeers) -> None:
+    def _do_announce_round(self, action: m.AnnounceRound) -> None:
         for name in action.addresses:
             node = self.world.nodes.get(name)
             if node and self.world.reaches(self.name, name):
-                self.world.send(self.name, name, lambda node=node: node.tell(m.Due(action.round)))
+                self.world.send(self.name, name, lambda node=node: node.tell(m.RoundDue(action.round)))
 
-    def _do_takesnapshot(self, _: m.TakeSnapshot) -> None:
+    def _do_request_message(self, _: m.RequestMessage) -> None:
         """The trainer's side finds it in the handover."""
 
     def _do_reduce(self, action: m.Reduce) -> None:
@@ -126,7 +127,7 @@ class Node:
             self.prepared[key] = digest
             self.tell(m.Reduced(key, digest))
 
-    def _do_dropgroup(self, _: m.DropGroup) -> None:
+    def _do_drop_group(self, _: m.DropGroup) -> None:
         self.reducing = None
 
     def _do_discard(self, action: m.Discard) -> None:
@@ -135,7 +136,7 @@ class Node:
     def _do_commit(self, action: m.Commit) -> None:
         self.world.committed(self, action, self.prepared.pop(action.key))
         self._take_over(action.outer)
-        self.trainer.decided(Arrive(action.outer.round - 1, action.weight))
+        self.trainer.decided(ApplyRound(action.outer.round - 1, action.weight))
 
     def _do_publish(self, action: m.Publish) -> None:
         self.world.published(self, action.outer)
@@ -144,12 +145,12 @@ class Node:
     def _do_install(self, action: m.Install) -> None:
         self.world.installed(self, action.outer)
         self._take_over(action.outer)
-        self.trainer.decided(Restart(action.outer.round))
+        self.trainer.decided(LoadOuterState(action.outer.round))
 
     def _do_reset(self, _: m.Reset) -> None:
-        self.trainer.decided(Restart(self.member.outer.round))
+        self.trainer.decided(LoadOuterState(self.member.outer.round))
 
-    def _take_over(self, outer: Outer) -> None:
+    def _take_over(self, outer: OuterRecord) -> None:
         self.trainer.leased(outer, self.member.holder)
 
     @property
@@ -157,21 +158,21 @@ class Node:
         """Whether it lives and is not stopped."""
         return self.alive and not self.paused
 
-    def _do_find(self, action: m.Find) -> None:
+    def _do_probe_peers(self, action: m.ProbePeers) -> None:
         self.world.later(
-            self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.Gone(self.world.dead(self.name, action.peers)))
+            self.world.rng.uniform(0.01, 0.1), lambda: self.tell(m.PeersDead(self.world.dead(self.name, action.peers)))
         )
 
     def _do_heal(self, action: m.Heal) -> None:
         self.world.heal(self, action)
 
-    def _do_note(self, action: m.Note) -> None:
+    def _do_log_line(self, action: m.LogLine) -> None:
         self.world.log(f"{self.name} says: {action.text}")
 
-    def _do_refused(self, action: m.Refused) -> None:
+    def _do_rejected(self, action: m.Rejected) -> None:
         self.alive = False
 
-    def _do_left(self, action: m.Left) -> None:
+    def _do_leave_done(self, action: m.LeaveDone) -> None:
         self.alive = False
         self.cut_off_at = self.world.now
 

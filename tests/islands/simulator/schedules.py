@@ -104,7 +104,7 @@ def _leave(world: World, rng: random.Random, name: str, names: list[str]) -> Non
 
 def _doom(world: World, rng: random.Random, name: str, names: list[str]) -> None:
     """It dies at a point of its round, or of its healing; often its new process does, too."""
-    doom = rng.choice(("TakeSnapshot", "Ask", "Reduce", "Commit", "Discard", "Heal", "Install", "Publish"))
+    doom = rng.choice(("RequestMessage", "RequestView", "Reduce", "Commit", "Discard", "Heal", "Install", "Publish"))
     world.log(f"{name} shall die at {doom}")
     world.nodes[name].doom = doom
     if rng.random() < 0.5:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gregale.islands.leases import Leases
-from gregale.islands.orders import Arrive, Order, Pace, Restart, Take
+from gregale.islands.leases import DataLeases
+from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.headers import Outer
+from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.trainer_side import TrainerSide
 
 BATCH = 2  # examples of a step
@@ -21,21 +21,21 @@ class Trainer:
     - `factor`: by which its parameters move too far; None: they are not finite
     """
 
-    def __init__(self, node, pace: Pace, step_seconds: float):
+    def __init__(self, node, pace: RoundPacing, step_seconds: float):
         self._node, self._pace, self._step_seconds = node, pace, step_seconds
         self.side: TrainerSide = node.world.side_class(pace, node.member.handover, node.world.now)
-        self._leases = Leases(node.name, node.member.holder, BATCH)
+        self._leases = DataLeases(node.name, node.member.holder, BATCH)
         self._tokens = [0.0] * pace.schedule.fragments  # since this island contributed to each
         self._batches = self._looks = 0
         self._is_busy = self._is_final = False
         self.message = ""
         self.factor: float | None = 1.0
 
-    def leased(self, outer: Outer, holder: str) -> None:
+    def leased(self, outer: OuterRecord, holder: str) -> None:
         """The record of the outer state is this one."""
         self._leases.update(outer.ledger, holder)
 
-    def decided(self, arrival: Arrive | Restart) -> None:
+    def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
         """A round is committed, or another state is here."""
         self.side.decided(arrival, self._node.world.now)
 
@@ -64,14 +64,14 @@ class Trainer:
             self._is_busy = True
             node.world.later(self._step_seconds, self._stepped)
 
-    def _order(self, starved: bool) -> Order | None:
+    def _order(self, starved: bool) -> TrainerCommand | None:
         """As `Driver._order`."""
         node = self._node
         starved = starved and self._leases.is_empty()
         is_last, number = node.member.leaving or starved, node.member.outer.round
         if (arrival := self.side.arrival(is_last)) is not None:
             return arrival
-        return self.side.message(number, node.world.now, lambda: node.tell(m.Due()), is_last, starved)
+        return self.side.message(number, node.world.now, lambda: node.tell(m.RoundDue()), is_last, starved)
 
     def _look_again(self) -> None:
         self._looks += 1
@@ -88,13 +88,13 @@ class Trainer:
         self.side.stepped()
         self._between_steps(starved=False)
 
-    def _follow(self, order: Order) -> None:
+    def _follow(self, order: TrainerCommand) -> None:
         schedule = self._pace.schedule
-        if isinstance(order, Take):
+        if isinstance(order, SendMessage):
             self._depart(order.round)
-        elif isinstance(order, Arrive) and order.weight:
+        elif isinstance(order, ApplyRound) and order.weight:
             self._tokens[schedule.round_fragment(order.round)] -= order.weight
-        elif isinstance(order, Restart):
+        elif isinstance(order, LoadOuterState):
             self.factor = 1.0
             self._tokens = [0.0] * schedule.fragments
 
@@ -105,10 +105,10 @@ class Trainer:
         weight = self._tokens[self._pace.schedule.round_fragment(number)]
         used = self._leases.used_after(self._batches)
         norm = None if self.factor is None else self.factor * weight**0.7 * node.world.rng.uniform(0.5, 2.0)
-        shot = m.Snapshot(number, weight, used, self._step_seconds, self._is_final, norm)
+        shot = m.MessageReady(number, weight, used, self._step_seconds, self._is_final, norm)
         node.world.later(node.world.rng.random() * node.world.down_seconds, lambda: self._down(count, shot))
 
-    def _down(self, count: int, shot: m.Snapshot) -> None:
+    def _down(self, count: int, shot: m.MessageReady) -> None:
         """The message has come down to the host."""
         if count == self._node.member.handover.count:
             self.message = f"{self._node.identity} {count}"

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gregale.islands.orders import Pace
+from gregale.islands.orders import RoundPacing
 from gregale.islands.patience import REDUCES
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Header, Outer, Peer, View, seed
-from gregale.islands.protocol.ledger import Lot
+from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View, seed
+from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.membership import Ask, Membership
-from gregale.islands.protocol.plans import Begin, Form, Turn
+from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.methods.schedule import Schedule
@@ -70,7 +70,7 @@ class World:
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
-        lot, lockstep = Lot(size=40, low=24), rng.random() < 0.1
+        lot, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
         self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=lot, lockstep=lockstep)
         rough = rng.random() < 0.5
         self.weather = Weather(
@@ -87,7 +87,7 @@ class World:
         self.invariants = Invariants()
         self.up, self.polling, self.up_since = True, False, 0.0
         self.nodes: dict[str, Node] = {}
-        self.states: dict[str, Outer] = {}
+        self.states: dict[str, OuterRecord] = {}
         self.cuts: set[frozenset[str]] = set()
         self.reduces: dict[str, tuple[m.Reduce, dict[str, str], str]] = {}
         self.restarts = self.starts = 0
@@ -95,11 +95,11 @@ class World:
         self.committed_at = 0.0
         self.newest_view: View | None = None
 
-    def _some_pace(self) -> Pace:
+    def _some_pace(self) -> RoundPacing:
         rng, fragments = self.rng, self.rng.choice((1, 1, 2, 3))
         period = fragments * rng.choice((2, 3, 5))
         schedule = Schedule(period, fragments, min(rng.choice((0, 1, 2)), period - 1), fragments)
-        return Pace(schedule, sys.maxsize, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
+        return RoundPacing(schedule, sys.maxsize, self.rules.lockstep, REDUCES * self.timing.reduce_seconds)
 
     def log(self, line: str) -> None:
         """For whoever replays the schedule."""
@@ -224,7 +224,11 @@ class World:
     def _answer(self, header: Header, view: View | None) -> None:
         node = self.nodes.get(header.name)
         if node is not None and node.identity == header.identity:
-            hear = (lambda: node.answer(header.asked, m.Seen(view))) if view else (lambda: node.give_up(header.asked))
+            hear = (
+                (lambda: node.answer(header.asked, m.ViewReceived(view)))
+                if view
+                else (lambda: node.give_up(header.asked))
+            )
             self.send(COORDINATOR, header.name, hear)
 
     def stop_coordinator(self) -> None:
@@ -317,13 +321,13 @@ class World:
         node.previous = self.states[node.identity]
         self.states[node.identity] = outer
 
-    def installed(self, node: Node, outer: Outer) -> None:
+    def installed(self, node: Node, outer: OuterRecord) -> None:
         """A member took over a peer's state."""
         self.invariants.publish(outer)
         self.invariants.install(self.states[node.identity], outer)
         node.previous = self.states[node.identity] = outer
 
-    def published(self, node: Node, outer: Outer) -> None:
+    def published(self, node: Node, outer: OuterRecord) -> None:
         """A member's record of its state is `outer` now; the state is the same."""
         self.invariants.publish(outer)
         self.states[node.identity] = outer
@@ -334,15 +338,15 @@ class World:
             return
         self.newest_view, decision = view, decide(view, self.rules)
         plan = decision.plan
-        if isinstance(plan, Form) and (sound := self._sound(plan)):
+        if isinstance(plan, FormGroup) and (sound := self._sound(plan)):
             raise BrokenError(f"the messages of {sound} are left out: {plan.left_out}")
-        if isinstance(plan, Turn) and decision.top:
+        if isinstance(plan, NewGeneration) and decision.top:
             self.invariants.turn(plan.generation, decision.top.generation, plan.waited)
-        elif isinstance(plan, Begin):
+        elif isinstance(plan, StartFleet):
             living = any(node.alive and self._has_state(node) for node in self.nodes.values())
             self.invariants.begin(plan.generation, living)
 
-    def _sound(self, plan: Form) -> list[str]:
+    def _sound(self, plan: FormGroup) -> list[str]:
         """Members whose message is left out, and that have not diverged, as far as their process lives."""
         left_out = {member.identity for member in plan.members if member.name in plan.left_out}
         return [n.name for n in self.nodes.values() if n.identity in left_out and not n.has_diverged]

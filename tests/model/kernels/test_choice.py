@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from gregale.errors import UserError
-from gregale.model.kernels.choice import Task, kernels_for
+from gregale.model.kernels.choice import KernelRequest, kernels_for
 from gregale.model.kernels.tpu.splash import Splash
 
 
@@ -30,7 +30,7 @@ MI300 = Device("gpu", "AMD Instinct MI300X", "gfx942")
 def chosen(
     device: Device, attention: str = "auto", rules: str = "auto", dtype=jnp.bfloat16, head_size: int = 128, cap=None
 ):
-    return kernels_for(Task(device, rules, jnp.dtype(dtype), head_size, cap), attention)
+    return kernels_for(KernelRequest(device, rules, jnp.dtype(dtype), head_size, cap), attention)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from gregale.errors import UserError
 from gregale.programs.report.command import read_plan, told_apart
 from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
-from gregale.programs.report.runs import Shown, accumulated, shown
+from gregale.programs.report.runs import ReportRun, accumulated, shown
 from gregale.services.history import Column, read_history
 from gregale.services.page import Lines, Page, Series
 from gregale.services.run_lock import training
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run
@@ -27,7 +27,7 @@ EVIL = "<!--</script><script>document.title='bad'</script><img src=x onerror=ale
 
 
 def page_of(*folders, **more) -> str:
-    return report_page([read_history(RunPlaces(folder)) for folder in folders], **more)
+    return report_page([read_history(RunPaths(folder)) for folder in folders], **more)
 
 
 def data_of(page: str) -> dict:
@@ -396,7 +396,7 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
     keys = ("step", "elapsed_seconds", "network_bytes_sent")
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(dict(zip(keys, x, strict=True)))}\n" for x in lines))
     (folder / "starts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (0, 3, 2, 2, "a", 9)))
-    (run,) = shown([read_history(RunPlaces(folder))])
+    (run,) = shown([read_history(RunPaths(folder))])
     assert run.starts == [0, 2, 9]
     assert run.axes["seconds"].values.tolist() == [1.0, 2.0, 10.0, 11.0]
     assert run.axes["bytes"].values.tolist() == [5.0, 10.0, 30.0, 40.0]
@@ -405,7 +405,7 @@ def test_a_start_counts_though_its_first_line_comes_late(tmp_path):
 def test_the_loss_at_the_end_is_that_of_the_last_line_that_has_one(tmp_path):
     folder = write_run(tmp_path / "run", steps=0)
     (folder / "metrics.jsonl").write_text('{"step": 100, "loss": 2.5}\n{"step": 150, "eval_loss": 3.0}\n')
-    assert end_loss(shown([read_history(RunPlaces(folder))])[0]) == 2.5
+    assert end_loss(shown([read_history(RunPaths(folder))])[0]) == 2.5
 
 
 def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
@@ -413,7 +413,7 @@ def test_the_loss_at_the_end_is_one_figure_on_the_whole_page(tmp_path):
         folder = write_run(tmp_path / name, steps=0)
         lines = [{"step": s, "loss": 9 - s / 50, "tokens": s**2, "step_seconds": 1 + s / 9} for s in range(1, last + 1)]
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
-    short, _ = shown([read_history(RunPlaces(tmp_path / name)) for name in ("short", "long")])
+    short, _ = shown([read_history(RunPaths(tmp_path / name)) for name in ("short", "long")])
     end = end_loss(short)
     ends = {axis: loss_before(short, axis, float(each.values[-1])) for axis, each in short.axes.items()}
     assert len(ends) > 1
@@ -448,9 +448,9 @@ def test_what_is_sent_in_a_step_stands_over_the_steps_in_which_it_was(tmp_path):
 
 def test_runs_of_one_name_have_their_paths_for_labels(tmp_path):
     folders = [write_run(tmp_path / where / "same", steps=3) for where in ("a", "b")]
-    runs: list[Shown] = shown([read_history(RunPlaces(folder)) for folder in folders])
+    runs: list[ReportRun] = shown([read_history(RunPaths(folder)) for folder in folders])
     assert [run.label for run in runs] == [str(folder) for folder in folders]
-    single, notes = told_apart([RunPlaces(folder) for folder in [*folders, folders[0]]])
+    single, notes = told_apart([RunPaths(folder) for folder in [*folders, folders[0]]])
     assert len(single) == 2
     assert len(notes) == 2
 

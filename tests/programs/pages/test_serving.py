@@ -8,7 +8,7 @@ import pytest
 from gregale.programs.report.serving import LivePage
 from gregale.programs.watch.web import HERE, Server
 from gregale.services.run_lock import training
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from tests.programs.pages.looking import box, figure_of
 from tests.programs.pages.made_up import figures, write_run
 
@@ -24,7 +24,7 @@ def grow(folder, steps: int) -> None:
 
 
 def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder):
-    page = LivePage([RunPlaces(folder)], live_seconds=0.2)
+    page = LivePage([RunPaths(folder)], live_seconds=0.2)
     with Server(page.now, HERE, 0) as server, browser.open(server.address) as tab:
         scales = f"gregale.drawn({figure_of('figures-loss')}).scales.x.max"
         assert tab.value(scales) == 100
@@ -57,7 +57,7 @@ def test_a_page_follows_its_run_and_keeps_what_its_reader_chose(browser, folder)
 def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(browser, tmp_path):
     folder = write_run(tmp_path / "new", steps=0)
     (folder / "samples.txt").unlink()
-    page = LivePage([RunPlaces(folder)], live_seconds=0.1)
+    page = LivePage([RunPaths(folder)], live_seconds=0.1)
     until = "new Promise(done => {{ const look = () => {} ? done(1) : setTimeout(look, 50); look(); }})"
     controls = "[...document.querySelectorAll('#x option, #controls input')].map(each => each.id || each.value)"
     opened = "[...document.querySelectorAll('details[open] summary')].map(each => each.textContent)"
@@ -83,7 +83,7 @@ def test_a_page_that_was_opened_before_the_first_step_becomes_that_of_the_run(br
 
 
 def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
-    page = LivePage([RunPlaces(folder)], live_seconds=0.1)
+    page = LivePage([RunPaths(folder)], live_seconds=0.1)
     told = "document.querySelector('header p').textContent.includes('not watched any more')"
     alone = "127.83.71.1"  # where no other test takes the port meanwhile
     with Server(page.now, alone, 0) as server:
@@ -97,7 +97,7 @@ def test_a_page_tells_that_nobody_serves_it_and_comes_back(browser, folder):
 
 
 def test_a_page_is_made_again_only_when_its_run_has_written(folder):
-    page = LivePage([RunPlaces(folder)])
+    page = LivePage([RunPaths(folder)])
     first = page.now()
     page._not_before = 0.0
     assert page.now() is first

@@ -11,11 +11,20 @@ from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, train_bpe
-from gregale.programs.sample.endings import COUNT, END, INTERRUPTED, STOP, Continuation, Form, StopStrings, form_of
+from gregale.programs.sample.endings import (
+    COUNT,
+    END,
+    INTERRUPTED,
+    STOP,
+    Continuation,
+    StopStrings,
+    TextFormat,
+    form_of,
+)
 from gregale.services.run_directory import RunDirectory
 
 BYTES = BytesTokenizer()
-FORM = Form(BYTES)
+FORM = TextFormat(BYTES)
 
 
 def cut_by(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -106,4 +115,4 @@ def test_an_imported_model_gets_what_transformers_would_give_it(tmp_path):
     assert form.ends == (plain.end_of_document, 7)
     assert form.ids("gale") == [plain.end_of_document, *plain.encode("gale").tolist()]
     assert form.ids("") == [plain.end_of_document]
-    assert form_of(RunDirectory(tmp_path / "trained"), tokenizer) == Form(tokenizer)
+    assert form_of(RunDirectory(tmp_path / "trained"), tokenizer) == TextFormat(tokenizer)

@@ -10,7 +10,7 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.programs.sample import showing
-from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to, say
+from gregale.programs.sample.showing import Results, Screen, Status, ThroughputMeter, results_to, say
 
 
 class Terminal(io.StringIO):
@@ -83,11 +83,11 @@ def interrupted(out: str, numbers: list[int]) -> None:
 def test_the_pace_leaves_out_what_was_compiled(monkeypatch):
     times = iter([0.0, 2.0, 3.5, 4.0, 5.5, 10.0, 11.25])
     monkeypatch.setattr(showing, "perf_counter", lambda: next(times))
-    pace = Pace()
+    pace = ThroughputMeter()
     for tokens in (1, 2, 12, 62):
         pace.at(tokens)
     assert str(pace) == "62 tokens: the first after 3.50 s, then 30 tokens/s"
-    alone = Pace()
+    alone = ThroughputMeter()
     alone.at(1)
     assert str(alone) == "1 token: the first after 1.25 s"
 

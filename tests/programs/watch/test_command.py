@@ -16,7 +16,7 @@ import pytest
 from gregale.cli import main
 from gregale.programs.watch import command
 from gregale.programs.watch.command import runs_of
-from gregale.programs.watch.follower import Follower
+from gregale.programs.watch.follower import RunPoller
 from gregale.services.run_lock import training
 from tests.services.runs import step_line, write_lines, write_run
 
@@ -41,9 +41,9 @@ def test_once_shows_how_it_is(folder, capsys):
 def test_it_follows_to_the_end(folder, capsys, monkeypatch):
     """Plain lines come some seconds apart, and the last one in any case."""
     run = write_run(folder / "a", 5)
-    begun, looked, look = threading.Event(), threading.Event(), Follower.look
+    begun, looked, look = threading.Event(), threading.Event(), RunPoller.poll
 
-    def seen(follower: Follower):
+    def seen(follower: RunPoller):
         found = look(follower)
         looked.set()
         return found
@@ -58,7 +58,7 @@ def test_it_follows_to_the_end(folder, capsys, monkeypatch):
             (folder / "b" / "checkpoints").rename(run / "checkpoints")
             (folder / "b" / "newest_checkpoint.json").rename(run / "newest_checkpoint.json")
 
-    monkeypatch.setattr(Follower, "look", seen)
+    monkeypatch.setattr(RunPoller, "look", seen)
     trainer = threading.Thread(target=train)
     trainer.start()
     begun.wait(60)

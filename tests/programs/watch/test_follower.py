@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from gregale.programs.watch.follower import Follower, Snapshot, devices, seconds_a_step
+from gregale.programs.watch.follower import RunPoller, RunStatus, devices, seconds_a_step
 from gregale.services.history import Column, Figures
 from gregale.services.run_lock import training
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.services.run_summary import State, Summary
 from tests.services.runs import START, step_line, write_lines, write_run
 
@@ -22,20 +22,20 @@ def figures(**columns: list[float]) -> Figures:
 def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
     now = 100.0
     run = write_run(tmp_path / "a", 3)
-    follower = Follower(RunPlaces(run), clock=lambda: now)
+    follower = RunPoller(RunPaths(run), clock=lambda: now)
     with training(run):
-        snapshot, events = follower.look()
+        snapshot, events = follower.poll()
         assert (snapshot.summary.state, snapshot.summary.step, events) == (State.RUNNING, 3, [])
         assert (snapshot.silent_seconds, snapshot.remaining_seconds) == (None, 7 * 0.5)
         write_lines(
             run, step_line(4), {"step": 4, "eval_loss": 2.5, "acc.sums": 0.75, "acc_stderr.sums": 0.1}, step_line(5)
         )
-        snapshot, events = follower.look()
+        snapshot, events = follower.poll()
         assert (snapshot.last("loss"), snapshot.silent_seconds) == (3.95, 0.0)
         assert events == ["a step 4: eval loss 2.5000, acc.sums 75.0%"]
         now += 8
-        assert follower.look()[0].silent_seconds == 8.0
-    snapshot, events = follower.look()
+        assert follower.poll()[0].silent_seconds == 8.0
+    snapshot, events = follower.poll()
     assert events == ["a has stopped, step 5 of 10; the command that started it goes on."]
     assert snapshot.remaining_seconds is None
     # It goes on from a checkpoint of step 4: the later lines are dropped, as the tracker does it.
@@ -45,7 +45,7 @@ def test_a_run_is_followed_through_a_stop_and_another_start(tmp_path):
     with (run / "starts.jsonl").open("a") as file:
         file.write(json.dumps({**START, "step": 4, "devices": 4}) + "\n")
     with training(run):
-        snapshot, events = follower.look()
+        snapshot, events = follower.poll()
         assert events == ["a goes on after step 4, on 4 cpu (replica 2).", "a is running, step 4 of 10."]
         assert snapshot.figures["loss"].steps.tolist() == [1, 2, 3, 4]
 
@@ -59,7 +59,7 @@ def test_speed_is_of_the_newest_start_with_its_pauses():
 
 
 def test_what_has_no_number_has_no_last_value():
-    snapshot = Snapshot(Summary("a", "a", State.STOPPED), figures(loss=[1.0, float("nan")]))
+    snapshot = RunStatus(Summary("a", "a", State.STOPPED), figures(loss=[1.0, float("nan")]))
     assert snapshot.last("loss") is snapshot.last("mfu") is None
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gregale.programs.watch.follower import Follower, Snapshot
+from gregale.programs.watch.follower import RunPoller, RunStatus
 from gregale.programs.watch.view import FIRST_TO_GO, fleet_view, plain_line, view_of
 from gregale.services.run_lock import training
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from tests.services.runs import step_line, write_lines, write_run
 
 
@@ -33,13 +33,13 @@ def seen(view, width: int = 100, height: int = 40, encoding: str = "utf-8", made
 
 
 @pytest.fixture
-def running(tmp_path) -> Snapshot:
+def running(tmp_path) -> RunStatus:
     run = write_run(tmp_path / "a", 0, steps=200)
     full = {"mfu": 0.41, "evaluation_seconds": 5.0, "saving_seconds": 0.0, "host_memory_bytes": 2_000_000_000}
     write_lines(run, *(step_line(step, **full, replica_bytes=10**6) for step in range(1, 101)))
     write_lines(run, {"step": 100, "eval_loss": 2.5, "eval_loss.news": 2.75, "bits_per_byte": 1.25})
     with training(run):
-        return Follower(RunPlaces(run)).look()[0]
+        return RunPoller(RunPaths(run)).poll()[0]
 
 
 def test_a_run_has_its_curves_and_where_its_time_goes(running):
@@ -78,7 +78,7 @@ def test_a_run_that_stands_still_is_told(running):
 
 def test_a_run_before_its_first_step(tmp_path):
     with training(write_run(tmp_path / "a", 0)):
-        snapshot = Follower(RunPlaces(tmp_path / "a")).look()[0]
+        snapshot = RunPoller(RunPaths(tmp_path / "a")).poll()[0]
     assert seen(snapshot)[0] == "a  running  no step yet: preparing data or compiling"
     assert plain_line(snapshot) == "a running  no step yet: preparing data or compiling"
 
@@ -87,7 +87,7 @@ def test_damage_and_nans_are_told(tmp_path):
     run = write_run(tmp_path / "a", 2)
     write_lines(run, step_line(3, loss=None, learning_rate=float("nan")))
     (run / "metrics.jsonl").open("a").write("{]\n")
-    text = "\n".join(seen(Follower(RunPlaces(run)).look()[0], 300))
+    text = "\n".join(seen(RunPoller(RunPaths(run)).poll()[0], 300))
     assert "a  damaged  step 3 of 10 (30%)" in text
     assert "1 of 4 lines are damaged, the first is line 4" in text
 
@@ -95,19 +95,19 @@ def test_damage_and_nans_are_told(tmp_path):
 def test_names_are_no_markup(tmp_path):
     run = write_run(tmp_path / "[red]a", 2)
     write_lines(run, {"step": 2, "eval_loss.[/news]:x:": 2.5})
-    lines = seen(Follower(RunPlaces(run)).look()[0])
+    lines = seen(RunPoller(RunPaths(run)).poll()[0])
     assert lines[0].startswith("[red]a  stopped")
     assert any(line.startswith("eval loss.[/news]:x:") for line in lines)
 
 
 @pytest.fixture
-def islands(tmp_path) -> list[Snapshot]:
+def islands(tmp_path) -> list[RunStatus]:
     snapshots = []
     for name, steps in (("fleet-a", 30), ("fleet-b", 50)):
         run = write_run(tmp_path / name, 0, steps=60)
         fleet = {"round": 4, "members": 2, "waiting_seconds": 3.0}
         write_lines(run, *(step_line(step, **fleet) for step in range(1, steps + 1)))
-        snapshots.append(Follower(RunPlaces(run)).look()[0])
+        snapshots.append(RunPoller(RunPaths(run)).poll()[0])
     return snapshots
 
 
@@ -137,17 +137,17 @@ def test_a_plain_line(running):
 
 def test_that_an_island_waits_for_others_is_seen_while_it_runs(tmp_path):
     run = write_run(tmp_path / "a", 0, steps=200)
-    follower, line = Follower(RunPlaces(run)), "No round for 40 s: 1 of at least 2 islands are here (a)."
+    follower, line = RunPoller(RunPaths(run)), "No round for 40 s: 1 of at least 2 islands are here (a)."
     with training(run):
         write_lines(run, step_line(1))
-        follower.look()
-        RunPlaces(run).stalled.write_text(line)
-        now, events = follower.look()
+        follower.poll()
+        RunPaths(run).stalled.write_text(line)
+        now, events = follower.poll()
         assert events == [f"a: {line}"]
         assert line in plain_line(now)
         assert line in seen(now)
         assert f"a: {line}" in seen([now, now], made=fleet_view)
-        RunPlaces(run).stalled.write_text("")
-        assert follower.look()[1] == ["a: Rounds go on."]
-        RunPlaces(run).stalled.write_text(line)
-    assert not follower.look()[0].stalled  # it has ended
+        RunPaths(run).stalled.write_text("")
+        assert follower.poll()[1] == ["a: Rounds go on."]
+        RunPaths(run).stalled.write_text(line)
+    assert not follower.poll()[0].stalled  # it has ended

@@ -1,6 +1,6 @@
 """Where documents come from: one `SourceConfig` choice for each kind of file; importing this registers them all."""
 
-from gregale.data.sources.base import Document, Part, Skipped, SourceConfig
+from gregale.data.sources.base import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.sources.huggingface import HuggingFaceSource
 from gregale.data.sources.jsonl import JsonLinesSource
 from gregale.data.sources.parquet import ParquetSource
@@ -12,9 +12,9 @@ __all__ = [
     "HuggingFaceSource",
     "JsonLinesSource",
     "ParquetSource",
-    "Part",
     "Skipped",
     "SourceConfig",
+    "SourceRange",
     "TextSource",
     "TokensSource",
 ]

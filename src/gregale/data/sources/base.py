@@ -18,7 +18,7 @@ from gregale.data.sources.files import WILD, files_of
 from gregale.data.sources.globs import each_once
 from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above
-from gregale.storage import Status, is_url, names, place
+from gregale.storage import Status, is_url, names, storage_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceRange:
     """A piece of a source that one process reads: `start` and `stop` count in the source's own unit.
 
     The unit is bytes for text and JSON lines, row groups for Parquet, tokens for token files, rows for data sets.
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` say where it was found (see `Part`)."""
+    """One document: text, or token ids [token]; `path` and `start` say where it was found (see `SourceRange`)."""
 
     content: str | np.ndarray
     path: str
@@ -92,11 +92,11 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     )
 
     @abstractmethod
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourceRange]:
         """The parts in order; reading them one after the other gives every document once."""
 
     @abstractmethod
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         """The documents that begin in a part, in order, and what is none of those that it should be.
 
         Raises:
@@ -108,7 +108,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
     def identity(self) -> dict:
         """What the documents depend on, as JSON: two sources with equal identities have the same documents."""
 
-    def read(self, part: Part, skipped: Skipped) -> Iterator[Document]:
+    def read(self, part: SourceRange, skipped: Skipped) -> Iterator[Document]:
         """The documents that begin in a part, in order; `skipped` is told of those that are left out.
 
         Raises:
@@ -145,17 +145,17 @@ class FileSource(SourceConfig):
         default=(), metadata={"help": "patterns of paths to leave out; a * matches any text, / included"}
     )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourceRange]:
         return [part for path, found in self.found().items() for part in self.parts_of(path, found.size)]
 
-    def parts_of(self, path: str, size: int) -> list[Part]:
+    def parts_of(self, path: str, size: int) -> list[SourceRange]:
         """The parts of one file. A file that cannot be cut is one part, so that reading finds again what is wrong."""
         try:
             return self.split(path, size)
         except BadDocument:
             if self.on_bad_document == STOP:
                 raise
-            return [Part(path, 0, 1, size)]
+            return [SourceRange(path, 0, 1, size)]
 
     def found(self) -> dict[str, Status]:
         """Return the files, by pattern and then by name, each once, whatever links and patterns lead to it.
@@ -177,7 +177,7 @@ class FileSource(SourceConfig):
             raise UserError(f"exclude: {', '.join(excluded)} leaves none of the {len(found)} matching files.")
         return {path: found[path] for path in each_once(kept)}
 
-    def split(self, path: str, size: int) -> list[Part]:
+    def split(self, path: str, size: int) -> list[SourceRange]:
         """The parts of one file; a single one unless the format can be read from the middle.
 
         Args:
@@ -187,7 +187,7 @@ class FileSource(SourceConfig):
         Raises:
             BadDocument: the file is damaged.
         """
-        return [Part(path, 0, size, size)]
+        return [SourceRange(path, 0, size, size)]
 
     def identity(self) -> dict:
         files = [identity_of(path, found) for path, found in self.found().items()]
@@ -221,7 +221,7 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
     found = files_of(expanded)
     if found or (is_url(expanded) and WILD.search(expanded)):
         return found
-    if names(place(expanded)):
+    if names(storage_path(expanded)):
         raise UserError(
             f"{key}: {expanded} is a folder, and patterns of files are needed: {expanded.rstrip('/')}/**/* matches all "
             f"files in it and below, {expanded.rstrip('/')}/*.txt those of one kind."

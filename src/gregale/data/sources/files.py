@@ -9,7 +9,7 @@ from typing import BinaryIO, cast
 
 from gregale.data.sources.globs import matches
 from gregale.errors import UserError
-from gregale.storage import Remote, Status, files_below, is_url, place, status
+from gregale.storage import ObjectPath, Status, files_below, is_url, status, storage_path
 
 BUFFER_BYTES = 1 << 20
 WILD = re.compile(r"[*?[]")
@@ -19,14 +19,14 @@ def files_of(pattern: str) -> dict[str, Status]:
     """The files that match a glob pattern, by name."""
     if not is_url(pattern):
         paths = sorted(matches(pattern))
-        found = {path: status(place(path)) for path in paths}
+        found = {path: status(storage_path(path)) for path in paths}
         return {path: each for path, each in found.items() if each is not None}
     if not WILD.search(pattern):
-        exact = place(pattern)
+        exact = storage_path(pattern)
         alone = status(exact)
         return {str(exact): alone} if alone is not None else {}
-    folder = place(pattern[: WILD.search(pattern).start()].rpartition("/")[0])  # type: ignore[union-attr]
-    wanted = re.compile(regular(str(place(pattern))))
+    folder = storage_path(pattern[: WILD.search(pattern).start()].rpartition("/")[0])  # type: ignore[union-attr]
+    wanted = re.compile(regular(str(storage_path(pattern))))
     named = {f"{folder}/{name}": each for name, each in files_below(folder).items()}
     return {name: named[name] for name in sorted(named) if wanted.fullmatch(name)}
 
@@ -43,8 +43,8 @@ def regular(pattern: str) -> str:
 
 def opened(path: str) -> BinaryIO:
     """A file or an object, to be read from any place on."""
-    found = place(path)
-    if not isinstance(found, Remote):
+    found = storage_path(path)
+    if not isinstance(found, ObjectPath):
         return open(found, "rb")
     return cast(BinaryIO, io.BufferedReader(RemoteFile(found), BUFFER_BYTES))
 
@@ -52,7 +52,7 @@ def opened(path: str) -> BinaryIO:
 def read_bytes(path: str) -> bytes:
     """A file's content; a file that cannot be read is the user's to mend."""
     with readable(path):
-        return place(path).read_bytes()
+        return storage_path(path).read_bytes()
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def readable(path: str) -> Iterator[None]:
 class RemoteFile(io.RawIOBase):
     """An object as a file that can be read."""
 
-    def __init__(self, remote: Remote):
+    def __init__(self, remote: ObjectPath):
         super().__init__()
         found = remote.status()
         if found is None:

@@ -5,7 +5,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import BadDocument, Document, Part, SourceConfig, expand, in_column, options, ranges
+from gregale.data.sources.base import (
+    BadDocument,
+    Document,
+    SourceConfig,
+    SourceRange,
+    expand,
+    in_column,
+    options,
+    ranges,
+)
 from gregale.errors import KeyedError, UserError, install_hint
 
 PART_ROWS = 4096
@@ -29,13 +38,13 @@ class HuggingFaceSource(SourceConfig):
                 "path", "is empty", "; give the name of a data set, or a folder written by its save_to_disk."
             )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SourceRange]:
         rows = self.rows()
         bytes_per_row = rows.data.nbytes / max(1, len(rows))
         pieces = ranges(len(rows), PART_ROWS)
-        return [Part(self.path, start, stop, round((stop - start) * bytes_per_row)) for start, stop in pieces]
+        return [SourceRange(self.path, start, stop, round((stop - start) * bytes_per_row)) for start, stop in pieces]
 
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         rows = self.rows()
         if self.column not in rows.column_names:
             raise UserError(f"{self.path}: no column `{self.column}`; the columns are: {', '.join(rows.column_names)}.")

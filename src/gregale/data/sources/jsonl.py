@@ -13,8 +13,8 @@ from gregale.data.sources.base import (
     BadDocument,
     Document,
     FileSource,
-    Part,
     SourceConfig,
+    SourceRange,
     encodable,
     ranges,
 )
@@ -33,12 +33,12 @@ class JsonLinesSource(FileSource):
 
     field: str = field(default="text", metadata={"help": "name of the field that holds a document's text"})
 
-    def split(self, path: str, size: int) -> list[Part]:
+    def split(self, path: str, size: int) -> list[SourceRange]:
         if is_compressed(path):
-            return [Part(path, 0, size, size)]
-        return [Part(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+            return [SourceRange(path, 0, size, size)]
+        return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         first = None  # where the first of these lines begins
         lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
         for number, (start, line) in enumerate(lines, 1):
@@ -101,7 +101,7 @@ class Line:
         return f"{self.path}, line {newlines_before(self.path, self.first) + self.number}"
 
 
-def lines_of_part(part: Part) -> Iterator[tuple[int, bytes]]:
+def lines_of_part(part: SourceRange) -> Iterator[tuple[int, bytes]]:
     """(byte offset, line) of the lines that begin in a part of a plain file."""
     with readable(part.path), opened(part.path) as file:
         start = part.start

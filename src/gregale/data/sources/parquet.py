@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, in_column
+from gregale.data.sources.base import BadDocument, Document, FileSource, SourceConfig, SourceRange, in_column
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError, install_hint
 from gregale.storage import is_url
@@ -18,12 +18,12 @@ class ParquetSource(FileSource):
 
     column: str = field(default="text", metadata={"help": "name of the column that holds a document's text"})
 
-    def split(self, path: str, size: int) -> list[Part]:
+    def split(self, path: str, size: int) -> list[SourceRange]:
         metadata = open_parquet(path).metadata
         groups = range(metadata.num_row_groups)
-        return [Part(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+        return [SourceRange(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
 
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         import pyarrow
 
         file = open_parquet(part.path)

@@ -9,8 +9,8 @@ from gregale.data.sources.base import (
     BadDocument,
     Document,
     FileSource,
-    Part,
     SourceConfig,
+    SourceRange,
     ranges,
 )
 from gregale.data.sources.files import opened, read_bytes, readable
@@ -28,12 +28,12 @@ class TextSource(FileSource):
         default="", metadata={"help": "text between two documents of one file; empty: a document per file"}
     )
 
-    def split(self, path: str, size: int) -> list[Part]:
+    def split(self, path: str, size: int) -> list[SourceRange]:
         if not can_be_cut_at(self.separator.encode()):
             return super().split(path, size)
-        return [Part(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
+        return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         separator = self.separator.encode()
         with readable(part.path):
             data, start = of_part(part, separator) if can_be_cut_at(separator) else (read_bytes(part.path), 0)
@@ -49,7 +49,7 @@ def can_be_cut_at(separator: bytes) -> bool:
     return bool(separator) and not any(separator.startswith(separator[at:]) for at in range(1, len(separator)))
 
 
-def of_part(part: Part, separator: bytes) -> tuple[bytes, int]:
+def of_part(part: SourceRange, separator: bytes) -> tuple[bytes, int]:
     """The bytes of the documents that begin in a part, up to the separator behind the last, and where they begin."""
     with opened(part.path) as file:
         start = 0

@@ -8,11 +8,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gregale.data.sources.base import BadDocument, Document, FileSource, Part, SourceConfig, ranges
+from gregale.data.sources.base import BadDocument, Document, FileSource, SourceConfig, SourceRange, ranges
 from gregale.data.sources.files import opened, readable
 from gregale.errors import UserError
 from gregale.settings import whole
-from gregale.storage import is_url, place, read_range
+from gregale.storage import is_url, read_range, storage_path
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
@@ -30,12 +30,12 @@ class TokensSource(FileSource):
         metadata={"help": "id that ends a document in these files; null: a document per file", "range": whole(0)},
     )
 
-    def split(self, path: str, size: int) -> list[Part]:
+    def split(self, path: str, size: int) -> list[SourceRange]:
         tokens = self.open(path)
         if self.end_of_document is None:
-            return [Part(path, 0, len(tokens), tokens.nbytes)]
+            return [SourceRange(path, 0, len(tokens), tokens.nbytes)]
         pieces = ranges(len(tokens), PART_TOKENS)
-        return [Part(path, start, stop, (stop - start) * tokens.itemsize) for start, stop in pieces]
+        return [SourceRange(path, start, stop, (stop - start) * tokens.itemsize) for start, stop in pieces]
 
     def open(self, path: str) -> "np.ndarray | RemoteArray":
         """The ids [token], memory-mapped or, of an object store, read as they are needed."""
@@ -62,7 +62,7 @@ class TokensSource(FileSource):
             return RemoteArray(path, 0, dtype, (size // dtype.itemsize,))
         return np.memmap(path, dtype=dtype, mode="r")
 
-    def scan(self, part: Part) -> Iterator[Document | BadDocument]:
+    def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         tokens = self.open(part.path)
         start = part.start
         if start > 0:  # the first document of this part begins after the end of the one that reaches into it
@@ -125,6 +125,6 @@ class RemoteArray:
         if not self._start <= start <= stop <= self._start + len(self._read):
             ends = (each * self.itemsize + self._offset for each in (start, max(stop, start + READ_TOKENS)))
             with readable(self._path):
-                data = read_range(place(self._path), *ends)
+                data = read_range(storage_path(self._path), *ends)
             self._start, self._read = start, np.frombuffer(data[: self.nbytes], self.dtype)
         return self._read[start - self._start : stop - self._start]

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gregale.data.examples import Rows, stacked
+from gregale.data.examples import ExampleBatch, stacked
 from gregale.data.tasks.kinds import Pair
 from gregale.data.tokenizers import Tokenizer
 
@@ -76,7 +76,7 @@ def with_space_moved(pair: Pair) -> Pair:
     return Pair(context, pair.context[len(context) :] + pair.continuation)
 
 
-def filled(continuations: Sequence[Continuation], length: int) -> Rows:
+def filled(continuations: Sequence[Continuation], length: int) -> ExampleBatch:
     """Continuations as rows of a batch, arrays [row, length], see `gregale.data.examples.make_example`.
 
     Each is cut from the left to `length` input tokens; what follows a shorter one is filling, which is not scored.
@@ -87,7 +87,7 @@ def filled(continuations: Sequence[Continuation], length: int) -> Rows:
 NOTHING = Continuation(np.zeros(1, np.int32), 0)  # a row that fills a batch
 
 
-def _row(continuation: Continuation, length: int) -> Rows:
+def _row(continuation: Continuation, length: int) -> ExampleBatch:
     tokens = continuation.tokens[-(length + 1) :]
     inputs = len(tokens) - 1
     places = np.arange(length)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
-from gregale.files import reason
+from gregale.files import os_error_text
 from gregale.islands.engine.signing import canonical, digest
 from gregale.services.signing import is_signed, sign
 
@@ -25,11 +25,11 @@ class Unsigned(PeerUnreachable):
     """Somebody answered without the token's signature: it has another token, or is not who was asked."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
 
 
-class Peer:
+class PeerClient:
     """A connection to a peer's server, for one request after the other. Use it in one thread, and close it.
 
     - `address`: HOST:PORT/RECIPIENT, as `Server.address`; the recipient is signed
@@ -57,7 +57,7 @@ class Peer:
             length = int(response.headers.get("Content-Length") or 0)
             if length > largest_reply_bytes:
                 self.close()
-                raise Refused(
+                raise RequestRejected(
                     f"{self.address} offers {length} bytes for {path}; at most {largest_reply_bytes} are expected"
                 )
             content = response.read(length)
@@ -70,7 +70,7 @@ class Peer:
             )
         reply = json.loads(content)
         if response.status != 200:
-            raise Refused(f"{self.address} refuses: {reply.get('refused', response.status)}")
+            raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
 
     def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
@@ -134,7 +134,7 @@ class Peer:
 
     def _unreachable(self, error: Exception) -> PeerUnreachable:
         self.close()
-        return PeerUnreachable(f"{self.address} cannot be reached: {reason(error)}")
+        return PeerUnreachable(f"{self.address} cannot be reached: {os_error_text(error)}")
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
@@ -144,7 +144,7 @@ def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> d
 
 def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: float) -> dict:
     """Sends JSON to a path of a peer's server. Raises PeerUnreachable or Refused."""
-    peer = Peer(address, token, timeout_seconds)
+    peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("POST", path, canonical(message))
     finally:
@@ -153,7 +153,7 @@ def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: 
 
 def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
     """What a peer's `status` returns. Raises PeerUnreachable or Refused."""
-    peer = Peer(address, token, timeout_seconds)
+    peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("GET", "/status")
     finally:

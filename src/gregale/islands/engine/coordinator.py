@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from gregale.islands.engine.client import Peer, PeerUnreachable, Refused, Unsigned
+from gregale.islands.engine.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned
 from gregale.islands.engine.lighthouse import ALIAS, LONGEST_REASON
 from gregale.islands.engine.server import GREETING
 from gregale.islands.engine.signing import canonical
@@ -46,7 +46,7 @@ class NotAdmitted(Exception):
     """The coordinator does not take this member: another token, a wrong clock, or a name that another island has."""
 
 
-class NoAnswer(Exception):
+class CoordinatorTimeout(Exception):
     """The coordinator has not answered within the time: others were waited for."""
 
 
@@ -61,7 +61,7 @@ class View(NamedTuple):
     headers: list[dict]
 
 
-class Coordinator:
+class CoordinatorClient:
     """A member's line to the coordinator: beats in a thread from the start until `close`, reconnects on its own.
 
     - `name`: the member's, one per fleet
@@ -91,7 +91,7 @@ class Coordinator:
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
-            raise NoAnswer(f"The lighthouse at {self.address} has not answered in time.")
+            raise CoordinatorTimeout(f"The lighthouse at {self.address} has not answered in time.")
         return View(view["id"], view["headers"])
 
     def report(self, round: int, stalled: str | None) -> None:
@@ -141,7 +141,7 @@ class Lines:
         self.has_met = False
         self._address, self._token = address, token
         self._recipient: str | None = None  # the server's name, since its last start
-        self._kept: deque[tuple[float, Peer]] = deque()
+        self._kept: deque[tuple[float, PeerClient]] = deque()
         self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
@@ -153,7 +153,7 @@ class Lines:
                     return self._exchange(body, wait_seconds)
                 self._recipient = None
             return self._exchange(body, wait_seconds)
-        except (PeerUnreachable, Refused) as error:
+        except (PeerUnreachable, RequestRejected) as error:
             self._recipient = None
             raise self._failure(error) from None
 
@@ -161,7 +161,7 @@ class Lines:
         peer = self._take()
         try:
             reply = peer.request("POST", "/message", body, LARGEST_VIEW_BYTES, wait_seconds)
-        except (PeerUnreachable, Refused):
+        except (PeerUnreachable, RequestRejected):
             peer.close()
             raise
         self._keep(peer)
@@ -174,7 +174,7 @@ class Lines:
         for _, peer in kept:
             peer.close()
 
-    def _take(self) -> Peer:
+    def _take(self) -> PeerClient:
         recipient = self._recipient
         if recipient is None:
             self.close()
@@ -185,11 +185,11 @@ class Lines:
                 if time.monotonic() - used < KEPT_SECONDS:
                     return peer
                 peer.close()
-        return Peer(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
+        return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
 
     def _greet(self) -> str:
         """The server's name since it started, which nobody can know before."""
-        peer = Peer(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
+        peer = PeerClient(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
         try:
             recipient = str(peer.request("GET", GREETING).get("recipient"))
         finally:
@@ -197,7 +197,7 @@ class Lines:
         self.has_met = True
         return recipient
 
-    def _keep(self, peer: Peer) -> None:
+    def _keep(self, peer: PeerClient) -> None:
         with self._lock:
             if len(self._kept) < MOST_KEPT:
                 self._kept.append((time.monotonic(), peer))
@@ -205,7 +205,7 @@ class Lines:
         peer.close()
 
     def _failure(self, error: Exception) -> Exception:
-        if not isinstance(error, Unsigned | Refused):
+        if not isinstance(error, Unsigned | RequestRejected):
             return CoordinatorUnreachable(f"The lighthouse at {error}")
         if self.has_met:
             return CoordinatorRefuses(f"The lighthouse at {self._address} refuses a request: {error}")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gregale.errors import UserError
-from gregale.islands.engine.client import Refused
+from gregale.islands.engine.client import RequestRejected
 from gregale.islands.engine.listener import Rationed
 from gregale.islands.engine.server import Server
 from gregale.islands.engine.signing import canonical
@@ -88,7 +88,7 @@ class Lighthouse:
                 self._membership.leave(name, session)
                 self._news.leave(name)
             else:
-                raise Refused("unknown message")
+                raise RequestRejected("unknown message")
             self._tick()
         return {}
 
@@ -100,9 +100,9 @@ class Lighthouse:
     def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
         number, seconds, header = message.get("number"), message.get("seconds"), message.get("header")
         if not (isinstance(number, int) and isinstance(seconds, int | float) and isinstance(header, dict)):
-            raise Refused("a question has a number, a header and seconds")
+            raise RequestRejected("a question has a number, a header and seconds")
         if not 0 <= seconds <= LONGEST_WAIT_SECONDS:
-            raise Refused(f"a question waits for at most {LONGEST_WAIT_SECONDS} seconds")
+            raise RequestRejected(f"a question waits for at most {LONGEST_WAIT_SECONDS} seconds")
         now, waiting = time.monotonic(), Waiting()
         ask = Ask(name, session, number, {**header, "name": name}, now + seconds)
         with self._lock:
@@ -165,5 +165,5 @@ def text_of(message: dict, key: str, longest: int) -> str:
     """A text of a message, of characters that a terminal shows."""
     text = message.get(key)
     if not isinstance(text, str) or len(text) > longest:
-        raise Refused(f"a message has {key!r}, a text of at most {longest} characters")
+        raise RequestRejected(f"a message has {key!r}, a text of at most {longest} characters")
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 
-from gregale.islands.engine.client import Refused
+from gregale.islands.engine.client import RequestRejected
 
 LARGEST_VALUE_BYTES = 64 << 10
 MOST_VALUES = 4096
@@ -32,7 +32,7 @@ class Mailbox:
             oldest = time.monotonic() - KEPT_SECONDS
             self._values = {name: kept for name, kept in self._values.items() if kept[0] > oldest}
             if len(value) > LARGEST_VALUE_BYTES or len(self._values) >= MOST_VALUES:
-                raise Refused("there is no room for this value")
+                raise RequestRejected("there is no room for this value")
             self._values[group, key] = time.monotonic(), value
             self._changed.notify_all()
 

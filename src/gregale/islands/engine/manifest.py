@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gregale.islands.engine.client import Refused
+from gregale.islands.engine.client import RequestRejected
 from gregale.islands.engine.state import PIECE_BYTES, leaf_hash
 
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype]]
@@ -18,7 +18,7 @@ LARGEST_FACTS_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Offer:
+class StateManifest:
     """A source's manifest that has proved to be what is expected; `pieces`: hashes by name of the array.
 
     - `settled`: no round was being made that would replace this state
@@ -51,18 +51,18 @@ def largest_manifest_bytes(expected: Expected) -> int:
     return leaves + LARGEST_FACTS_BYTES
 
 
-def read_manifest(source: str, manifest: dict, expected: Expected) -> Offer:
+def read_manifest(source: str, manifest: dict, expected: Expected) -> StateManifest:
     """Raises Refused with one line, if anything is not as it has to be."""
     try:
         leaves = manifest["leaves"]
         if manifest["piece_bytes"] != PIECE_BYTES:
-            raise Refused(f"{source} cuts its state into other pieces: it is another version of Gregale")
+            raise RequestRejected(f"{source} cuts its state into other pieces: it is another version of Gregale")
         for name in sorted(set(leaves) ^ set(expected)):
             whose = "offers an array that is not expected here" if name in leaves else "does not have"
-            raise Refused(f"{source} {whose}: {name[:200]}")
+            raise RequestRejected(f"{source} {whose}: {name[:200]}")
         for name, (shape, dtype) in expected.items():
             check_leaf(f"{source} offers {name}", leaves[name], shape, dtype)
-        return Offer(
+        return StateManifest(
             source,
             integer(manifest["generation"]),
             integer(manifest["round"]),
@@ -72,7 +72,7 @@ def read_manifest(source: str, manifest: dict, expected: Expected) -> Offer:
             bool(manifest["settled"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(f"{source} sends a manifest that is none ({type(error).__name__}: {error})") from None
+        raise RequestRejected(f"{source} sends a manifest that is none ({type(error).__name__}: {error})") from None
 
 
 def check_leaf(what: str, leaf: dict, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -80,10 +80,10 @@ def check_leaf(what: str, leaf: dict, shape: tuple[int, ...], dtype: np.dtype) -
     size = math.prod(shape) * dtype.itemsize
     if offered != (dtype.name, tuple(shape), size):
         found = f"{offered[0]}{list(offered[1])} of {offered[2]} bytes"
-        raise Refused(f"{what} as {found[:200]}; here it is {dtype.name}{list(shape)} of {size} bytes")
+        raise RequestRejected(f"{what} as {found[:200]}; here it is {dtype.name}{list(shape)} of {size} bytes")
     pieces = leaf["pieces"]
     if len(pieces) != piece_count(shape, dtype) or leaf["hash"] != leaf_hash(pieces):
-        raise Refused(f"{what} with hashes that do not belong together")
+        raise RequestRejected(f"{what} with hashes that do not belong together")
 
 
 def integer(value: Any) -> int:
@@ -92,10 +92,10 @@ def integer(value: Any) -> int:
     return value
 
 
-def choose(offers: list[Offer]) -> list[Offer]:
+def choose(offers: list[StateManifest]) -> list[StateManifest]:
     """The offers of the newest state; where two differ about it, those of the larger group (tie: the smaller hash)."""
     newest = max((offer.generation, offer.round) for offer in offers)
-    groups: dict[str, list[Offer]] = {}
+    groups: dict[str, list[StateManifest]] = {}
     for offer in offers:
         if (offer.generation, offer.round) == newest:
             groups.setdefault(offer.content, []).append(offer)

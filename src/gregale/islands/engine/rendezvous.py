@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gregale.islands.engine.client import PeerUnreachable, Refused, post
+from gregale.islands.engine.client import PeerUnreachable, RequestRejected, post
 from gregale.islands.engine.server import Server
 
 RETRY_SECONDS = 0.1
@@ -63,7 +63,7 @@ def meeting_point(
                 try:
                     post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
                     return
-                except (PeerUnreachable, Refused) as error:
+                except (PeerUnreachable, RequestRejected) as error:
                     if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
                         self.fault = str(error) if name == peer else f"{name}: {error}"
                         return

@@ -8,7 +8,7 @@
     server.close()
 
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
-and `ask_status` are in `client.py`, `Snapshot` and `Leaf` in `state.py`.
+and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `state.py`.
 
 A request without the token's signature gets an empty refusal: a request is signed over its recipient, method, path,
 time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
@@ -31,14 +31,14 @@ from io import BufferedIOBase
 from typing import Any, cast
 
 from gregale.errors import UserError
-from gregale.islands.engine.client import PeerUnreachable, Refused, ask_status, call
+from gregale.islands.engine.client import PeerUnreachable, RequestRejected, ask_status, call
 from gregale.islands.engine.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
 from gregale.islands.engine.mailbox import Mailbox
 from gregale.islands.engine.signing import canonical, digest
-from gregale.islands.engine.state import Leaf, Shelf, Snapshot, bytes_of, piece_span
+from gregale.islands.engine.state import ServedArray, Snapshot, SnapshotStore, bytes_of, piece_span
 from gregale.services.signing import is_signed, sign
 
-__all__ = ["Leaf", "PeerUnreachable", "Refused", "Server", "Snapshot", "ask_status", "call"]
+__all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
 
 SEND_BYTES = 256 << 10
 POLL_SECONDS = 0.2  # between two looks at whether the server was closed
@@ -75,7 +75,7 @@ class Server:
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
-        self.shelf, self.inner, self.mailbox = Shelf(), Shelf(), Mailbox()
+        self.shelf, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
         self.nonces, self.complain = Nonces(), Rationed(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
@@ -158,9 +158,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._send_pieces(body)
                 return
             if self.path not in routes:
-                raise Refused("there is nothing at this path")
+                raise RequestRejected("there is nothing at this path")
             reply = routes[self.path](body)
-        except Refused as refusal:
+        except RequestRejected as refusal:
             self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
             self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
@@ -176,37 +176,39 @@ class Handler(BaseHTTPRequestHandler):
         names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
         signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
         if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
-            raise Refused("its signature is missing or wrong: it has another token, or was meant for another server")
+            raise RequestRejected(
+                "its signature is missing or wrong: it has another token, or was meant for another server"
+            )
         if not self.server.admit(self.connection):
-            raise Refused("there is no place for another connection")
+            raise RequestRejected("there is no place for another connection")
         self.nonce = nonce
         apart = abs(time.time() - float(moment))
         if apart > CLOCKS_APART_SECONDS:
-            raise Refused(f"its clock is {apart:.0f} s away from this one: set them right")
+            raise RequestRejected(f"its clock is {apart:.0f} s away from this one: set them right")
         if not owner.nonces.take(nonce):
-            raise Refused("this request was here before")
+            raise RequestRejected("this request was here before")
         length = header("Content-Length", "0")
         if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
-            raise Refused(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
+            raise RequestRejected(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
         body = self.rfile.read(int(length))
         if digest(body) != hashed:
-            raise Refused("its body is not the one that was signed")
+            raise RequestRejected("its body is not the one that was signed")
         self.close_connection = is_last
         return body
 
-    def _manifest(self, shelf: Shelf, wait_seconds: float) -> dict:
+    def _manifest(self, shelf: SnapshotStore, wait_seconds: float) -> dict:
         # Hashing a large state takes its time.
         self.server.set_deadline(self.connection, float("inf"))
         manifest = shelf.manifest(wait_seconds)
         if manifest is None:
-            raise Refused("there is no state here yet")
+            raise RequestRejected("there is no state here yet")
         return manifest
 
     def _message(self, body: bytes) -> dict | bytes:
         self.server.set_deadline(self.connection, float("inf"))  # it may be told at the end of a step only
         message = json.loads(body)
         if not isinstance(message, dict):
-            raise Refused("a message is a JSON object")
+            raise RequestRejected("a message is a JSON object")
         return self.owner.on_message(message)
 
     def _send_pieces(self, body: bytes) -> None:
@@ -219,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
                     break
             spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
         except (TypeError, ValueError) as error:
-            raise Refused(f"pieces are requested as a list of [hash, index] ({error})") from None
+            raise RequestRejected(f"pieces are requested as a list of [hash, index] ({error})") from None
         if arrays is None:
             self._reply(404, canonical({"refused": "an array is not here any more"}))
             return

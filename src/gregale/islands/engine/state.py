@@ -23,7 +23,7 @@ FORMER_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ServedArray:
     """One array of the state, and the round that changed it last."""
 
     array: np.ndarray
@@ -36,7 +36,7 @@ class Snapshot:
 
     generation: int
     round: int
-    leaves: dict[str, Leaf]
+    leaves: dict[str, ServedArray]
     facts: dict = field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ class Served:
     asked: float
 
 
-class Shelf:
+class SnapshotStore:
     """The snapshot that is handed out, and former ones that somebody is still fetching."""
 
     def __init__(self):

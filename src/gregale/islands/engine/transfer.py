@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gregale.islands.engine.client import Peer, PeerUnreachable, Refused
-from gregale.islands.engine.manifest import Expected, Offer, choose, largest_manifest_bytes, read_manifest
+from gregale.islands.engine.client import PeerClient, PeerUnreachable, RequestRejected
+from gregale.islands.engine.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
 from gregale.islands.engine.signing import digest
 from gregale.islands.engine.state import PIECE_BYTES, bytes_of, leaf_hash, piece_hashes, piece_span
 
@@ -80,7 +80,7 @@ class Fetcher:
         self._token, self._expected = token, expected
         self._here = Here(dict(held or {}), {})
         self._allocate, self._progress = allocate, progress
-        self._links: dict[str, list[Peer]] = {}
+        self._links: dict[str, list[PeerClient]] = {}
 
     def fetch(self, sources: Sequence[str], timeout_seconds: float, manifest: str = "/manifest") -> Fetched:
         """Fetch the newest state. Raises TransferFailed.
@@ -93,7 +93,7 @@ class Fetcher:
         deadline, received = time.monotonic() + timeout_seconds, 0
         complaints: dict[str, str] = {}
         for source in sources:
-            peers = [Peer(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+            peers = [PeerClient(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
             self._links.setdefault(peers[0].address, peers)
         wanted = [source.partition("/")[0] for source in sources]
         while True:
@@ -138,22 +138,22 @@ def fetch(
 
 
 def ask_for_offers(
-    links: Mapping[str, Sequence[Peer]], manifest: str, expected: Expected, complaints: dict[str, str]
-) -> list[Offer]:
+    links: Mapping[str, Sequence[PeerClient]], manifest: str, expected: Expected, complaints: dict[str, str]
+) -> list[StateManifest]:
     """The manifests of all sources that have a good one; `complaints` gets a line for each other.
 
     A source's first connection asks, while its others open.
     """
-    offers: list[Offer] = []
+    offers: list[StateManifest] = []
     largest = largest_manifest_bytes(expected)
 
-    def ask(peer: Peer) -> None:
+    def ask(peer: PeerClient) -> None:
         try:
             offers.append(read_manifest(peer.address, peer.request("GET", manifest, b"", largest), expected))
-        except (PeerUnreachable, Refused) as error:
+        except (PeerUnreachable, RequestRejected) as error:
             complaints[peer.address] = str(error)
 
-    def connect(peer: Peer) -> None:
+    def connect(peer: PeerClient) -> None:
         with suppress(PeerUnreachable):  # its first request tries again
             peer.connect()
 
@@ -162,19 +162,19 @@ def ask_for_offers(
     return offers
 
 
-def run_streams(peers: Sequence[Peer], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
+def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
     """Fetches until all is there, no source is left, or the time is over."""
 
-    def run(peer: Peer) -> None:
+    def run(peer: PeerClient) -> None:
         try:
             stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.address in complaints)
-        except (PeerUnreachable, Refused) as error:
+        except (PeerUnreachable, RequestRejected) as error:
             complaints[peer.address] = str(error)
 
     in_threads([lambda peer=peer: run(peer) for peer in peers])
 
 
-def stream(peer: Peer, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
     """One connection of `streams`: request after request, until there is nothing left to do for it."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     while not is_over() and not assembly.is_complete:
@@ -193,7 +193,9 @@ def stream(peer: Peer, assembly: Assembly, streams: int, is_over: Callable[[], b
                 target = buffer[: assembly.size_of(piece)]
                 peer.read_into(target)
                 if not assembly.put(piece, target):
-                    raise Refused(f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave")
+                    raise RequestRejected(
+                        f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave"
+                    )
         finally:
             assembly.give_back(pieces, peer.address)
 
@@ -210,7 +212,7 @@ class Assembly:
 
     def __init__(
         self,
-        offer: Offer,
+        offer: StateManifest,
         expected: Expected,
         here: Here,
         allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],

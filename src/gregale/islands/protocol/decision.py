@@ -44,9 +44,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gregale.islands.protocol import outliers
-from gregale.islands.protocol.headers import NO_ROUND, Generation, Header, Held, Peer, View
-from gregale.islands.protocol.ledger import Report, digest_of
-from gregale.islands.protocol.plans import Begin, Decision, Form, Plan, Settle, Turn, Wait
+from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, Header, Peer, View
+from gregale.islands.protocol.ledger import LeaseReport, digest_of
+from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
 from gregale.services.agreement import difference, from_text
 
@@ -127,7 +127,7 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     digest = _most(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
-        plan=Begin(
+        plan=StartFleet(
             generation=Generation(1, fingerprint(view)),
             voters=len(right),
             reports=tuple(_report(h) for h in right),
@@ -140,8 +140,8 @@ def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules
     )
 
 
-def _report(header: Header, leaving: bool = False) -> Report:
-    return Report(header.name, header.holder, header.used, leaving, header.batch)
+def _report(header: Header, leaving: bool = False) -> LeaseReport:
+    return LeaseReport(header.name, header.holder, header.used, leaving, header.batch)
 
 
 def _too_few(headers: Sequence[Header], needed: int) -> Wait:
@@ -154,38 +154,38 @@ def _names(headers: Iterable[Header]) -> tuple[str, ...]:
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
     # One that comes back from checkpoints waits for as many as a new fleet: the first to come may have an older state.
-    needed = max(rules.minimum, rules.start if all(header.fresh for header in current) else 0)
+    needed = max(rules.minimum, rules.start if all(header.from_checkpoint for header in current) else 0)
     if len(headers) < needed:
         return _too_few(headers, needed)
     best = _newest_held(current)
     voters, present = current[0].voters, sum(header.voter for header in current)
-    if present < voters and not all(header.again for header in current if header.voter):
+    if present < voters and not all(header.retried for header in current if header.voter):
         return Wait("members that live may only be late: asking once more", lacking=True)
     sure = 2 * present > voters and (present == voters or _witnessed(current, view))
     verdict = _verdict(current, best) if sure else "turn"
     if verdict == "commit" and best:
-        return Settle(best.key, best.digest)
+        return CommitAccepted(best.key, best.digest)
     if verdict == "turn":
         return _turn(view, current, best)
-    if awaited := _names(header for header in headers if header.awaited):
+    if awaited := _names(header for header in headers if header.hold_rounds):
         return Wait("islands heal more slowly than rounds are made", awaited)
     if rules.lockstep and (early := _names(header for header in current if not header.ready)):
         return Wait("islands have not made their steps", early)
     return _form(view, headers, current, rules)
 
 
-def _newest_held(current: list[Header]) -> Held | None:
+def _newest_held(current: list[Header]) -> AcceptedResult | None:
     """The held result of the newest ballot; of two that differ the one that more hold."""
     held = [header.held for header in current if header.held]
     counts = Counter((each.key, each.digest) for each in held)
     return min(held, key=lambda h: (-h.ballot, h.key, -counts[h.key, h.digest], h.digest), default=None)
 
 
-def _holds(header: Header, best: Held) -> bool:
+def _holds(header: Header, best: AcceptedResult) -> bool:
     return header.held is not None and (header.held.key, header.held.digest) == (best.key, best.digest)
 
 
-def _verdict(current: list[Header], best: Held | None) -> str:
+def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
     """commit, turn (a new generation is needed) or form (nothing is held that may have been committed)."""
     voters = current[0].voters
     present = [header for header in current if header.voter]
@@ -211,17 +211,17 @@ def _witnessed(current: list[Header], view: View) -> bool:
     return any(h.voter and h.failures < STUBBORN and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
 
 
-def _turn(view: View, current: list[Header], best: Held | None) -> Turn | Wait:
+def _turn(view: View, current: list[Header], best: AcceptedResult | None) -> NewGeneration | Wait:
     there = [header for header in current if best is None or _holds(header, best)]
     voters = [header for header in there if header.voter]
     witness = bool(voters) and _witnessed(current, view)
-    if not witness and not any(header.waited for header in current):
+    if not witness and not any(header.wait_expired for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
     there = voters if witness else there  # a view in which all voters still have the old state shows that nobody turned
-    return Turn(
+    return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in there),
-        settle=Settle(best.key, best.digest) if best else None,
+        settle=CommitAccepted(best.key, best.digest) if best else None,
         waited=not witness,
         reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
         reports=tuple(_report(each) for each in there),
@@ -242,7 +242,7 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
             return _part(view, current, group, "no island has data left to train on")
         return Wait("nobody brings anything", _names(group), idle=True)
     inside = {header.identity for header in group}
-    return Form(
+    return FormGroup(
         key=digest_of(current[0].generation, current[0].round, ballot, fingerprint(view)),
         ballot=ballot,
         members=tuple(_peer(header) for header in group),
@@ -260,12 +260,12 @@ def _size(header: Header) -> outliers.Size | None:
     return None if header.norm is None else outliers.Size(float(header.norm), float(header.weight))
 
 
-def _part(view: View, current: list[Header], members: Iterable[Header], reason: str) -> Turn:
+def _part(view: View, current: list[Header], members: Iterable[Header], reason: str) -> NewGeneration:
     """A new generation of the voters among some members, from the same state and with new leases.
 
     Nobody has begun a reduce by an older view, and none of these voters begins one by this view: so nothing is lost.
     """
-    return Turn(
+    return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in members if header.voter),
         settle=None,

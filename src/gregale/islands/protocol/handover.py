@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gregale.islands.protocol.messages import Snapshot
+from gregale.islands.protocol.messages import MessageReady
 
 
 class Handover:
@@ -25,7 +25,7 @@ class Handover:
     def forget(self) -> None:
         """Begins an interval in which nothing is due: the round is decided, or the state is another one."""
         self.due = self.own = self.old = self._is_on_its_way = False
-        self.snapshot: Snapshot | None = None
+        self.snapshot: MessageReady | None = None
 
     def want(self) -> None:
         """Asks for a message, in place of the one that is here."""
@@ -37,7 +37,7 @@ class Handover:
         self._is_on_its_way, self.old, self.snapshot = True, False, None
         return self.count
 
-    def arrive(self, snapshot: Snapshot) -> None:
+    def arrive(self, snapshot: MessageReady) -> None:
         """Takes the message."""
         self._is_on_its_way, self.snapshot = False, snapshot
 

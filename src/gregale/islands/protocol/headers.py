@@ -30,7 +30,7 @@ NO_GENERATION = Generation(0, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class OuterRecord:
     """What is agreed about a committed outer state; it travels with the state to joiners and into checkpoints.
 
     `digest` is the engine's, of parameters and optimizer state; `last` the key of the reduce that made the round;
@@ -68,7 +68,7 @@ class Outer:
         }
 
     @classmethod
-    def from_json(cls, value: object) -> "Outer":
+    def from_json(cls, value: object) -> "OuterRecord":
         """The record of `to_json`; anything else is a `GarbageError`."""
         if isinstance(value, dict):
             value = {"sizes": [], **value}  # a record that an earlier version has saved has none
@@ -83,7 +83,7 @@ class Outer:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AcceptedResult:
     """The result of a reduce that a member has, prepared and not committed.
 
     `digest` is that of the outer state (and ledger) that it would make. `members` are all that took part
@@ -107,7 +107,7 @@ class Header:
     hosts               addresses of the servers of the island's hosts, leader first
     batch               examples of a batch, by which its data is leased
     round, generation   of its outer state; NO_ROUND: has none but the one of the common seed
-    digest, last        of its outer state: `Outer.fingerprint` and the key that made it
+    digest, last        of its outer state: `OuterRecord.fingerprint` and the key that made it
     voter, voters       whether it took part in the reduce of its round, and how many did
     ballot, held        newest reduce it began for the next round, and the result it holds, if any
     failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
@@ -139,7 +139,7 @@ class Header:
     voter: bool = False
     voters: int = 0
     ballot: int = 0
-    held: Held | None = None
+    held: AcceptedResult | None = None
     failures: int = 0
     unreachable: tuple[str, ...] = ()
     ready: bool = False
@@ -149,10 +149,10 @@ class Header:
     starved: bool = False
     seen: int = 0
     healing: bool = False
-    awaited: bool = False
-    waited: bool = False
-    fresh: bool = False
-    again: bool = False
+    hold_rounds: bool = False
+    wait_expired: bool = False
+    from_checkpoint: bool = False
+    retried: bool = False
     leaving: bool = False
     batch: int = 1
     holder: str = ""
@@ -176,7 +176,7 @@ class Header:
             fields[name] = _strings(fields[name])
         if fields["held"] is not None:
             held = _fields(fields["held"], _HELD, "held result")
-            fields["held"] = Held(
+            fields["held"] = AcceptedResult(
                 held["key"], held["ballot"], held["digest"], _strings(held["members"]), _strings(held["electors"])
             )
         if not (0 <= fields["weight"] < float("inf") and 0 <= fields["step_seconds"] < float("inf")):
@@ -208,7 +208,20 @@ _NUMBERS = ("asked", "round", "voters", "ballot", "failures", "seen", "used", "b
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(_STRINGS, str),
     **dict.fromkeys(_NUMBERS, int),
-    **dict.fromkeys(("voter", "ready", "starved", "healing", "awaited", "waited", "fresh", "again", "leaving"), bool),
+    **dict.fromkeys(
+        (
+            "voter",
+            "ready",
+            "starved",
+            "healing",
+            "hold_rounds",
+            "wait_expired",
+            "from_checkpoint",
+            "retried",
+            "leaving",
+        ),
+        bool,
+    ),
     **dict.fromkeys(("hosts", "unreachable", "generation"), list),
     "weight": (int, float),
     "norm": (int, float, type(None)),
@@ -269,6 +282,6 @@ class Peer(NamedTuple):
         return f"{self.name}/{self.session}"
 
 
-def seed(digest: str) -> Outer:
+def seed(digest: str) -> OuterRecord:
     """The record of an island that has nothing but the common seed; `digest` is the engine's of that state."""
-    return Outer(NO_GENERATION, NO_ROUND, digest, "", 0, Ledger())
+    return OuterRecord(NO_GENERATION, NO_ROUND, digest, "", 0, Ledger())

@@ -28,14 +28,14 @@ def digest_of(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts, separators=(",", ":")).encode(), digest_size=8).hexdigest()
 
 
-class Lot(NamedTuple):
+class LeasePolicy(NamedTuple):
     """How much is handed out: leases of `size` batches when fewer than `low` are left."""
 
     size: int = 4096
     low: int = 2048
 
 
-class Report(NamedTuple):
+class LeaseReport(NamedTuple):
     """What a member in a view says of its data.
 
     - `leaving`: it hands back what it has not used
@@ -133,7 +133,7 @@ def _spans(value: Iterable[Sequence[object]]) -> tuple[Span, ...]:
     return spans
 
 
-def advance(ledger: Ledger, reports: Iterable[Report], lot: Lot) -> Ledger:
+def advance(ledger: Ledger, reports: Iterable[LeaseReport], lot: LeasePolicy) -> Ledger:
     """The ledger after a round that began with a view of these members.
 
     Members are served in the order of their names. Absent ones keep what they have, and nobody else gets it.

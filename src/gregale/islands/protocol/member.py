@@ -6,21 +6,22 @@ behind asks, is told by the view whom to heal from, and goes on asking while it 
 """
 
 import math
+import re
 from dataclasses import replace
 from typing import get_args
 
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
-from gregale.islands.protocol.headers import NO_ROUND, Generation, Held, Outer, View
+from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
 from gregale.islands.protocol.ledger import Ledger, advance
 from gregale.islands.protocol.outliers import NOT_FINITE
-from gregale.islands.protocol.plans import Begin, Decision, Form, Settle, Turn, Wait
-from gregale.islands.protocol.standing import Prepared, Standing
+from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
+from gregale.islands.protocol.standing import MemberState, PendingCommit
 
-HANDLERS = {kind: f"_on_{kind.__name__.lower()}" for kind in get_args(m.Event)}
+HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
 
 
-class Member(Standing):
+class Member(MemberState):
     """The protocol of one island.
 
     `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
@@ -56,9 +57,9 @@ class Member(Standing):
         self._ping_at = self._now + self.timing.ping_seconds
         peers = tuple(address for address in self._peers if address not in self.identity.hosts)
         if peers:
-            self._do(m.TellPeers(peers, self.outer.round))
+            self._do(m.AnnounceRound(peers, self.outer.round))
 
-    def _on_due(self, event: m.Due) -> None:
+    def _on_round_due(self, event: m.RoundDue) -> None:
         if event.round is not None and event.round > self.outer.round:
             self._attentive = True
         elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
@@ -79,19 +80,19 @@ class Member(Standing):
         if grace is None:
             grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
         self._grace_end = self._now + grace
-        self._do(m.TakeSnapshot(self.outer.round))
+        self._do(m.RequestMessage(self.outer.round))
 
     def _renew_if_old(self) -> None:
         """Asks for another message in place of an old one, when no reduce can be made with that one any more."""
         if self.handover.old and not (self._waiting_for or self._reducing or self._held):
             self._take_snapshot()
 
-    def _on_snapshot(self, event: m.Snapshot) -> None:
+    def _on_message_ready(self, event: m.MessageReady) -> None:
         self._used, self._step_seconds = max(self._used, event.used), event.step_seconds
         if event.round == self.outer.round and self.handover.due:
             self.handover.arrive(event)
             if event.norm is None:
-                self._do(m.Note(f"this island's message of round {event.round} is not finite", loud=True))
+                self._do(m.LogLine(f"this island's message of round {event.round} is not finite", loud=True))
                 self._give_up_message()
 
     def _give_up_message(self) -> None:
@@ -100,7 +101,7 @@ class Member(Standing):
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
         self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
 
-    def _on_noview(self, event: m.NoView) -> None:
+    def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The ask may have been part of a view all the same: this member can vouch for nothing any more.
         self._waiting_for, self._seen, self._unheard = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
@@ -114,16 +115,20 @@ class Member(Standing):
             self._do(m.Discard(self._held.held.key))
         ledger = advance(self.outer.ledger, form.reports, self.rules.lot)
         sizes = form.sizes_after(self.outer.sizes)
-        outer = Outer(self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes)
-        held = Held(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
+        outer = OuterRecord(
+            self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes
+        )
+        held = AcceptedResult(form.key, form.ballot, outer.fingerprint(), form.identities, form.electors)
         weight = form.weights[form.ranks[self._me]]
-        self._held = Prepared(held, outer, weight, self._me in form.leaving, form)
+        self._held = PendingCommit(held, outer, weight, self._me in form.leaving, form)
 
-    def _on_reducefailed(self, event: m.ReduceFailed) -> None:
+    def _on_reduce_failed(self, event: m.ReduceFailed) -> None:
         if self._reducing and self._reducing[0].key == event.key:
             self._reduce_failed(event.unreachable)
             if event.overflowed:
-                self._do(m.Note(f"the outer step of round {self.outer.round} is not finite: all begin it again", True))
+                self._do(
+                    m.LogLine(f"the outer step of round {self.outer.round} is not finite: all begin it again", True)
+                )
                 self._give_up_message()
 
     def _reduce_failed(self, unreachable: tuple[str, ...]) -> None:
@@ -135,12 +140,14 @@ class Member(Standing):
         self._end_healing()
         wanted, outer = self._wanted, event.outer
         if (outer.round, outer.generation) < (wanted.round, wanted.generation):
-            self._do(m.Note(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True))
+            self._do(
+                m.LogLine(f"a source gave round {outer.round} in place of {wanted.round}; healing again", loud=True)
+            )
             return
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
         self._drop_round()
-        self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.fresh
+        self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.from_checkpoint
         self.holder = self.identity.session
         self._in_vain, self._heal_failed = self._in_vain + 1, ""
         self._do(m.Install(outer))
@@ -150,13 +157,13 @@ class Member(Standing):
         self._awaited_before = self._time_awaited()
         self._healing = False
 
-    def _on_healfailed(self, event: m.HealFailed) -> None:
+    def _on_heal_failed(self, event: m.HealFailed) -> None:
         self._end_healing()
         self._heal_failed = event.reason
         self._retry_at = self._now + self.timing.retry_seconds
-        self._do(m.Note(f"could not heal ({event.reason}); trying again"))
+        self._do(m.LogLine(f"could not heal ({event.reason}); trying again"))
 
-    def _on_gone(self, event: m.Gone) -> None:
+    def _on_peers_dead(self, event: m.PeersDead) -> None:
         self._gone |= event.identities
 
     def _on_leave(self, event: m.Leave) -> None:
@@ -169,7 +176,7 @@ class Member(Standing):
 
     # Views.
 
-    def _on_seen(self, event: m.Seen) -> None:
+    def _on_view_received(self, event: m.ViewReceived) -> None:
         if not self._waiting_for:
             return
         self._waiting_for = False
@@ -182,7 +189,7 @@ class Member(Standing):
             return
         if self._me in decision.refused:
             self._done = True
-            self._do(m.Refused(f"{decision.refused[self._me]}; this island ends, the others go on"))
+            self._do(m.Rejected(f"{decision.refused[self._me]}; this island ends, the others go on"))
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
@@ -201,36 +208,36 @@ class Member(Standing):
                 self._seen = view.id
             return
         self._waiting_since, self._missing = None, frozenset()
-        if isinstance(plan, Form):
+        if isinstance(plan, FormGroup):
             self._form(view, plan)
-        elif isinstance(plan, Settle):
+        elif isinstance(plan, CommitAccepted):
             self._settle(view, plan)
-        elif isinstance(plan, Turn):
+        elif isinstance(plan, NewGeneration):
             self._turn(view, plan)
         else:
             self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lot))
             self._rename(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
-            self._do(m.Note(f"the fleet begins with {plan.voters} islands"))
+            self._do(m.LogLine(f"the fleet begins with {plan.voters} islands"))
 
     def _wait(self, plan: Wait, decision: Decision) -> None:
         self._retry_at = self._now + self.timing.retry_seconds
         self._lacked = self._lacked or plan.lacking
         if plan.missing and self._waiting_since is None:
             self._waiting_since = self._now
-            self._do(m.Note(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
+            self._do(m.LogLine(f"{plan.reason}: waiting {self.timing.turnover_seconds:g} s for them", loud=True))
         if plan.missing and self._voter:
             missing = decision.missing(self._group)
             self._missing = frozenset(peer.identity for peer in missing)
-            self._do(m.Find(missing))
+            self._do(m.ProbePeers(missing))
 
     def _enter(self, view: View, action: m.Action) -> None:
         """A new state of record, agreed in `view`."""
         self._voter, self._seen, self._attentive = True, view.id, False
         self._do(action)
 
-    def _form(self, view: View, plan: Form) -> None:
+    def _form(self, view: View, plan: FormGroup) -> None:
         if self._me in plan.ranks:
             self._seen, self._ballot = view.id, plan.ballot
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
@@ -238,13 +245,13 @@ class Member(Standing):
         else:
             self._pause_if_shut_out()
 
-    def _settle(self, view: View, plan: Settle) -> None:
+    def _settle(self, view: View, plan: CommitAccepted) -> None:
         if self._holds(plan):
             self._commit(view)
         else:
             self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
 
-    def _holds(self, plan: Settle) -> bool:
+    def _holds(self, plan: CommitAccepted) -> bool:
         return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
 
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
@@ -264,19 +271,19 @@ class Member(Standing):
         elif self._leave_by is not None:
             self._begin_round(own=True)
 
-    def _report_left_out(self, form: Form) -> None:
-        self._do(*(m.Note(text, loud=True) for text in self._left_out_lines(form)))
+    def _report_left_out(self, form: FormGroup) -> None:
+        self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)))
         if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
-    def _turn(self, view: View, plan: Turn) -> None:
+    def _turn(self, view: View, plan: NewGeneration) -> None:
         if self._me not in plan.there:
             self._pause_if_shut_out()
             self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
-        self._do(m.Note(text, loud=True))
+        self._do(m.LogLine(text, loud=True))
         if plan.settle:
             self._commit(view, plan.generation, len(plan.there))
         else:
@@ -291,7 +298,7 @@ class Member(Standing):
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
-        if isinstance(decision.plan, Begin):
+        if isinstance(decision.plan, StartFleet):
             top = replace(top, round=0, generation=decision.plan.generation)
         held = self._held.held if self._held else None
         if held and (held.key, held.digest) == (top.last, top.digest):
@@ -307,7 +314,7 @@ class Member(Standing):
         elif not self._healing:
             self._differs = self._me in decision.differ
             if self._differs:
-                self._do(m.Note("this island's outer state is not that of the others; it heals", loud=True))
+                self._do(m.LogLine("this island's outer state is not that of the others; it heals", loud=True))
             self._healing, self._wanted, self._healing_since = True, top, self._now
             self._sources = decision.sources
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
@@ -333,7 +340,7 @@ class Member(Standing):
     def _leave(self, clean: bool) -> None:
         self._drop_round()
         self._done = True
-        self._do(m.Left(clean))
+        self._do(m.LeaveDone(clean))
 
     def _ask_if_needed(self) -> None:
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
@@ -343,4 +350,4 @@ class Member(Standing):
             self._asked += 1
             self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
             self._waiting_for = True
-            self._do(m.Ask(self.header))
+            self._do(m.RequestView(self.header))

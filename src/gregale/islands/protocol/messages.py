@@ -11,7 +11,7 @@ A driver owns one `member.Member` and everything that is not pure: it turns what
 
 from dataclasses import dataclass
 
-from gregale.islands.protocol.headers import Generation, Header, Outer, Peer, View
+from gregale.islands.protocol.headers import Generation, Header, OuterRecord, Peer, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class RoundDue:
     """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
 
     Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins. An
@@ -34,7 +34,7 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MessageReady:
     """The trainer's message for the round after `round` is on the host.
 
     `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
@@ -51,14 +51,14 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ViewReceived:
     """The coordinator answered; headers with a bad signature or garbage are left out of the view already."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
-class NoView:
+class ViewFailed:
     """The coordinator did not answer the ask. An answer that comes after this must not be told."""
 
     reason: str
@@ -91,7 +91,7 @@ class Healed:
     It becomes the own one by `Install` in the answer; without that it is of no use.
     """
 
-    outer: Outer
+    outer: OuterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +102,35 @@ class HealFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The answer to `Find`: processes (`Peer.identity`) that are certain to live no more. Guess none."""
+class PeersDead:
+    """The answer to `ProbePeers`: processes (`Peer.identity`) that are certain to live no more. Guess none."""
 
     identities: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This island shall go: a last round with a `final` snapshot, then `Left`."""
+    """This island shall go: a last round with a `final` snapshot, then `LeaveDone`."""
 
 
-Event = Tick | Due | Snapshot | Seen | NoView | Reduced | ReduceFailed | Healed | HealFailed | Gone | Leave
+Event = (
+    Tick
+    | RoundDue
+    | MessageReady
+    | ViewReceived
+    | ViewFailed
+    | Reduced
+    | ReduceFailed
+    | Healed
+    | HealFailed
+    | PeersDead
+    | Leave
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask the coordinator for a view with this header. Answer with `Seen` or `NoView`.
+class RequestView:
+    """Ask the coordinator for a view with this header. Answer with `ViewReceived` or `ViewFailed`.
 
     There is one ask at a time, but after `Healed` a new one takes the place of one that is not answered yet: the
     older one's answer must not be told any more. Send an ask once: a repeated one would put an old promise into a
@@ -129,7 +141,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class TellPeers:
+class AnnounceRound:
     """Tell these addresses (of leaders) that the round after `round` is due; whether it arrives does not matter."""
 
     addresses: tuple[str, ...]
@@ -137,8 +149,8 @@ class TellPeers:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeSnapshot:
-    """Let the trainer take its message for the round after `round` at its next step boundary: answer `Snapshot`."""
+class RequestMessage:
+    """Let the trainer take its message for the round after `round` at its next step boundary: answer `MessageReady`."""
 
     round: int
 
@@ -165,7 +177,7 @@ class Commit:
     """
 
     key: str
-    outer: Outer
+    outer: OuterRecord
     weight: float
 
 
@@ -182,8 +194,8 @@ class DropGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Find:
-    """These made the last round and are missing: find out which are dead. Answer `Gone`; late or never does no harm."""
+class ProbePeers:
+    """Find out which of the absent members of the last round are dead. Answer `PeersDead`; a late answer does no harm."""
 
     peers: tuple[Peer, ...]
 
@@ -192,7 +204,7 @@ class Find:
 class Heal:
     """Fetch the outer state from any of `sources`: this one or a newer one of theirs. Answer `Healed` or `HealFailed`.
 
-    `digest` is its fingerprint (`Outer.fingerprint`). One heals at a time: a new `Heal` comes after the answer only.
+    `digest` is its fingerprint (`OuterRecord.fingerprint`). One heals at a time: the next `Heal` follows the answer.
     """
 
     sources: tuple[Peer, ...]
@@ -205,7 +217,7 @@ class Heal:
 class Install:
     """The state that was fetched is the outer state now. Publish both together."""
 
-    outer: Outer
+    outer: OuterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +227,7 @@ class Publish:
     A round that was due stays due.
     """
 
-    outer: Outer
+    outer: OuterRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +241,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogLine:
     """A line for the user; a loud one is a warning."""
 
     text: str
@@ -237,20 +249,20 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejected:
     """The fleet does not take this island: end with this line."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeaveDone:
     """Nothing more to do here; `clean`: the last round was committed and the rest of the data handed back."""
 
     clean: bool
 
 
 Action = (
-    Ask | TellPeers | TakeSnapshot | Reduce | Commit | Discard | DropGroup | Find | Heal | Install | Publish
-    | Reset | Note | Refused | Left
+    RequestView | AnnounceRound | RequestMessage | Reduce | Commit | Discard | DropGroup | ProbePeers | Heal | Install
+    | Publish | Reset | LogLine | Rejected | LeaveDone
 )  # fmt: skip

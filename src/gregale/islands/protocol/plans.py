@@ -3,21 +3,21 @@
 from dataclasses import dataclass, field
 
 from gregale.islands.protocol.headers import Generation, Header, Peer
-from gregale.islands.protocol.ledger import Report
+from gregale.islands.protocol.ledger import LeaseReport
 from gregale.islands.protocol.outliers import KEPT, Size
 
 
 @dataclass(frozen=True)
-class Begin:
+class StartFleet:
     """The fleet begins from the common seed; who is there gets a first lease of the data, by `reports`."""
 
     generation: Generation
     voters: int
-    reports: tuple[Report, ...]
+    reports: tuple[LeaseReport, ...]
 
 
 @dataclass(frozen=True)
-class Settle:
+class CommitAccepted:
     """The held result `key` with this digest is committed by all that hold it; the others heal."""
 
     key: str
@@ -25,7 +25,7 @@ class Settle:
 
 
 @dataclass(frozen=True)
-class Turn:
+class NewGeneration:
     """A new generation of `members`, for this `reason`; with the held result `settle`, if there is one, else the same
     state.
 
@@ -34,10 +34,10 @@ class Turn:
 
     generation: Generation
     members: tuple[Peer, ...]
-    settle: Settle | None
+    settle: CommitAccepted | None
     waited: bool
     reason: str
-    reports: tuple[Report, ...]
+    reports: tuple[LeaseReport, ...]
 
     @property
     def there(self) -> frozenset[str]:
@@ -46,7 +46,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Form:
+class FormGroup:
     """A group reduces the next round; a commit of it brings the next ledger, by `reports`.
 
     `left_out`: why messages contribute nothing, by name; `size`: the median of those that do.
@@ -59,7 +59,7 @@ class Form:
     electors: tuple[str, ...]
     voters: int
     leaving: frozenset[str]
-    reports: tuple[Report, ...]
+    reports: tuple[LeaseReport, ...]
     size: Size | None = None
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class Wait:
     idle: bool = False
 
 
-Plan = Begin | Settle | Turn | Form | Wait
+Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gregale.islands.protocol.ledger import Lot
+from gregale.islands.protocol.ledger import LeasePolicy
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Rules:
     """
 
     minimum: int = 1
-    lot: Lot = field(default_factory=Lot)
+    lot: LeasePolicy = field(default_factory=LeasePolicy)
     start: int = 1
     lockstep: bool = False
     outlier: float = 10.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gregale.islands.protocol import decision as decisions
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
-from gregale.islands.protocol.headers import NO_ROUND, Header, Held, Outer, Peer
-from gregale.islands.protocol.plans import Decision, Form, Plan, Wait
+from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, OuterRecord, Peer
+from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
 MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
@@ -30,23 +30,23 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PendingCommit:
     """A result that is held: what others are told, the outer state that it makes, what this island put in."""
 
-    held: Held
-    outer: Outer
+    held: AcceptedResult
+    outer: OuterRecord
     weight: float
     last: bool  # this member leaves with it
-    form: Form  # of the group that made it
+    form: FormGroup  # of the group that made it
 
 
-class Standing:
+class MemberState:
     """The state of a member; `member.Member` documents it."""
 
     def __init__(
         self,
         identity: Identity,
-        outer: Outer,
+        outer: OuterRecord,
         timing: Timing,
         rules: Rules,
         holder: str = "",
@@ -88,8 +88,8 @@ class Standing:
     def _forget_round(self) -> None:
         self._ping_at, self._grace_end = 0.0, 0.0
         self.handover.forget()
-        self._reducing: tuple[Form, float] | None = None
-        self._held: Prepared | None = None
+        self._reducing: tuple[FormGroup, float] | None = None
+        self._held: PendingCommit | None = None
         self._ballot, self._failures = 0, 0
         self._unreachable: tuple[str, ...] = ()
         self._lacked = False  # a view of this round lacked voters, who may only have been late
@@ -127,10 +127,10 @@ class Standing:
             starved=self.handover.weighs_nothing and self.handover.starved,
             seen=self._seen,
             healing=self._healing,
-            awaited=self._awaited(),
-            waited=self._waited(),
-            fresh=self._fresh,
-            again=self._lacked and self._now >= self._grace_end,
+            hold_rounds=self._awaited(),
+            wait_expired=self._waited(),
+            from_checkpoint=self._fresh,
+            retried=self._lacked and self._now >= self._grace_end,
             leaving=shot is not None and shot.final,
             holder=self.holder,
             used=self._used,
@@ -177,7 +177,7 @@ class Standing:
         """Whether it was told to leave: the next snapshot may be the final one."""
         return self._leave_by is not None
 
-    def _left_out_lines(self, form: Form) -> list[str]:
+    def _left_out_lines(self, form: FormGroup) -> list[str]:
         """What is said of the messages that are left out: of an island that goes on so the 1st, 2nd, 4th, ... time."""
         contributed = {peer.name for peer, weight in zip(form.members, form.weights, strict=True) if weight}
         self._left_out = {name: times for name, times in self._left_out.items() if name not in contributed}

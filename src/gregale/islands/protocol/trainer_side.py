@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from gregale.islands.orders import Arrive, Pace, Restart, Take
-from gregale.islands.patience import Patience
+from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage
+from gregale.islands.patience import RoundTimeout
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND
 
@@ -22,13 +22,13 @@ class TrainerSide:
     - `steps`: `undecided_steps` of a checkpoint
     """
 
-    def __init__(self, pace: Pace, handover: Handover, now: float = 0.0, steps: int = 0):
+    def __init__(self, pace: RoundPacing, handover: Handover, now: float = 0.0, steps: int = 0):
         self._pace, self._handover = pace, handover
-        self._arrivals: deque[Arrive | Restart] = deque()
+        self._arrivals: deque[ApplyRound | LoadOuterState] = deque()
         self._since = steps  # since the last message, or since the state was replaced
         self._before = 0  # steps of the message that is under way
         self._begun: float | None = None  # when the round under way was said to be due, or had its message
-        self._patience = Patience(pace.patience_seconds)
+        self._patience = RoundTimeout(pace.patience_seconds)
         self._steps, self._stepped_at = 0, now  # since the time of a step was last told
 
     def stepped(self) -> None:
@@ -62,24 +62,24 @@ class TrainerSide:
         self._begin(now)
         return self._handover.depart()
 
-    def decided(self, arrival: Arrive | Restart, now: float) -> None:
+    def decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
         """A round is committed, or the outer state has to replace the parameters: nothing before it is to arrive."""
         begun, self._begun = self._begun, None
-        if isinstance(arrival, Restart):
+        if isinstance(arrival, LoadOuterState):
             self._arrivals.clear()
         elif begun is not None:
             self._patience.learn(now - begun)
         self._arrivals.append(arrival)
 
-    def arrival(self, is_last: bool) -> Arrive | Restart | None:
+    def arrival(self, is_last: bool) -> ApplyRound | LoadOuterState | None:
         """What the trainer is to mix in now, if anything; `is_last`: it makes no step before, so nothing is early."""
         if not self._arrivals:
             return None
-        early = isinstance(self._arrivals[0], Arrive) and self._since < self._pace.schedule.delay
+        early = isinstance(self._arrivals[0], ApplyRound) and self._since < self._pace.schedule.delay
         if early and not is_last:
             return None
         found, self._before = self._arrivals.popleft(), 0
-        if isinstance(found, Restart):
+        if isinstance(found, LoadOuterState):
             self._since = 0
         return found
 
@@ -89,7 +89,7 @@ class TrainerSide:
 
     def message(
         self, number: int, now: float, say_due: Callable[[], None], is_last: bool, starved: bool
-    ) -> Take | None:
+    ) -> SendMessage | None:
         """The message of round `number`, if it is asked for; in lock step once all its steps are made.
 
         Not before the committed rounds have been mixed in: it would tell their tokens and their progress again.
@@ -106,11 +106,11 @@ class TrainerSide:
             say_due()
         return self._message(number, is_last)
 
-    def _message(self, number: int, is_last: bool) -> Take | None:
+    def _message(self, number: int, is_last: bool) -> SendMessage | None:
         if not self._handover.wanted or self._arrivals:
             return None
         early = self._pace.lockstep and self._since < self._pace.interval(number)
-        return None if early and not is_last else Take(number)
+        return None if early and not is_last else SendMessage(number)
 
     def _is_due(self, number: int, starved: bool) -> bool:
         """Whether the island has made its steps for a round, and has not said so yet.

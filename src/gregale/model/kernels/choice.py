@@ -19,7 +19,7 @@ from gregale.model.kernels.tpu.splash import Splash
 
 
 @dataclass(frozen=True)
-class Task:
+class KernelRequest:
     """What the operations are chosen for.
 
     - `device`: one of those that compute, of JAX or described by a topology
@@ -41,7 +41,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionKernel:
     """A form of attention.
 
     - `misfit(task)`: why it cannot be used, as the end of a sentence; None: it can
@@ -49,12 +49,12 @@ class Form:
     - `opaque`: see `Kernels`
     """
 
-    misfit: Callable[[Task], str | None]
-    attend: Callable[[Task], Attend]
+    misfit: Callable[[KernelRequest], str | None]
+    attend: Callable[[KernelRequest], Attend]
     opaque: bool
 
 
-def _off_tpu(task: Task) -> str | None:
+def _off_tpu(task: KernelRequest) -> str | None:
     if task.platform != "tpu":
         return f"it runs on TPUs, and the devices are of the platform {task.platform}"
     if task.head_size > LARGEST_HEAD_SIZE:
@@ -62,7 +62,7 @@ def _off_tpu(task: Task) -> str | None:
     return None
 
 
-def _off_cudnn(task: Task) -> str | None:
+def _off_cudnn(task: KernelRequest) -> str | None:
     if task.platform != "gpu":
         return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
     if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
@@ -79,7 +79,7 @@ def _off_cudnn(task: Task) -> str | None:
     return None
 
 
-def _off_rules(task: Task) -> str | None:
+def _off_rules(task: KernelRequest) -> str | None:
     if task.platform == "cpu" and task.rules == "auto":
         return None
     return "it is one of the CPU's rules of differentiation"
@@ -89,14 +89,14 @@ OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_ke
 
 # Fastest first. `blocked` is not asked for by name: it is one of the rules (`compute.rules`).
 FORMS = {
-    "splash": Form(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
-    "cudnn": Form(_off_cudnn, lambda task: cudnn.attend, opaque=True),
-    "blocked": Form(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
-    "xla": Form(lambda task: None, lambda task: PLAIN.attend, opaque=False),
+    "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
+    "cudnn": AttentionKernel(_off_cudnn, lambda task: cudnn.attend, opaque=True),
+    "blocked": AttentionKernel(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
+    "xla": AttentionKernel(lambda task: None, lambda task: PLAIN.attend, opaque=False),
 }
 
 
-def kernels_for(task: Task, attention: str) -> Kernels:
+def kernels_for(task: KernelRequest, attention: str) -> Kernels:
     """The operations for a task.
 
     `attention`: the name of a form, or `auto`: the fastest that fits
@@ -111,5 +111,5 @@ def kernels_for(task: Task, attention: str) -> Kernels:
     return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
 
 
-def _fastest(task: Task) -> str:
+def _fastest(task: KernelRequest) -> str:
     return next(name for name, form in FORMS.items() if form.misfit(task) is None)

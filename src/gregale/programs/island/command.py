@@ -23,25 +23,25 @@ from gregale.errors import UserError
 from gregale.islands import files
 from gregale.islands.driver import Driver
 from gregale.islands.engine import shm
-from gregale.islands.engine.coordinator import Coordinator
+from gregale.islands.engine.coordinator import CoordinatorClient
 from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import Hands, joint_digest
-from gregale.islands.hosts import Host, Link
+from gregale.islands.hands import HostGroup, joint_digest
+from gregale.islands.hosts import HostConnection, RemoteHost
 from gregale.islands.inner import expected
-from gregale.islands.leases import Leases
-from gregale.islands.orders import Pace
+from gregale.islands.leases import DataLeases
+from gregale.islands.orders import RoundPacing
 from gregale.islands.patience import REDUCES
-from gregale.islands.protocol.headers import Outer, seed
-from gregale.islands.protocol.ledger import Lot
+from gregale.islands.protocol.headers import OuterRecord, seed
+from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.settings import Rules
 from gregale.islands.protocol.standing import Identity
-from gregale.islands.worker import Timeouts, Worker
+from gregale.islands.worker import HostWorker, Timeouts
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.island.agreement import agreement, shards_of
-from gregale.programs.island.loop import IslandLoop, Recorder, Sides
+from gregale.programs.island.loop import IslandLoop, IslandResources, Recorder
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
@@ -57,12 +57,12 @@ from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.handshake import agree_on_text
-from gregale.services.peers import watched
+from gregale.services.peers import monitor_peers
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest, end_soon
 from gregale.services.signing import read_token
 from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
-from gregale.storage import Place, StoreError, place, write_bytes
+from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
 from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
@@ -82,8 +82,8 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
-    with watched(watch, run.where_it_goes_on):
+    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
+    with monitor_peers(watch, run.resume_hint):
         return prepare_and_train(options, config, run, token)
 
 
@@ -162,7 +162,7 @@ def train(
             status.state = "complete" if loop.complete else "left"
         checkpoints.wait()
     if checkpoints.failure:
-        raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.where_it_goes_on()}")
+        raise agreed(f"The last checkpoint could not be saved: {checkpoints.failure}. {run.resume_hint()}")
     if not loop.complete:
         name = stop.signal_name or "SIGTERM"
         console.message(f"Left the fleet by {name} after step {step} and saved; the same command joins it again.")
@@ -181,7 +181,7 @@ def joined(
     say: Callable[[str], None],
     status: StatusTracker,
     stop: StopRequest,
-) -> Sides:
+) -> IslandResources:
     """The outer side of this host and who leads its trainer, which begins to look for the fleet."""
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
@@ -197,28 +197,30 @@ def joined(
         digest = joint_digest(messages_of_all(outer.digest))
         by_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
-    worker = Worker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
+    worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
         worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
-    pace = Pace(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
+    pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
     rehearse(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
-        follower = Follower(worker, Link(addresses[0], token, host), pace)
+        follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
-        return Sides(outer, follower, folder, seen)
-    hands = Hands(worker, [Host(number) for number in range(1, jax.process_count())], wants_inner=saved is None)
+        return IslandResources(outer, follower, folder, seen)
+    hands = HostGroup(
+        worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
+    )
     write_bytes(run.path / ADDRESS, server.address.encode())
     note_stalled(run, None)
     session = secrets.token_hex(8)
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
-    lot = Lot(size=held, low=-(-held // 2))
+    lot = LeasePolicy(size=held, low=-(-held // 2))
     rules, used = (
         Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
         saved["used"] if saved else 0,
@@ -226,9 +228,11 @@ def joined(
     recorder = Recorder(run.path, record.round, say)
     driver = Driver(
         member=Member(identity, record, timing, rules, holder, used),
-        coordinator=Coordinator(str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session),
+        coordinator=CoordinatorClient(
+            str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session
+        ),
         worker=hands,
-        leases=Leases(islands.own_name, holder, config.batch.size, used),
+        leases=DataLeases(islands.own_name, holder, config.batch.size, used),
         pace=pace,
         token=token,
         report=lambda text, loud: say(f"{'WARNING: ' if loud else ''}{text}"),
@@ -240,7 +244,7 @@ def joined(
     status.follow(driver)
     first_message("it answers")
     driver.start()
-    return Sides(outer, driver, folder, seen, recorder)
+    return IslandResources(outer, driver, folder, seen, recorder)
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
@@ -249,13 +253,13 @@ def note_stalled(run: RunDirectory, line: str | None) -> None:
         write_bytes(run.stalled, (line or "").encode())
 
 
-def outer_folder(run: RunDirectory) -> Place:
+def outer_folder(run: RunDirectory) -> StoragePath:
     """Where this host saves its shards of the outer side."""
     host = jax.process_index()
     return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
-def restored(outer: HostOuter, folder: Place, number: int) -> Outer:
+def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
     """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
     read = files.read(folder, number)
     try:
@@ -269,7 +273,7 @@ def restored(outer: HostOuter, folder: Place, number: int) -> Outer:
     return read.outer
 
 
-def check_restored(record: Outer, digest: str, folder: Place) -> Outer:
+def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> OuterRecord:
     """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
     if digest != record.digest:
         raise UserError(

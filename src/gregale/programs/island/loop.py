@@ -11,7 +11,7 @@ from typing import Any
 
 from haliax import NamedArray
 
-from gregale.data.examples import Examples, Rows
+from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 from gregale.errors import UserError
 from gregale.islands import files
@@ -22,15 +22,15 @@ from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
 from gregale.programs.run.batches import Placement
 from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.train.counts import Consumed, Traffic
+from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.services.checkpoint.store import Checkpoints
 from gregale.services.history import ROUNDS
-from gregale.services.lines import History, lines_at
+from gregale.services.lines import ResumePoint, lines_at
 from gregale.services.signals import StopRequest
-from gregale.storage import Place, StoreError
+from gregale.storage import StoragePath, StoreError
 from gregale.training.state import TrainState
 
 THREADS = 4
@@ -38,7 +38,7 @@ BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
 
 
 @dataclass(frozen=True)
-class Sides:
+class IslandResources:
     """What an island has beside the state of its devices.
 
     - `outer`: theta and the outer optimizer, in host memory
@@ -50,7 +50,7 @@ class Sides:
 
     outer: HostOuter
     guide: Driver | Follower
-    folder: Place
+    folder: StoragePath
     seen: list[float]
     record: Recorder | None = None
 
@@ -69,10 +69,10 @@ class Sides:
 class IslandLoop(Loop):
     """As `Loop`; the run ends when the fleet has made all its rounds, or when the island has left it."""
 
-    def __init__(self, sides: Sides, *arguments):
+    def __init__(self, sides: IslandResources, *arguments):
         super().__init__(*arguments)
         self._sides = sides
-        self._turns = Turns(self._setup.config.checkpoint.every, sides.guide.pace.schedule)
+        self._turns = CheckpointStagger(self._setup.config.checkpoint.every, sides.guide.pace.schedule)
 
     def run(self, start: Start, stop: StopRequest) -> int:
         """Trains until the fleet is complete, or until a stop is asked for; returns the steps done.
@@ -81,7 +81,7 @@ class IslandLoop(Loop):
         """
         config, setup, guide = self._setup.config, self._setup, self._sides.guide
         state, step = start.state, start.step
-        traffic, consumed = Traffic(setup, step, 0), Consumed(config.batch, step, start.examples)
+        traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
         stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
@@ -125,7 +125,13 @@ class IslandLoop(Loop):
     complete = False
 
     def _between(
-        self, stepper: IslandStepper, state: TrainState, step: int, log: StepLog, traffic: Traffic, consumed: Consumed
+        self,
+        stepper: IslandStepper,
+        state: TrainState,
+        step: int,
+        log: StepLog,
+        traffic: Traffic,
+        consumed: DataPosition,
     ) -> None:
         """Evaluates and saves what is due."""
         config = self._setup.config
@@ -142,7 +148,7 @@ class IslandLoop(Loop):
         log.restart()
 
     def _save_all(
-        self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: Consumed
+        self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: DataPosition
     ) -> None:
         """Saves both sides: the outer one, which is in memory already, then the devices' in the background."""
         sides, guide, method = self._sides, self._sides.guide, self._setup.method
@@ -197,9 +203,9 @@ class Recorder:
     - `report`: gets a line for the user
     """
 
-    def __init__(self, run: Place, last: int, report: Callable[[str], None]):
+    def __init__(self, run: StoragePath, last: int, report: Callable[[str], None]):
         self._report = report
-        self._lines = lines_at(run / ROUNDS, History("round", last), report)
+        self._lines = lines_at(run / ROUNDS, ResumePoint("round", last), report)
 
     def __call__(self, values: dict[str, Any]) -> None:
         self._lines.add(values)
@@ -227,7 +233,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
     def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
         self._examples, self._placement, self._take = examples, placement, take
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
-        self._made: deque[Future[Rows]] = deque()
+        self._made: deque[Future[ExampleBatch]] = deque()
 
     def __next__(self) -> dict[str, NamedArray]:
         """The next batch; StopIteration for now if none is leased."""
@@ -238,7 +244,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
         rows = self._made.popleft().result()
         return {name: self._placement.placed(array) for name, array in rows.items()}
 
-    def _batch(self, first: int) -> Rows:
+    def _batch(self, first: int) -> ExampleBatch:
         return self._examples.batch(first, self._placement.size, self._placement.rows)
 
     def __enter__(self) -> LeasedBatches:
@@ -248,7 +254,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
         self._threads.shutdown(cancel_futures=True)
 
 
-class Turns:
+class CheckpointStagger:
     """Once in `every` steps of the fleet's schedule, each island at its place in them; never with `every` None.
 
     So one island after the other is busy with it, and when a whole fleet is lost, the newest of their checkpoints is

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from gregale.islands.driver import Driver
-from gregale.islands.engine.server import Refused
-from gregale.islands.protocol.messages import Due
+from gregale.islands.engine.client import RequestRejected
+from gregale.islands.protocol.messages import RoundDue
 from gregale.services.tracking.tracker import Trackers, Values
 
 
@@ -71,12 +71,12 @@ class StatusTracker:
         return {**told, **self.figures(), "members": members, "stalled": stalled, **self._values}
 
     def on_message(self, message: dict) -> dict:
-        """Takes a peer's message; raises Refused for one that this version does not know."""
+        """Takes a peer's message; raises RequestRejected for one that this version does not know."""
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
-            self._driver.post(Due(message["round"]))
+            self._driver.post(RoundDue(message["round"]))
             return {}
         if message.get("kind") == "host" and self._driver is not None:
             return self._driver.worker.heard(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()
-        raise Refused("unknown message")
+        raise RequestRejected("unknown message")

@@ -13,13 +13,13 @@ import numpy as np
 from gregale.communication import shards
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
-from gregale.islands.inner import Inner, on_host, taken_over
-from gregale.islands.orders import Arrive, Down, Finish, Restart, Show, Take
+from gregale.islands.inner import InnerOptimizerState, on_host, taken_over
+from gregale.islands.orders import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
 from gregale.programs.run.setup import Setup
-from gregale.training.state import Report, TrainState
+from gregale.training.state import StepReport, TrainState
 
 Tree = Any
 
@@ -47,7 +47,7 @@ class IslandStepper:
         self.arrived: int | None = None
         self.place = 0.0
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Report]:
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepReport]:
         """Takes the next step; the state that comes in is donated."""
         self.step += 1
         state, report = self._step(state, batch, self.step)
@@ -63,18 +63,18 @@ class IslandStepper:
         """
         while (order := self._guide.order(starved)) is not None:
             match order:
-                case Take(number):
+                case SendMessage(number):
                     self._depart(state, number)
-                case Arrive(number, weight, place):
+                case ApplyRound(number, weight, place):
                     self.place = place
                     state = self._arrive(state, number, weight)
-                case Restart(number, inherits):
+                case LoadOuterState(number, inherits):
                     inner = self._guide.inherited() if inherits else None
                     state = self._taken_over(self.all_of_theta(state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
-                case Show():
-                    self._guide.shown(Inner(self.step, on_host(state.method.psdp)))
+                case CopyInnerState():
+                    self._guide.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
                 case Finish():
                     return state, order
         return state, None
@@ -89,7 +89,7 @@ class IslandStepper:
         """Tokens by fragment since this island last contributed to it; waits for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
 
-    def _taken_over(self, state: TrainState, inner: Inner | None) -> TrainState:
+    def _taken_over(self, state: TrainState, inner: InnerOptimizerState | None) -> TrainState:
         """The state with a peer's inner optimizer, after as many steps as it has made; without one its own."""
         if inner is None:
             psdp = state.method.psdp

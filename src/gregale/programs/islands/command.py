@@ -11,21 +11,21 @@ from pathlib import Path
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.programs.island.timing import timing_of
-from gregale.programs.islands.processes import Lighthouse, Member, end, make_token, start, start_lighthouse
+from gregale.programs.islands.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, looks
-from gregale.programs.watch.follower import Follower
+from gregale.programs.watch.follower import RunPoller
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.services.history import read_history
 from gregale.services.page.files import write_page
 from gregale.services.parsing import dump
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.settings import Settings, whole
-from gregale.storage import Patience, Place, Remote, StoreError, is_url, place, write_bytes
+from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
 
 POLL_SECONDS = 0.5
-SHORT = Patience(seconds=1.0, silence_seconds=1.0)  # a store is asked again soon, and signals do not wait for it
+SHORT = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # a store is asked again soon, and signals do not wait for it
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Fleet:
         self._stopped: str | None = None
         self._config = self._written(config)
         self._members: list[Member] = []
-        self._lighthouse: Lighthouse | None = None
+        self._lighthouse: LighthouseHandle | None = None
         self._name = config.name
-        self._runs: Place = place(expand(config.runs, "runs"))
-        self._followers: dict[str, Follower] = {}  # of the runs that have begun, by the island's name
+        self._runs: StoragePath = storage_path(expand(config.runs, "runs"))
+        self._followers: dict[str, RunPoller] = {}  # of the runs that have begun, by the island's name
 
     def run(self) -> int:
         """Starts all, shows them until they end, writes a report."""
@@ -130,7 +130,7 @@ class Fleet:
 
     def _watch(self) -> None:
         """Shows the fleet until all islands have ended."""
-        seconds = STORE_SECONDS if isinstance(self._runs, Remote) else SECONDS
+        seconds = STORE_SECONDS if isinstance(self._runs, ObjectPath) else SECONDS
         told: set[str] = set()
         asked, shown = False, time.monotonic()
         while any(member.process.poll() is None for member in self._members):
@@ -149,11 +149,11 @@ class Fleet:
     def _show(self, is_last: bool = False) -> None:
         """Shows the runs that have begun."""
         for member in self._members:
-            path = replace(member.run, patience=SHORT) if isinstance(member.run, Remote) else member.run
-            run = RunPlaces(path)
+            path = replace(member.run, patience=SHORT) if isinstance(member.run, ObjectPath) else member.run
+            run = RunPaths(path)
             with suppress(StoreError):  # out of order for now
                 if member.name not in self._followers and run.metrics.is_file():
-                    self._followers[member.name] = Follower(run)
+                    self._followers[member.name] = RunPoller(run)
         if snapshots := looks(self._followers.values(), self._screen):
             self._screen.show(snapshots, is_last)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from gregale.errors import UserError
 from gregale.islands.protocol.settings import Timing
 from gregale.services.children import end_with_parent
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 GREGALE = (sys.executable, "-m", "gregale")
 _LISTENS = re.compile(rb"listens at (\S+)\. ")
@@ -36,7 +36,7 @@ class Member:
     """
 
     name: str
-    run: Place
+    run: StoragePath
     output: Path
     process: subprocess.Popen
 
@@ -54,7 +54,7 @@ def end_of(output: Path, count: int = 3) -> str:
 
 
 @dataclass
-class Lighthouse:
+class LighthouseHandle:
     """The coordinator's process, and the address at which it listens."""
 
     address: str
@@ -76,7 +76,7 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen:
         )
 
 
-def start_lighthouse(token: Path, timing: Timing, output: Path) -> Lighthouse:
+def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHandle:
     """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
@@ -85,7 +85,7 @@ def start_lighthouse(token: Path, timing: Timing, output: Path) -> Lighthouse:
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         if found := _LISTENS.search(output.read_bytes()):
-            return Lighthouse(found[1].decode(), process)
+            return LighthouseHandle(found[1].decode(), process)
         if process.poll() is not None:
             break
         time.sleep(0.05)

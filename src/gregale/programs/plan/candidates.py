@@ -47,7 +47,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class ScoredCandidate:
     """A candidate with what is known of it.
 
     - `closed_form_peak`, `closed_form_seconds`: of a step, nothing being overlapped
@@ -68,7 +68,7 @@ class Weighed:
 
 def weighed_candidates(
     setup: Setup, target: Target, unroll: int, bandwidth: float | None, gathers: tuple[str, ...] = GATHER
-) -> tuple[list[Weighed], list[str]]:
+) -> tuple[list[ScoredCandidate], list[str]]:
     """All candidates with so many layers unrolled by the closed forms, the fastest first; and why some are impossible.
 
     - `bandwidth`: bytes a second that a device sends between slices; None: the chip's share of its network
@@ -86,7 +86,7 @@ def weighed_candidates(
                 left_out[str(error)] = None
                 continue
             peak = estimate(changed, target.backend).peak
-            found.append(Weighed(candidate, peak, closed_form_seconds(changed, target, bandwidth)))
+            found.append(ScoredCandidate(candidate, peak, closed_form_seconds(changed, target, bandwidth)))
     return sorted(found, key=lambda each: each.closed_form_seconds), [*left_out]
 
 

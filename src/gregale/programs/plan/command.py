@@ -21,7 +21,7 @@ from gregale.programs.plan.text import print_report, print_search
 from gregale.services.command import Command
 from gregale.services.config import TrainConfig
 from gregale.settings import Settings, above, whole
-from gregale.streams import LastingStream, printable
+from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
 
 DOES_NOT_FIT = 3
@@ -110,7 +110,7 @@ def main(options: PlanOptions, config: TrainConfig) -> int:
 
 def searched(options: PlanOptions, config: TrainConfig, tokens: int, target: Target) -> bool:
     """Searches and prints what is found; whether anything fits."""
-    progress = LastingStream(sys.stderr)
+    progress = ResilientStream(sys.stderr)
 
     def tell(line: str) -> None:
         progress.write(f"{printable(line)}\n")

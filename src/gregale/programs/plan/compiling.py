@@ -40,7 +40,7 @@ _BUFFER = re.compile(r"^ *[\d.]+\w+\( *\d+%\); +([\d.]+)([KMGT]?)i?B; +\d+; +\d+
 
 
 @dataclass(frozen=True)
-class Shortage:
+class DoesNotFit:
     """Why a program is refused.
 
     - `offered`: bytes of a device that the compiler has for programs
@@ -63,7 +63,7 @@ class Outcome:
     text: str
     memory: CompilerMemory
     flops: float | None
-    shortage: Shortage | None = None
+    shortage: DoesNotFit | None = None
 
 
 def compiled_for(
@@ -126,7 +126,7 @@ def read_dump(folder: Path, arguments: int, message: str | None, name: str) -> O
         if sizes is None:
             raise UserError(f"the compiler does not take the program {name!r}: {reason_of(message)}")
         needed, offered = sizes
-        shortage = Shortage(offered, largest_buffers(report))
+        shortage = DoesNotFit(offered, largest_buffers(report))
     if total := _TOTAL.search(report):
         needed = int(total[1])
     elif message is None:

@@ -14,7 +14,7 @@ from gregale.audit.memory import CompilerMemory
 from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
-from gregale.programs.plan.compiling import Outcome, Shortage
+from gregale.programs.plan.compiling import DoesNotFit, Outcome
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
 from gregale.programs.run.setup import Setup
@@ -38,7 +38,7 @@ class Program:
     expected: list[Transfer]
     memory: CompilerMemory
     flops: float | None
-    shortage: Shortage | None = None
+    shortage: DoesNotFit | None = None
 
 
 @dataclass(frozen=True)

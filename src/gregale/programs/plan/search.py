@@ -18,7 +18,7 @@ from typing import Any
 from gregale.audit.placement import INSIDE
 from gregale.errors import UserError
 from gregale.model.execution import execution
-from gregale.programs.plan.candidates import Candidate, Weighed, weighed_candidates
+from gregale.programs.plan.candidates import Candidate, ScoredCandidate, weighed_candidates
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.island import island_of
 from gregale.programs.plan.remedies import Remedy, cost, remedies
@@ -47,8 +47,8 @@ class Found:
     - `remedies`: if nothing fits, what would take less than the smallest
     """
 
-    weighed: list[Weighed]
-    best: Weighed | None
+    weighed: list[ScoredCandidate]
+    best: ScoredCandidate | None
     configured: Candidate
     memory: int
     left_out: list[str]
@@ -146,15 +146,15 @@ class _Compiler:
         self._setup, self._tokens, self._target, self._asked = setup, tokens, target, asked
         link = link_bytes_per_second(target, setup, asked.link_gbit_per_second)
         self.bandwidth = None if link is None else link / devices_of_a_replica(setup)
-        self.answers: dict[Candidate, Weighed] = {}
+        self.answers: dict[Candidate, ScoredCandidate] = {}
         self.memory = target.memory_bytes
         self.smallest: Plan | None = None
 
-    def fitting(self) -> list[Weighed]:
+    def fitting(self) -> list[ScoredCandidate]:
         """Those that fit, the fastest first."""
         return sorted((each for each in self.answers.values() if each.fits), key=lambda each: each.seconds or 0.0)
 
-    def is_worth(self, weighed: Weighed) -> bool:
+    def is_worth(self, weighed: ScoredCandidate) -> bool:
         """Whether to ask: not if enough fit, and not of what fits or does not fit because another one does."""
         if weighed.candidate in self.answers or len(self.answers) >= MOST_COMPILED or len(self.fitting()) >= ENOUGH:
             return False
@@ -167,7 +167,7 @@ class _Compiler:
                 return False
         return True
 
-    def ask(self, weighed: Weighed) -> None:
+    def ask(self, weighed: ScoredCandidate) -> None:
         """Compiles the programs of a candidate as far as the memory report."""
         candidate, start = weighed.candidate, time.monotonic()
         if candidate in self.answers:
@@ -202,11 +202,11 @@ class _Compiler:
     def _peak(self, plan: Plan) -> int:
         return memory_of(plan, island_of(plan.setup, self._asked.count))["peak"]
 
-    def try_unrolled(self, best: Weighed) -> list[str]:
+    def try_unrolled(self, best: ScoredCandidate) -> list[str]:
         """Asks for the best with layers unrolled; the reasons if it cannot be."""
         candidate = replace(best.candidate, unroll=UNROLLED)
         try:
-            self.ask(Weighed(candidate, best.closed_form_peak, best.closed_form_seconds))
+            self.ask(ScoredCandidate(candidate, best.closed_form_peak, best.closed_form_seconds))
         except UserError as error:
             return [str(error)]
         return []

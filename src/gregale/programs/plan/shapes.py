@@ -47,7 +47,7 @@ def step_shape(setup: Setup, method: Method | None = None) -> StepShape:
     assert isinstance(model, LlamaConfig)
     run = execution(compute, setup.layout, model)
     return StepShape(
-        layout=method.inside,
+        layout=method.step_layout,
         weights=[leaf for leaf in jax.tree.leaves(setup.model, is_leaf=is_named) if is_named(leaf)],
         rows=batch.size,
         positions=batch.sequence_length,

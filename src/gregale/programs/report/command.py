@@ -17,7 +17,7 @@ from gregale.programs.watch.command import runs_of
 from gregale.services.command import Command
 from gregale.services.history import read_history
 from gregale.services.page.files import check_page_path, write_page
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.settings import Settings
 from gregale.streams import say
 
@@ -53,9 +53,9 @@ def main(options: ReportOptions) -> int:
     return 0
 
 
-def told_apart(found: Sequence[RunPlaces]) -> tuple[list[RunPlaces], list[str]]:
+def told_apart(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]:
     """Each run once, and what there is to say of those that were given twice or have the same name."""
-    single: dict[str, RunPlaces] = {}
+    single: dict[str, RunPaths] = {}
     notes = []
     for run in found:
         key = os.path.realpath(run.path) if isinstance(run.path, Path) else str(run.path)

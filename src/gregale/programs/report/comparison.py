@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gregale.formatting import NONE, format_quantity, format_setting
-from gregale.programs.report.runs import Shown, axes_of
+from gregale.programs.report.runs import ReportRun, axes_of
 from gregale.services.history import Column
 from gregale.services.page import Html, colour_of, element, swatch, table
 
@@ -25,12 +25,12 @@ class Measure:
     """
 
     heading: str
-    of: Callable[[Shown], float | None]
+    of: Callable[[ReportRun], float | None]
     unit: str = ""
     better: Callable[[list[float]], float] | None = None
     loss: bool = False
 
-    def cells(self, runs: Sequence[Shown]) -> list[object]:
+    def cells(self, runs: Sequence[ReportRun]) -> list[object]:
         """A cell for each run, the best marked; alone or all equal none is."""
         values = [self.of(run) for run in runs]
         known = [value for value in values if value is not None]
@@ -42,34 +42,34 @@ class Measure:
         return element("span", text, class_="best", title="the best") if is_best else text
 
 
-def last(name: str) -> Callable[[Shown], float | None]:
+def last(name: str) -> Callable[[ReportRun], float | None]:
     """The newest value of a figure that is a number."""
     return lambda run: _last(run.column(name))
 
 
-def median(name: str) -> Callable[[Shown], float | None]:
+def median(name: str) -> Callable[[ReportRun], float | None]:
     return lambda run: None if (found := _numbers(run.column(name))) is None else float(np.median(found))
 
 
-def least(name: str) -> Callable[[Shown], float | None]:
+def least(name: str) -> Callable[[ReportRun], float | None]:
     return lambda run: None if (found := _numbers(run.column(name))) is None else float(found.min())
 
 
-def steps(run: Shown) -> float:
+def steps(run: ReportRun) -> float:
     return run.history.figures.last_step
 
 
-def along(axis: str) -> Callable[[Shown], float | None]:
+def along(axis: str) -> Callable[[ReportRun], float | None]:
     """How far a run has come over an axis."""
     return lambda run: float(steps(run)) if axis == "steps" else _last(run.axes.get(axis))
 
 
-def end_loss(run: Shown) -> float | None:
+def end_loss(run: ReportRun) -> float | None:
     """The training loss, averaged over the last steps that have one."""
     return loss_before(run, "steps", float(steps(run)))
 
 
-def loss_before(run: Shown, axis: str, point: float) -> float | None:
+def loss_before(run: ReportRun, axis: str, point: float) -> float | None:
     """The training loss, averaged over the last steps before a point of an axis; None: the run does not have it.
 
     Where it was logged more rarely, what its curve has there. Where the run ends, `end_loss`, whichever the axis is.
@@ -89,7 +89,7 @@ def loss_before(run: Shown, axis: str, point: float) -> float | None:
     return float(near.mean()) if len(near) else None
 
 
-def held_out_before(run: Shown, axis: str, point: float) -> float | None:
+def held_out_before(run: ReportRun, axis: str, point: float) -> float | None:
     """The newest held-out loss before a point of an axis."""
     column = run.column("eval_loss")
     where = None if column is None else _over(run, axis, column)
@@ -99,7 +99,7 @@ def held_out_before(run: Shown, axis: str, point: float) -> float | None:
     return float(before[-1]) if len(before) else None
 
 
-def method(run: Shown) -> str:
+def method(run: ReportRun) -> str:
     """The method with its period, as far as the configuration tells."""
     kind, period = run.config("sync.type"), run.config("sync.period")
     name = NONE if kind is None else str(kind)
@@ -121,12 +121,12 @@ MEASURES = (
 )
 
 
-def overview(runs: Sequence[Shown]) -> Html:
+def overview(runs: Sequence[ReportRun]) -> Html:
     """A row for each run."""
     return _table(runs, [measure for measure in MEASURES if any(measure.of(run) is not None for run in runs)], True)
 
 
-def at_the_same_point(runs: Sequence[Shown]) -> Html | None:
+def at_the_same_point(runs: Sequence[ReportRun]) -> Html | None:
     """The losses where the run that came least far ends, over each axis that all have."""
     measures = []
     for axis in axes_of(runs):
@@ -141,7 +141,7 @@ def at_the_same_point(runs: Sequence[Shown]) -> Html | None:
     return _table(runs, measures, False) if measures else None
 
 
-def differences(runs: Sequence[Shown]) -> Html | None:
+def differences(runs: Sequence[ReportRun]) -> Html | None:
     """The settings in which the runs differ; None: there are none."""
     known = [run for run in runs if run.history.config]
     keys = dict.fromkeys(key for run in known for key in run.history.config)
@@ -153,12 +153,12 @@ def differences(runs: Sequence[Shown]) -> Html | None:
     return table(["setting", *(labelled(run) for run in known)], rows, label="differences") if rows else None
 
 
-def labelled(run: Shown) -> Html:
+def labelled(run: ReportRun) -> Html:
     """A run's name, with the colour of its lines."""
     return element("span", swatch(colour_of(run.place)), run.label)
 
 
-def _table(runs: Sequence[Shown], measures: Sequence[Measure], methods: bool) -> Html:
+def _table(runs: Sequence[ReportRun], measures: Sequence[Measure], methods: bool) -> Html:
     columns = [measure.cells(runs) for measure in measures]
     rows = [
         [labelled(run), *([method(run)] if methods else []), *(cells[place] for cells in columns)]
@@ -168,11 +168,13 @@ def _table(runs: Sequence[Shown], measures: Sequence[Measure], methods: bool) ->
     return table(headings, rows, numbers=True, label="runs")
 
 
-def _at(of: Callable[[Shown, str, float], float | None], axis: str, point: float) -> Callable[[Shown], float | None]:
+def _at(
+    of: Callable[[ReportRun, str, float], float | None], axis: str, point: float
+) -> Callable[[ReportRun], float | None]:
     return lambda run: of(run, axis, point)
 
 
-def _step_at(run: Shown, axis: str, point: float) -> float | None:
+def _step_at(run: ReportRun, axis: str, point: float) -> float | None:
     """Where a run was at a point of an axis, in steps."""
     over = run.axes.get(axis)
     if axis == "steps" or over is None:
@@ -180,7 +182,7 @@ def _step_at(run: Shown, axis: str, point: float) -> float | None:
     return float(steps(run) if point >= over.values[-1] else np.interp(point, over.values, over.steps))
 
 
-def _over(run: Shown, axis: str, column: Column) -> np.ndarray | None:
+def _over(run: ReportRun, axis: str, column: Column) -> np.ndarray | None:
     """Where the points of a column are on an axis."""
     if axis == "steps":
         return column.steps.astype(np.float64)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.comparison import along, end_loss, last, least, median, method
-from gregale.programs.report.runs import Shown
+from gregale.programs.report.runs import ReportRun
 from gregale.services.history import Sample
 from gregale.services.page import Html, cards, element, folded, table
 
@@ -16,7 +16,7 @@ MOST_SAMPLES = 20  # steps whose samples are shown
 MOST_CHARACTERS = 4000  # of a text
 
 
-def glance(run: Shown) -> Html:
+def glance(run: ReportRun) -> Html:
     """The figures to be seen first."""
     steps = run.config("steps")
     done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
@@ -35,7 +35,7 @@ def glance(run: Shown) -> Html:
     return cards([("steps", done), ("method", method(run)), *known])
 
 
-def samples_of(run: Shown) -> list[Html]:
+def samples_of(run: ReportRun) -> list[Html]:
     """What the model wrote, step by step, the newest unfolded; of very many steps an even choice."""
     samples = run.history.samples
     if len(samples) > MOST_SAMPLES:
@@ -48,14 +48,14 @@ def samples_of(run: Shown) -> list[Html]:
     return parts
 
 
-def configuration(run: Shown, opened: bool) -> Html | None:
+def configuration(run: ReportRun, opened: bool) -> Html | None:
     """All settings of a run."""
     rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
     title = f"The {len(rows)} settings of {run.label}"
     return folded(title, table(["setting", "value"], rows, label=title), opened=opened) if rows else None
 
 
-def machine(run: Shown) -> Html | None:
+def machine(run: ReportRun) -> Html | None:
     """Each start of the run: when, on what, by which versions."""
     rows = [
         [
@@ -73,7 +73,7 @@ def machine(run: Shown) -> Html | None:
     return table(headings, rows, label="starts") if rows else None
 
 
-def changes(run: Shown) -> Html | None:
+def changes(run: ReportRun) -> Html | None:
     """With which other settings the run went on."""
     rows = [
         [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *_before_and_now(change)]
@@ -84,7 +84,7 @@ def changes(run: Shown) -> Html | None:
     return table(["after step", "time", "setting", "before", "since"], rows, label="changes") if rows else None
 
 
-def beside_plan(run: Shown, plan: Mapping[str, Any]) -> Html:
+def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
     """What `gregale plan --json` foretold, beside what the run has measured."""
     seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
     memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
@@ -135,7 +135,7 @@ def beside_plan(run: Shown, plan: Mapping[str, Any]) -> Html:
     )
 
 
-def _memory_names(run: Shown) -> list[str]:
+def _memory_names(run: ReportRun) -> list[str]:
     """The figures that tell of a device's memory."""
     return [name for name in run.history.figures if "memory" in name and "host" not in name]
 

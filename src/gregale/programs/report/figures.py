@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from gregale.programs.report.runs import Shown, accumulated
+from gregale.programs.report.runs import ReportRun, accumulated
 from gregale.services.history import Column, spikes_kept
 from gregale.services.page import Lines, Series, colour_of
 from gregale.services.tracking.metrics import metric_of
@@ -78,7 +78,7 @@ OF_A_START = r".*_seconds|network_bytes_.*"  # counts that begin at 0 with each
 SHARES = ("_share", "_fraction", "_ratio")
 
 
-def groups_of(runs: Sequence[Shown]) -> Iterator[tuple[str, list[Lines]]]:
+def groups_of(runs: Sequence[ReportRun]) -> Iterator[tuple[str, list[Lines]]]:
     """The headings with their charts; a figure of a name that is not known stands under "More".
 
     Those of single layers are shown of one run alone: of several they would be hundreds of lines.
@@ -100,7 +100,7 @@ def groups_of(runs: Sequence[Shown]) -> Iterator[tuple[str, list[Lines]]]:
     yield from found.items()
 
 
-def silent(runs: Sequence[Shown]) -> list[str]:
+def silent(runs: Sequence[ReportRun]) -> list[str]:
     """The figures that are 0 in all runs from begin to end."""
     columns: dict[str, list[Column]] = {}
     for run in runs:
@@ -109,7 +109,7 @@ def silent(runs: Sequence[Shown]) -> list[str]:
     return [name for name, found in columns.items() if all((column.values == 0).all() for column in found)]
 
 
-def without_number(run: Shown) -> list[str]:
+def without_number(run: ReportRun) -> list[str]:
     """In a sentence for each figure, where it is no number."""
     told = []
     for name, column in run.history.figures.items():
@@ -122,7 +122,7 @@ def without_number(run: Shown) -> list[str]:
     return told
 
 
-def line(run: Shown, column: Column, label: str, buckets: int, **look) -> Series:
+def line(run: ReportRun, column: Column, label: str, buckets: int, **look) -> Series:
     """A line with few of its points and none of its spikes missing, and the means that smoothing starts from."""
     kept = spikes_kept(column.values, buckets)
     means = None if len(kept) == len(column.steps) else _means(column, buckets)
@@ -134,7 +134,7 @@ def buckets_for(runs: int) -> int:
     return max(FEWEST_BUCKETS, min(MOST_BUCKETS, BUCKETS_IN_ALL // runs))
 
 
-def _chart(kind: Kind, names: Sequence[str], runs: Sequence[Shown]) -> Lines:
+def _chart(kind: Kind, names: Sequence[str], runs: Sequence[ReportRun]) -> Lines:
     series = []
     for run in runs:
         for place, name in enumerate(names):

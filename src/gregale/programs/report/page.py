@@ -8,7 +8,7 @@ from typing import Any
 
 from gregale.programs.report import comparison, facts
 from gregale.programs.report.figures import groups_of, silent, without_number
-from gregale.programs.report.runs import Shown, axes_of, shown
+from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
 from gregale.services.history import History
 from gregale.services.page import Html, Page, Spans, element, notice, section
@@ -46,7 +46,7 @@ def report_page(
     return page.html()
 
 
-def problems_of(runs: Sequence[Shown]) -> list[str]:
+def problems_of(runs: Sequence[ReportRun]) -> list[str]:
     """What is wrong with the runs' files and figures, and which of them go on."""
     found = []
     for run in runs:
@@ -59,7 +59,7 @@ def problems_of(runs: Sequence[Shown]) -> list[str]:
     return found
 
 
-def _add_synchronisation(page: Page, runs: Sequence[Shown]) -> None:
+def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
     single: dict[str, Spans] = {}  # runs of one schedule need it once
     for chart in filter(None, map(schedule_chart, runs)):
         single.setdefault(repr(chart.rows), chart)
@@ -68,7 +68,7 @@ def _add_synchronisation(page: Page, runs: Sequence[Shown]) -> None:
         page.add(section("Synchronisation", page.charts(*charts)))
 
 
-def _add_texts(page: Page, runs: Sequence[Shown], plans: Sequence[Mapping[str, Any]]) -> None:
+def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[str, Any]]) -> None:
     beside = [facts.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
     page.add(_section("Plan and run", *beside))
     for what, of in (
@@ -84,7 +84,7 @@ def _add_texts(page: Page, runs: Sequence[Shown], plans: Sequence[Mapping[str, A
         page.add(_section(what, *parts))
 
 
-def is_of(plan: Mapping[str, Any], run: Shown, runs: int) -> bool:
+def is_of(plan: Mapping[str, Any], run: ReportRun, runs: int) -> bool:
     """Whether a plan is of a run: it has its configuration's name, or there is only one run."""
     return runs == 1 or plan.get("name") == run.config("name", run.history.name)
 

@@ -24,7 +24,7 @@ AXES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class ReportRun:
     """A run on the page.
 
     - `label`: its name or, where others have it too, its path
@@ -62,21 +62,21 @@ class Shown:
         return Run(self.label, {key: _knots(column) for key, column in self.axes.items()})
 
 
-def shown(histories: Sequence[History]) -> list[Shown]:
+def shown(histories: Sequence[History]) -> list[ReportRun]:
     """The runs with labels that tell them apart."""
     names = Counter(history.name for history in histories)
     return [
-        Shown(history.name if names[history.name] == 1 else history.path, place, history)
+        ReportRun(history.name if names[history.name] == 1 else history.path, place, history)
         for place, history in enumerate(histories)
     ]
 
 
-def axes_of(runs: Sequence[Shown]) -> list[Axis]:
+def axes_of(runs: Sequence[ReportRun]) -> list[Axis]:
     """Steps, and the other axes that some run has."""
     return [axis for axis in AXES if axis.key == "steps" or any(axis.key in run.axes for run in runs)]
 
 
-def elapsed(run: Shown) -> Column | None:
+def elapsed(run: ReportRun) -> Column | None:
     """Seconds that the run has taken, by step, of all its starts; of one that did not write them, those in steps."""
     if (column := run.column("elapsed_seconds")) is not None:
         return accumulated(column, run.starts)
@@ -100,7 +100,7 @@ def accumulated(column: Column, starts: Sequence[int] = ()) -> Column:
     return Column(steps, values + np.cumsum(np.where(begins, before, 0.0)))
 
 
-def sent(run: Shown) -> Column | None:
+def sent(run: ReportRun) -> Column | None:
     """Bytes sent over the slow link, by step: over the network by an island, else over `replica` by a device."""
     for name in ("network_bytes_sent", "replica_bytes"):
         column = run.column(name)

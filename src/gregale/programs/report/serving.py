@@ -15,7 +15,7 @@ from threading import Lock
 from gregale.programs.report.page import report_page
 from gregale.services.history import ROUNDS, read_history
 from gregale.services.run_lock import is_being_trained
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.storage import StoreError, status
 
 LIVE_SECONDS = 5.0
@@ -25,7 +25,7 @@ REST = 4.0  # a page that took a second to make is not made again for four
 class LivePage:
     """The page of runs as they are: it is made when somebody asks and their files have changed."""
 
-    def __init__(self, runs: Sequence[RunPlaces], live_seconds: float = LIVE_SECONDS):
+    def __init__(self, runs: Sequence[RunPaths], live_seconds: float = LIVE_SECONDS):
         self._runs, self._live_seconds = tuple(runs), live_seconds
         self._lock = Lock()
         self._page = b""
@@ -55,7 +55,7 @@ class LivePage:
         self._not_before = now + REST * (now - begin)
 
 
-def _looks(run: RunPlaces) -> tuple[object, ...]:
+def _looks(run: RunPaths) -> tuple[object, ...]:
     """What is another one when the page is."""
     places = (run.metrics, run.samples, run.starts, run.changes, run.config, run.path / ROUNDS)
     return (*map(status, places), is_being_trained(run.path))

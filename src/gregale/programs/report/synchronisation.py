@@ -11,7 +11,7 @@ from gregale.errors import UserError
 from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
 from gregale.programs.report.figures import buckets_for, line
-from gregale.programs.report.runs import Shown
+from gregale.programs.report.runs import ReportRun
 from gregale.services.history import LARGEST, Column
 from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
 
@@ -23,7 +23,7 @@ MOST_NAMES = 4
 SINCE = ("Seconds since the first round", "seconds")
 
 
-def rounds_charts(runs: Sequence[Shown]) -> list[Spans | Lines]:
+def rounds_charts(runs: Sequence[ReportRun]) -> list[Spans | Lines]:
     """The rounds of those runs that are islands; none if none is."""
     found = {run: [each for each in run.history.rounds if _is_round(each)] for run in runs}
     found = {run: rounds for run, rounds in found.items() if rounds}
@@ -45,7 +45,7 @@ def rounds_charts(runs: Sequence[Shown]) -> list[Spans | Lines]:
     ]
 
 
-def schedule_of(run: Shown) -> Schedule | None:
+def schedule_of(run: ReportRun) -> Schedule | None:
     """The outer schedule that the configuration asks for; None: it has none, or is not understood."""
     if run.config("sync.type") not in ("diloco", "streaming_diloco"):
         return None
@@ -61,7 +61,7 @@ def schedule_of(run: Shown) -> Schedule | None:
         return None
 
 
-def schedule_chart(run: Shown) -> Spans | None:
+def schedule_chart(run: ReportRun) -> Spans | None:
     """The sending and mixing in of fragments by replicas, over some periods: a row for each fragment."""
     schedule = schedule_of(run)
     if schedule is None:
@@ -86,7 +86,7 @@ def schedule_chart(run: Shown) -> Spans | None:
     )
 
 
-def traffic_chart(runs: Sequence[Shown]) -> Lines | None:
+def traffic_chart(runs: Sequence[ReportRun]) -> Lines | None:
     """What a device sent over the slow link in a step, by its own count."""
     series = []
     for run in runs:
@@ -103,7 +103,7 @@ def traffic_chart(runs: Sequence[Shown]) -> Lines | None:
     return Lines("traffic", "Sent over the slow link in a step, of a device", series, "bytes")
 
 
-def _round_spans(run: Shown, rounds: Sequence[Mapping[str, Any]], first: float) -> list[Span]:
+def _round_spans(run: ReportRun, rounds: Sequence[Mapping[str, Any]], first: float) -> list[Span]:
     schedule, spans = schedule_of(run), []
     for one in rounds:
         begin, end, waited = one["began"] - first, one["ended"] - first, one["waiting_seconds"]
@@ -126,7 +126,7 @@ def _of_round(one: Mapping[str, Any], schedule: Schedule | None) -> str:
     )
 
 
-def _over_rounds(key: str, title: str, rounds: Mapping[Shown, Sequence[Any]], first: float, of, unit: str) -> Lines:
+def _over_rounds(key: str, title: str, rounds: Mapping[ReportRun, Sequence[Any]], first: float, of, unit: str) -> Lines:
     series = []
     for run, own in rounds.items():
         points = sorted((one["ended"] - first, of(one)) for one in own)  # a clock may have been put back

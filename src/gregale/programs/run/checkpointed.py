@@ -17,9 +17,9 @@ from gregale.training.state import TrainState, abstract_state
 
 def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
     """The state after `step` steps as a checkpoint holds it: complete without the replicas for who only evaluates."""
-    if not method.due(step):
+    if not method.needs_full_state(step):
         return state
-    join = jax.jit(lambda state: method.end(state).parameters, compiler_options=setup.compiler_options)
+    join = jax.jit(lambda state: method.to_psdp(state).parameters, compiler_options=setup.compiler_options)
     return state._replace(joined=join(state.method))
 
 
@@ -35,7 +35,7 @@ def checkpoint_metadata(
         "data": corpus.fingerprint,
         "validation": corpus.validation_fingerprints,
         "method": method.name,
-        "joined": method.due(step),
+        "joined": method.needs_full_state(step),
         "replicas": replicas(setup.layout, method),
         "mesh": dict(setup.layout.mesh.shape),
         **counted,
@@ -65,7 +65,7 @@ def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
     method = saved_by(setup, metadata)
     saved, now = noted(metadata, "replicas"), replicas(setup.layout, method)
     if saved != now:
-        axis = method.lanes[0]
+        axis = method.replica_axes[0]
         raise UserError(
             f"mesh.{axis} is {now}, but the checkpoint is of DiLoCo with {saved} replicas, each with parameters and an "
             f"optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first resume with "
@@ -87,17 +87,17 @@ def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
     """
     method = saved_by(setup, metadata)
     if setup.config.sync.evaluates_replicas:
-        return TrainState(None, method.parameters_only(checkpoint_template(setup, metadata).method), None, None)
+        return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
     if noted(metadata, "joined"):
         return TrainState(None, None, None, None, abstract_state(setup.psdp, setup.model).method.parameters)
-    return TrainState(None, method.parameters_only(abstract_state(method, setup.model).method), None, None)
+    return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
 
 
 def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
     """The model that is evaluated of a checkpoint, from what `evaluation_template` asked for."""
     if state.joined is not None:
         return setup.psdp.model_with(state.joined)
-    trained = jax.jit(saved_by(setup, metadata).trained, compiler_options=setup.compiler_options)
+    trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
     return trained(state.method)
 
 
@@ -108,4 +108,4 @@ def same_mesh(setup: Setup, metadata: dict) -> bool:
 
 def replicas(layout: Layout, method: Method) -> int:
     """How many replicas a method's state has, each by itself."""
-    return layout.mesh.shape[method.lanes[0]] if method.lanes else 1
+    return layout.mesh.shape[method.replica_axes[0]] if method.replica_axes else 1

@@ -17,7 +17,7 @@ from gregale.communication.accumulate import rows_per_part
 from gregale.communication.pipeline.config import pipelined_execution
 from gregale.communication.pipeline.schedule import Schedule
 from gregale.errors import UserError, below
-from gregale.methods.config import Methods, Parts
+from gregale.methods.config import MethodContext, Methods
 from gregale.methods.method import Method
 from gregale.methods.psdp import Psdp, same
 from gregale.model.attention import POSITION
@@ -58,7 +58,7 @@ class Setup:
         return Axis(BATCH, batch.size), Axis(POSITION, batch.sequence_length)
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> MethodContext:
         """What this configuration's method is built of, and those that it is compared with."""
         return parts_of(self.config, self.model, self.layout)
 
@@ -130,7 +130,7 @@ class Setup:
         """
         method, warm = self.method, min(step, self.config.sync.warm_up())
         sent = self.psdp.bytes_sent(warm) + method.bytes_sent(step) - method.bytes_sent(warm)
-        return {"replica_bytes": sent, **method.figures(step)}
+        return {"replica_bytes": sent, **method.metrics(step)}
 
     def schedule(self) -> Schedule | None:
         """The pipeline's schedule; None: the layers are not pipelined."""
@@ -227,17 +227,17 @@ def set_up(config: TrainConfig, tokens: int, mesh: Mesh | None = None) -> Setup:
     return Setup(config, layout, Vocab, model, methods.psdp, methods.chosen)
 
 
-def methods_of(config: TrainConfig, parts: Parts) -> Methods:
+def methods_of(config: TrainConfig, parts: MethodContext) -> Methods:
     """The methods of a run: those of `sync` on the mesh, or of one island of a fleet that `sync` joins."""
     if config.islands.lighthouse is None:
         return config.sync.build(parts)
     return Methods(parts.psdp_on(parts.layout), config.sync.island(parts))
 
 
-def parts_of(config: TrainConfig, model, layout: Layout) -> Parts:
+def parts_of(config: TrainConfig, model, layout: Layout) -> MethodContext:
     """What the configuration's methods are built of."""
     options = compiler_options(config.compute.compiler_options, layout.mesh)
-    return Parts(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
+    return MethodContext(layout, partial(psdp_on, config, model), config.reduce, config.steps, config.seed, options)
 
 
 def check_parameters(model) -> None:

@@ -16,10 +16,10 @@ from gregale.huggingface.folder import CONFIG, read_json
 from gregale.model.drawing import Sampling
 from gregale.model.generate import BLOCK, Prompt, multiple_of
 from gregale.programs.run.trained import find_run, open_trained
-from gregale.programs.sample.endings import INTERRUPTED, Continuation, Form, form_of
-from gregale.programs.sample.prompts import Asked, batches_of, read_prompts
-from gregale.programs.sample.sampler import PATIENCE_S, Sampler, Where, beside_training, steady, unbatched
-from gregale.programs.sample.showing import Pace, Results, Screen, Status, results_to, say
+from gregale.programs.sample.endings import INTERRUPTED, Continuation, TextFormat, form_of
+from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
+from gregale.programs.sample.sampler import PATIENCE_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
+from gregale.programs.sample.showing import Results, Screen, Status, ThroughputMeter, results_to, say
 from gregale.services.command import Command
 from gregale.services.run_directory import RunDirectory
 from gregale.settings import shown, whole
@@ -86,7 +86,7 @@ def main(options: SampleOptions) -> int:
     tokenizer = load_tokenizer(run.path)
     form = form_of(run, tokenizer.parsing_special() if options.parse_special else tokenizer)
     if options.prompts is None:
-        asked = [Asked(options.prompt, options.seed, "the prompt", {})]
+        asked = [PromptRequest(options.prompt, options.seed, "the prompt", {})]
     else:
         asked = read_prompts(options.prompts, options.seed)
     prompts = [Prompt(form.ids(each.prompt), each.seed) for each in asked]
@@ -111,7 +111,7 @@ def context_of(run: RunDirectory) -> int:
     return length if isinstance(length, int) else run.read_config().batch.sequence_length
 
 
-def check_lengths(asked: Sequence[Asked], prompts: Sequence[Prompt], context: int) -> None:
+def check_lengths(asked: Sequence[PromptRequest], prompts: Sequence[Prompt], context: int) -> None:
     """Raises `UserError` for a prompt that is longer than the context."""
     for each, prompt in zip(asked, prompts, strict=True):
         if len(prompt.tokens) > context:
@@ -130,7 +130,7 @@ def tell_lengths(lengths: Sequence[int], context: int) -> None:
         )
 
 
-def opened(options: SampleOptions, form: Form) -> tuple[Sampler, object, int]:
+def opened(options: SampleOptions, form: TextFormat) -> tuple[Sampler, object, int]:
     """The sampler of a run, its model, and the rows of a batch.
 
     Of the parameters in the checkpoint's precision nothing is kept.
@@ -140,18 +140,18 @@ def opened(options: SampleOptions, form: Form) -> tuple[Sampler, object, int]:
     if setup.config.sync.evaluates_replicas:
         where = beside_training(setup)  # the mesh is the run's own
     else:
-        where = Where(setup.layout if options.prompts else unbatched(setup.layout), whole=True)
+        where = SamplerPlacement(setup.layout if options.prompts else unbatched(setup.layout), whole=True)
     sampler = Sampler(setup, form, where)
     return sampler, sampler.prepared(trained.model), multiple_of(where.rows, options.batch)
 
 
-def show(options: SampleOptions, form: Form, prompt: Prompt) -> int:
+def show(options: SampleOptions, form: TextFormat, prompt: Prompt) -> int:
     """Prints the prompt and its continuation, as it is drawn; when it is interrupted, what is there.
 
     Returns how many tokens were drawn.
     """
     sampler, model, _ = opened(options, form)
-    screen, pace = Screen(sys.stdout), Pace()
+    screen, pace = Screen(sys.stdout), ThroughputMeter()
     text = Continuation(form, options.tokens, options.stop)
     screen.write(options.prompt)
     try:
@@ -167,12 +167,16 @@ def show(options: SampleOptions, form: Form, prompt: Prompt) -> int:
 
 
 def continue_all(
-    options: SampleOptions, form: Form, asked: Sequence[Asked], prompts: Sequence[Prompt], results: Results
+    options: SampleOptions,
+    form: TextFormat,
+    asked: Sequence[PromptRequest],
+    prompts: Sequence[Prompt],
+    results: Results,
 ) -> list[int]:
     """Continues the prompts of a file, batch by batch; returns how many tokens were drawn for each."""
     sampler, model, rows = opened(options, form)
     counts = [0] * len(prompts)
-    pace, done, before = Pace(), 0, 0
+    pace, done, before = ThroughputMeter(), 0, 0
     with Status() as status:
         for numbers in batches_of([len(prompt.tokens) for prompt in prompts], rows):
             batch = sampler.filled_up([prompts[number] for number in numbers], rows)
@@ -188,7 +192,7 @@ def continue_all(
     return counts
 
 
-def result_of(asked: Asked, text: Continuation) -> dict[str, Any]:
+def result_of(asked: PromptRequest, text: Continuation) -> dict[str, Any]:
     """A line of the results."""
     drawn = {"text": text.text, "tokens": text.tokens, "ended": text.ended}
     return {**asked.named, "prompt": asked.prompt, **drawn, "seed": asked.seed}

@@ -14,7 +14,7 @@ END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # by wha
 
 
 @dataclass(frozen=True)
-class Form:
+class TextFormat:
     """How a model's texts begin and end.
 
     - `beginning`: tokens before each prompt
@@ -34,19 +34,19 @@ class Form:
         return [*self.beginning, *self.tokenizer.encode(prompt).tolist()] or [self.tokenizer.end_of_document]
 
 
-def form_of(run: RunDirectory, tokenizer: Tokenizer) -> Form:
+def form_of(run: RunDirectory, tokenizer: Tokenizer) -> TextFormat:
     """As the texts were that the model was trained on.
 
     Those of a run end with its end of document. A model that was imported, and not trained on, has what transformers
     would give it: the tokens that its tokenizer puts before a text, and all ends of its generation config.
     """
     if not run.is_imported:
-        return Form(tokenizer)
+        return TextFormat(tokenizer)
     path = run.huggingface / GENERATION
     saved: Any = read_json(path).get("eos_token_id") if path.is_file() else None
     ends = saved if isinstance(saved, list) else [saved]
     known = (end for end in ends if isinstance(end, int) and 0 <= end != tokenizer.end_of_document)
-    return Form(tokenizer, tokenizer.start, tuple(known))
+    return TextFormat(tokenizer, tokenizer.start, tuple(known))
 
 
 class StopStrings:
@@ -92,7 +92,7 @@ class Continuation:
         ended: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
     """
 
-    def __init__(self, form: Form, count: int, stops: Sequence[str] = ()):
+    def __init__(self, form: TextFormat, count: int, stops: Sequence[str] = ()):
         self.text, self.tokens, self.count = "", 0, count
         self.ended: str | None = None
         self._ends, self._stops = form.ends, StopStrings(stops)

@@ -19,7 +19,7 @@ KEYS = ("prompt", "seed", "id")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptRequest:
     """A prompt as it was given.
 
     - `named`: what stands before the result: its `id`, if it has one
@@ -32,7 +32,7 @@ class Asked:
     named: dict[str, Any]
 
 
-def read_prompts(path: str, seed: int) -> list[Asked]:
+def read_prompts(path: str, seed: int) -> list[PromptRequest]:
     """The prompts of a file, one a line: of JSON (`.jsonl`), or the text itself.
 
     `seed`: of prompts that have none
@@ -54,15 +54,15 @@ def read_prompts(path: str, seed: int) -> list[Asked]:
     return [read(line, place, seed) for line, place in zip(lines, places, strict=True)]
 
 
-def _of_text(line: str, place: str, seed: int) -> Asked:
+def _of_text(line: str, place: str, seed: int) -> PromptRequest:
     if not line.strip():
         raise UserError(
             f"{place}: the prompt is empty. Take the line out; `gregale sample RUN` without a prompt begins a text."
         )
-    return Asked(line, seed, place, {})
+    return PromptRequest(line, seed, place, {})
 
 
-def _of_json(line: str, place: str, seed: int) -> Asked:
+def _of_json(line: str, place: str, seed: int) -> PromptRequest:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -83,7 +83,7 @@ def _of_json(line: str, place: str, seed: int) -> Asked:
         raise UserError(
             f"{place}: `seed` is {shortened(str(own))}; it has to be a whole number from 0 to {LARGEST_WHOLE:,}."
         )
-    return Asked(prompt, own, place, {"id": found["id"]} if "id" in found else {})
+    return PromptRequest(prompt, own, place, {"id": found["id"]} if "id" in found else {})
 
 
 def batches_of(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:

@@ -18,7 +18,7 @@ from gregale.model.drawing import Sampling
 from gregale.model.execution import execution
 from gregale.model.generate import BLOCK, Generator, Prompt
 from gregale.programs.run.setup import Setup
-from gregale.programs.sample.endings import Continuation, Form
+from gregale.programs.sample.endings import Continuation, TextFormat
 from gregale.programs.sample.prompts import batches_of
 
 PATIENCE_S = 0.1  # text is shown at least as often, if a token takes no longer
@@ -26,7 +26,7 @@ TOGETHER = 8  # texts that a run makes at a time, at most: their caches lie besi
 
 
 @dataclass(frozen=True)
-class Where:
+class SamplerPlacement:
     """On which devices a model is sampled.
 
     - `layout`: of parameters and activations; its batch may be split
@@ -44,7 +44,7 @@ class Where:
         return prod(self.layout.mesh.shape[axis] for axis in axes)
 
 
-def beside_training(setup: Setup) -> Where:
+def beside_training(setup: Setup) -> SamplerPlacement:
     """Where a run samples, with no batch split.
 
     On a CPU that is one device: simulated devices share the cores, and in every layer of every token they would wait
@@ -56,13 +56,15 @@ def beside_training(setup: Setup) -> Where:
     if first.platform == "cpu":
         layout = standard_layout(make_mesh(MeshConfig(data=1), [first]))
     mesh = layout.mesh.shape
-    return Where(unbatched(layout), setup.config.compute.gather == "per_step" or mesh["data"] * mesh["stage"] == 1)
+    return SamplerPlacement(
+        unbatched(layout), setup.config.compute.gather == "per_step" or mesh["data"] * mesh["stage"] == 1
+    )
 
 
 class Sampler:
     """Continues texts with models of one shape; compiles once for all of them."""
 
-    def __init__(self, setup: Setup, form: Form, where: Where):
+    def __init__(self, setup: Setup, form: TextFormat, where: SamplerPlacement):
         config = setup.config
         self._trained_on, self._where, self._form = setup.layout.mesh, where, form
         self._execution = execution(config.compute, where.layout, config.model)
@@ -121,7 +123,7 @@ class Sampler:
 
 def training_sampler(setup: Setup, tokenizer: Tokenizer) -> Sampler:
     """That of a run while it trains."""
-    return Sampler(setup, Form(tokenizer), beside_training(setup))
+    return Sampler(setup, TextFormat(tokenizer), beside_training(setup))
 
 
 def unbatched(layout: Layout) -> Layout:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from gregale.data.sources.base import expand
 from gregale.errors import UserError
 from gregale.storage import is_url
-from gregale.streams import LastingStream, printable
+from gregale.streams import ResilientStream, printable
 
 # What a terminal would act upon: control characters are shown by their pictures, but for tabs and the ends of lines.
 PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
@@ -105,7 +105,7 @@ def results_to(out: str | None) -> Iterator[Results]:
             os.replace(partial, path)
 
 
-class Pace:
+class ThroughputMeter:
     """How many tokens came, and how fast: until the first ones, which programs are compiled for, and after them.
 
     Attributes:
@@ -133,7 +133,7 @@ class Status:
     """A line on standard error that is written over and over on a terminal, and stays away elsewhere."""
 
     def __init__(self):
-        self._is_shown, self._stream = sys.stderr.isatty(), LastingStream(sys.stderr)
+        self._is_shown, self._stream = sys.stderr.isatty(), ResilientStream(sys.stderr)
 
     def show(self, words: str) -> None:
         if self._is_shown:
@@ -149,6 +149,6 @@ class Status:
 
 def say(words: str) -> None:
     """A line on standard error, if anybody is there to read it."""
-    stream = LastingStream(sys.stderr)
+    stream = ResilientStream(sys.stderr)
     stream.write(f"{printable(words)}\n")
     stream.flush()

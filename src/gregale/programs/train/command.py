@@ -35,14 +35,14 @@ from gregale.services.compiled import keep_compiled
 from gregale.services.config import TrainConfig
 from gregale.services.devices import start_devices
 from gregale.services.handshake import agree_on_text
-from gregale.services.peers import watched
+from gregale.services.peers import monitor_peers
 from gregale.services.profile import Profile, Window
-from gregale.services.progress import Doing, Progress
+from gregale.services.progress import Phase, Progress
 from gregale.services.run_directory import RunDirectory
 from gregale.services.run_lock import training
 from gregale.services.signals import StopRequest, end_soon
 from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
-from gregale.storage import place
+from gregale.storage import storage_path
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
     watch = start_devices(config.cpu_devices, config.distributed, config)
     keep_compiled(config.compilation_cache)
-    run = RunDirectory(place(expand(config.runs, "runs")) / config.name)
-    with watched(watch, run.where_it_goes_on) as progress:
+    run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
+    with monitor_peers(watch, run.resume_hint) as progress:
         return prepare_and_train(options.fresh, config, run, Watching(progress, window))
 
 
@@ -105,7 +105,7 @@ def prepare_and_train(fresh: bool, config: TrainConfig, run: RunDirectory, watch
         ):
             for note in (*corpus.notes, describe(setup, corpus)):
                 console.message(note)
-            if remark := config.sync.remark(setup.layout, config.steps):
+            if remark := config.sync.config_warning(setup.layout, config.steps):
                 console.message(remark)
             return train(setup, corpus, run, checkpoints, console, watching)
 
@@ -127,7 +127,7 @@ def held(run: RunDirectory, fresh: bool, report: Callable[[str], None]) -> Itera
         def take() -> Callable[[], None]:
             if fresh and run.path.exists():
                 with training(run.path, report):
-                    aside = run.set_aside()
+                    aside = run.archive()
                 report(f"The old run is now {aside}.")
             check = stack.enter_context(training(run.path, report))
             run.checkpoints.mkdir(exist_ok=True)
@@ -189,11 +189,11 @@ def train(
             loop = Loop(setup, corpus, run, checkpoints, observers)
             step = loop.run(start, stop)
         checkpoints.wait()
-    watching.progress.at(step, Doing.ENDING)
+    watching.progress.at(step, Phase.ENDING)
     if checkpoints.failure:
         raise agreed(
             f"The run ended after step {step} of {config.steps}, but its last checkpoint could not be saved: "
-            f"{checkpoints.failure}. {run.where_it_goes_on()}"
+            f"{checkpoints.failure}. {run.resume_hint()}"
         )
     if step < config.steps:
         name = stop.signal_name or "SIGTERM"

@@ -12,7 +12,7 @@ from gregale.services.config import BatchConfig
 
 
 @dataclass(frozen=True)
-class Consumed:
+class DataPosition:
     """Counts examples and tokens, from where the run goes on.
 
     - `first_step`: steps done before
@@ -55,7 +55,7 @@ class Traffic:
         return {**figures, "replica_bytes": self.bytes_before + since}
 
 
-class Spent:
+class PhaseTimer:
     """Counts seconds of the loop's own thread, from now on: while it waits for a batch, evaluates or saves, it hands
     no step to the devices."""
 

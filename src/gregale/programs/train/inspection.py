@@ -47,7 +47,7 @@ class Inspector:
 
 def _probe(setup: Setup, method: Method) -> Probe:
     """The largest attention logits, if the model can tell them."""
-    execution = setup.evaluation_execution(method.inside)
+    execution = setup.evaluation_execution(method.step_layout)
 
     def probe(model, batch: Tree) -> Tree:
         return model.attention_logit_maxima(batch, execution) if hasattr(model, "attention_logit_maxima") else None

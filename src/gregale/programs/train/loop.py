@@ -9,7 +9,7 @@ from haliax import NamedArray
 
 from gregale.data.preparation import Corpus
 from gregale.errors import UserError
-from gregale.files import reason
+from gregale.files import os_error_text
 from gregale.methods.method import Method
 from gregale.model.drawing import Sampling
 from gregale.programs.run.batches import GlobalBatches
@@ -18,14 +18,14 @@ from gregale.programs.run.evaluation import Evaluator, evaluation_text
 from gregale.programs.run.setup import Setup
 from gregale.programs.run.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
-from gregale.programs.train.counts import Consumed, Spent, Traffic
+from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.inspection import Inspector, QuantisationFigures
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import StepLog, TooManySkipped
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.progress import Doing
+from gregale.services.progress import Phase
 from gregale.services.run_directory import RunDirectory
 from gregale.services.signals import StopRequest
 from gregale.storage import StoreError
@@ -49,7 +49,7 @@ class Loop:
         self._checkpoints, self._observers = checkpoints, observers
         self._progress, self._profile = observers.progress, observers.profile
         self._trained = {
-            method.name: jax.jit(method.trained, compiler_options=setup.compiler_options)
+            method.name: jax.jit(method.eval_model, compiler_options=setup.compiler_options)
             for method in (setup.psdp, setup.method)
         }
         text = evaluation_text(corpus)
@@ -57,7 +57,7 @@ class Loop:
         self._measure = QuantisationFigures(setup, text.first) if text.first and setup.config.reduce.measure else None
         self._tasks = tasks_of(setup, corpus.tokenizer, run, observers.report)
         self._inspectors: dict[str, Inspector] = {}
-        self._spent = Spent()
+        self._spent = PhaseTimer()
         self._sampler = training_sampler(setup, corpus.tokenizer) if setup.config.samples.prompts else None
         self.evaluation: dict[str, float] = {}
 
@@ -71,7 +71,7 @@ class Loop:
         config = self._setup.config
         state, step = start.state, start.step
         traffic = Traffic(self._setup, step, start.replica_bytes)
-        consumed = Consumed(config.batch, step, start.examples)
+        consumed = DataPosition(config.batch, step, start.examples)
         method = self._setup.method_after(step)
         take_step, compiled = self._setup.stepper(method), step
         log = StepLog(self._setup, self._observers, traffic, consumed, self._spent)
@@ -80,12 +80,12 @@ class Loop:
             with GlobalBatches(self._corpus.train, *rows) as batches:
                 while step < config.steps and not stop.agreed(step):
                     if self._setup.method_after(step) is not method:
-                        self._progress.at(step + 1, Doing.COMPILING)
+                        self._progress.at(step + 1, Phase.COMPILING)
                         state = converted(self._setup, state, step, method)
                         method = self._setup.method_after(step)
                         take_step, compiled = self._setup.stepper(method), step
                     self._trace(self._profile.begins_with(step + 1), self._profile.begin, log)
-                    self._progress.at(step + 1, Doing.COMPILING if log.done <= compiled else Doing.TRAINING)
+                    self._progress.at(step + 1, Phase.COMPILING if log.done <= compiled else Phase.TRAINING)
                     with self._profile.step(step + 1):
                         with self._spent.on("data_seconds"):
                             batch = next(batches)
@@ -123,7 +123,7 @@ class Loop:
         log.catch_up()
         doing, inspector = self._progress.place.doing, self._inspectors.get(method.name)
         if inspector is None:
-            self._progress.at(step, Doing.COMPILING)
+            self._progress.at(step, Phase.COMPILING)
             inspector = self._inspectors[method.name] = Inspector(self._setup, method)
         with self._spent.on("inspection_seconds"), self._progress.waiting():
             figures = inspector(state, batch)
@@ -138,9 +138,9 @@ class Loop:
             action()
             log.restart()
 
-    def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic, consumed: Consumed) -> None:
+    def _save(self, method: Method, state: TrainState, step: int, traffic: Traffic, consumed: DataPosition) -> None:
         """Saves in the background."""
-        self._progress.at(step, Doing.SAVING)
+        self._progress.at(step, Phase.SAVING)
         counted = {"replica_bytes": traffic.bytes_sent(step), "examples": consumed.examples(step)}
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
         with self._spent.on("saving_seconds"):
@@ -150,7 +150,7 @@ class Loop:
 
     def _evaluate_and_sample(self, method: Method, state: TrainState, step: int) -> None:
         config = self._setup.config
-        self._progress.at(step, Doing.EVALUATING)
+        self._progress.at(step, Phase.EVALUATING)
         model = self._trained[method.name](state.method)
         if self._evaluate is not None:
             self.evaluation = self._evaluate(model, config.evaluation.batches, self._progress.still)
@@ -172,7 +172,7 @@ class Loop:
             try:
                 self._run.write_samples(step, texts)
             except (OSError, StoreError) as error:
-                why = error.fact.rstrip(".") if isinstance(error, StoreError) else reason(error)
+                why = error.fact.rstrip(".") if isinstance(error, StoreError) else os_error_text(error)
                 self._observers.report(f"The samples of step {step} could not be written: {why}.")
 
 

@@ -64,10 +64,10 @@ def converted(setup: Setup, state: TrainState, step: int, method: Method) -> Tra
     """
     coming = setup.method_after(step)
     if coming is not method:
-        return _moved(setup, coming, lambda state: coming.begin(method.end(state), step), state)
+        return _moved(setup, coming, lambda state: coming.from_psdp(method.to_psdp(state), step), state)
     wanted = abstract_state(coming, setup.model).method
     if jax.tree.structure(state.method) != jax.tree.structure(wanted):
-        return _moved(setup, coming, coming.renewed, state)
+        return _moved(setup, coming, coming.reset_error, state)
     return state
 
 

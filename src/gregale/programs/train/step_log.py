@@ -20,10 +20,10 @@ from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import step_shape
 from gregale.programs.run.setup import Setup
-from gregale.programs.train.counts import Consumed, Spent, Traffic
+from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.observers import Observers
 from gregale.services.tracking import Rate
-from gregale.training.state import Report
+from gregale.training.state import StepReport
 
 # Steps handed to the device before the oldest one's loss is read: with one there is always a step waiting, and more
 # would let simulated CPU devices of several steps wait for one another for want of threads.
@@ -41,10 +41,10 @@ class StepLog:
     - `skipped`: of the steps that were read, how many were skipped, by the replica that skipped most
     """
 
-    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: Consumed, spent: Spent):
+    def __init__(self, setup: Setup, observers: Observers, traffic: Traffic, consumed: DataPosition, spent: PhaseTimer):
         self._setup, self._observers, self._traffic, self._consumed = setup, observers, traffic, consumed
         self._spent, self._devices = spent, setup.layout.mesh.local_devices
-        self._pending: deque[tuple[int, Report, Mapping[str, float]]] = deque()
+        self._pending: deque[tuple[int, StepReport, Mapping[str, float]]] = deque()
         self._peak = peak_tokens_per_second(setup)
         self.done = traffic.first_step
         self.skipped = 0
@@ -58,7 +58,7 @@ class StepLog:
         """Begins to measure anew, so that time spent on other things does not count."""
         self._rate = Rate(time.monotonic(), self.done)
 
-    def took(self, step: int, report: Report, inspected: Mapping[str, float]) -> None:
+    def took(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
         """Takes the report of a step that was handed to the device; one that was inspected is logged in any case."""
         self._pending.append((step, self._shared(report) if self._shared else report, inspected))
         while len(self._pending) > STEPS_AHEAD:
@@ -69,7 +69,7 @@ class StepLog:
         while self._pending:
             self._log(*self._pending.popleft())
 
-    def _log(self, step: int, report: Report, inspected: Mapping[str, float]) -> None:
+    def _log(self, step: int, report: StepReport, inspected: Mapping[str, float]) -> None:
         config = self._setup.config
         with self._observers.progress.waiting():
             report = jax.device_get(report)
@@ -97,7 +97,7 @@ class StepLog:
         self._observers.trackers.log(step, values | ({"skipped": self.skipped} if self.skipped else {}))
 
 
-def measured(report: Report) -> dict[str, float]:
+def measured(report: StepReport) -> dict[str, float]:
     """Loss and gradient norm over all replicas and, where replicas train apart, those of each and their spread."""
     metrics = report.metrics
     losses, weights, norms = (np.atleast_1d(x).astype(np.float64) for x in metrics[:3])
@@ -116,7 +116,7 @@ def measured_between(outer: PseudoGradient) -> dict[str, float]:
     return values if similarity is None else {**values, "outer_grad_cosine": similarity}
 
 
-def check_finite(step: int, report: Report, most: int) -> None:
+def check_finite(step: int, report: StepReport, most: int) -> None:
     """Raises `TooManySkipped` if the last `most` steps were all skipped, of any replica."""
     in_a_row = int(np.max(report.skipped_in_a_row))
     if in_a_row >= most:

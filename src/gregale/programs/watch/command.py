@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, TextIO, cast
 from rich.live import Live
 
 from gregale.errors import UserError
-from gregale.programs.watch.follower import Follower, Snapshot, told
+from gregale.programs.watch.follower import RunPoller, RunStatus, state_sentence
 from gregale.programs.watch.view import fleet_view, plain_line, view_of
 from gregale.services.command import Command
-from gregale.services.run_places import RunPlaces, find_run
+from gregale.services.run_places import RunPaths, find_run
 from gregale.services.run_summary import State
 from gregale.settings import Settings, between, whole
-from gregale.storage import Remote, StoreError
-from gregale.streams import LastingStream, printable
+from gregale.storage import ObjectPath, StoreError
+from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console
 
 if TYPE_CHECKING:
@@ -61,15 +61,15 @@ class WatchOptions(Settings):
 def main(options: WatchOptions) -> int:
     """Shows the run until it is complete; 0 then and after Ctrl-C, 128 + the signal's number after another one."""
     runs = runs_of(options.run)
-    followers = {run.path: Follower(run) for run in runs}
-    seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, Remote) else SECONDS)
+    followers = {run.path: RunPoller(run) for run in runs}
+    seconds = options.seconds or (STORE_SECONDS if isinstance(runs[0].path, ObjectPath) else SECONDS)
     with ExitStack() as stack:
         stop, screen = stack.enter_context(stopped_by_signals()), stack.enter_context(Screen())
         if options.web:
             screen.message(f"The page is at {stack.enter_context(served(runs, options)).address}")
         while True:
             for run in islands_of(options.run):  # one of them may have begun after the others
-                followers.setdefault(run.path, Follower(run))
+                followers.setdefault(run.path, RunPoller(run))
             if snapshots := looks(followers.values(), screen):
                 complete = all(each.summary.state is State.COMPLETE for each in snapshots)
                 ends = options.once or (complete and not options.web)
@@ -80,7 +80,7 @@ def main(options: WatchOptions) -> int:
                 return stop.code
 
 
-def served(runs: Sequence[RunPlaces], options: WatchOptions) -> Server:
+def served(runs: Sequence[RunPaths], options: WatchOptions) -> Server:
     """A server of the page of runs. Raises `UserError` if the page cannot be made or served."""
     from gregale.programs.report.serving import LivePage  # late: the terminal needs none of it
     from gregale.programs.watch.web import Server
@@ -90,7 +90,7 @@ def served(runs: Sequence[RunPlaces], options: WatchOptions) -> Server:
     return Server(page.now, options.address, options.port)
 
 
-def runs_of(name: str) -> list[RunPlaces]:
+def runs_of(name: str) -> list[RunPaths]:
     """The run of a name, or those of a fleet's islands, as far as they have begun."""
     if found := islands_of(name):
         return found
@@ -105,10 +105,10 @@ def runs_of(name: str) -> list[RunPlaces]:
         ) from None
 
 
-def islands_of(name: str) -> list[RunPlaces]:
+def islands_of(name: str) -> list[RunPaths]:
     """The runs of a fleet's islands, of those that have begun; none if this is no fleet."""
     islands = [log.parent.parent / log.stem for log in logs_of(name)]
-    return [RunPlaces(island) for island in islands if island.is_dir()]
+    return [RunPaths(island) for island in islands if island.is_dir()]
 
 
 def logs_of(name: str) -> list[Path]:
@@ -121,10 +121,10 @@ def logs_of(name: str) -> list[Path]:
     return []
 
 
-def looks(followers: Iterable[Follower], screen: Screen) -> list[Snapshot]:
+def looks(followers: Iterable[RunPoller], screen: Screen) -> list[RunStatus]:
     """Return the runs as they are now, and tell what has happened; none if their store is out of order for now."""
     try:
-        found = [follower.look() for follower in followers]
+        found = [follower.poll() for follower in followers]
     except StoreError as error:
         screen.message(str(error))
         return []
@@ -137,7 +137,7 @@ class Screen:
     """A view that is redrawn on a terminal; plain lines elsewhere, some seconds apart and only if there is news."""
 
     def __init__(self, file: TextIO | None = None, plain_seconds: float = PLAIN_SECONDS):
-        stream = LastingStream(file or sys.stdout)
+        stream = ResilientStream(file or sys.stdout)
         self._console = Console(file=cast(TextIO, stream))
         self._live: Live | None = None
         if stream.isatty() and self._console.is_interactive:
@@ -146,7 +146,7 @@ class Screen:
         self._plain_seconds = plain_seconds
         self._said: dict[str, tuple[str, float]] = {}
 
-    def show(self, snapshots: Sequence[Snapshot], is_last: bool = False) -> None:
+    def show(self, snapshots: Sequence[RunStatus], is_last: bool = False) -> None:
         """Shows one run, or several side by side; `is_last`: as it will stand."""
         if self._live is not None:
             several = len(snapshots) > 1
@@ -160,7 +160,7 @@ class Screen:
                 self._said[name] = line, now
                 self.message(line)
                 if not said and each.summary.state in (State.STOPPED, State.DAMAGED):
-                    self.message(told(each.summary))
+                    self.message(state_sentence(each.summary))
 
     def message(self, text: str) -> None:
         """Shows a line, above the view if there is one."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from gregale.services.entries import read_entries
 from gregale.services.history import Figures, FiguresReader
-from gregale.services.run_places import RunPlaces
+from gregale.services.run_places import RunPaths
 from gregale.services.run_summary import State, Summary, summary_of
 from gregale.services.tracking.metrics import EVALUATION, in_unit, metric_of
 
@@ -22,7 +22,7 @@ WINDOW = 200  # lines back from which the speed is taken
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunStatus:
     """A run at a moment.
 
     - `starts`: the entries of starts.jsonl
@@ -69,19 +69,19 @@ def seconds_a_step(figures: Figures) -> float | None:
     return None if seconds is None or not seconds.values[-1] > 0 else float(seconds.values[-1])
 
 
-class Follower:
+class RunPoller:
     """Follows one run.
 
     - `clock`: the time in seconds
     """
 
-    def __init__(self, run: RunPlaces, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, run: RunPaths, clock: Callable[[], float] = time.monotonic):
         self.run = run
         self._reader, self._clock = FiguresReader(run.metrics), clock
         self._lines, self._came = -1, None
-        self._before: Snapshot | None = None
+        self._before: RunStatus | None = None
 
-    def look(self) -> tuple[Snapshot, list[str]]:
+    def poll(self) -> tuple[RunStatus, list[str]]:
         """The run as it is now, and what has happened since the last look, in lines."""
         summary, figures = summary_of(self.run), self._reader.read()
         if figures.lines != self._lines:
@@ -89,13 +89,13 @@ class Follower:
             self._lines = figures.lines
         silent = None if self._came is None else self._clock() - self._came
         stalled = stalled_line(self.run) if summary.state is State.RUNNING else ""
-        now = Snapshot(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
+        now = RunStatus(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
         events = [] if self._before is None else happened(self._before, now)
         self._before = now
         return now, events
 
 
-def happened(before: Snapshot, now: Snapshot) -> list[str]:
+def happened(before: RunStatus, now: RunStatus) -> list[str]:
     """What lies between two looks: starts, evaluations, ends."""
     name, events = now.summary.name, []
     if len(now.starts) > len(before.starts):
@@ -105,13 +105,13 @@ def happened(before: Snapshot, now: Snapshot) -> list[str]:
         words = (f"{each.replace('_', ' ')} {in_unit(each, now.last(each))}" for each in figures)
         events.append(f"{name} step {step:,}: {', '.join(words)}")
     if now.summary.state is not before.summary.state:
-        events.append(told(now.summary))
+        events.append(state_sentence(now.summary))
     if now.stalled != before.stalled:
         events.append(f"{name}: {now.stalled or 'Rounds go on.'}")
     return events
 
 
-def stalled_line(run: RunPlaces) -> str:
+def stalled_line(run: RunPaths) -> str:
     """What an island says while its fleet commits no round."""
     try:
         return run.stalled.read_bytes().decode(errors="replace")[:LONGEST_LINE]
@@ -130,7 +130,7 @@ def evaluated_step(figures: Figures) -> int:
     return max((int(figures[name].steps[-1]) for name in evaluations(figures)), default=0)
 
 
-def told(summary: Summary) -> str:
+def state_sentence(summary: Summary) -> str:
     """How a run stands, in a sentence."""
     at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
     if summary.state is State.COMPLETE:

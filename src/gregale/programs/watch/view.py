@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gregale.formatting import format_duration
-from gregale.programs.watch.follower import Snapshot, devices, evaluations
+from gregale.programs.watch.follower import RunStatus, devices, evaluations
 from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
 from gregale.services.run_summary import State
 from gregale.services.tracking.metrics import in_unit
@@ -35,7 +35,7 @@ LEAST_CURVE = 8
 WIDEST = 1000
 
 
-def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
+def view_of(snapshot: RunStatus, console: Console) -> RenderableType:
     """One run: how far it is, its curves, where its time goes, on what it runs."""
     summary = snapshot.summary
     parts: list[RenderableType] = [headline(snapshot)]
@@ -50,7 +50,7 @@ def view_of(snapshot: Snapshot, console: Console) -> RenderableType:
     return Group(*parts, *(Text(printable(problem), style="red") for problem in dict.fromkeys(problems)))
 
 
-def headline(snapshot: Snapshot) -> Text:
+def headline(snapshot: RunStatus) -> Text:
     """`quickstart  running  step 250 of 500 (50%)  ETA 1m 48s`."""
     summary = snapshot.summary
     line = Text(overflow="ellipsis", no_wrap=True)
@@ -64,7 +64,7 @@ def headline(snapshot: Snapshot) -> Text:
     return line
 
 
-def progress(snapshot: Snapshot) -> str:
+def progress(snapshot: RunStatus) -> str:
     """How far a run is, in words."""
     summary, remaining = snapshot.summary, snapshot.remaining_seconds
     if summary.state is State.RUNNING and not summary.step:
@@ -73,7 +73,7 @@ def progress(snapshot: Snapshot) -> str:
     return f"step {summary.step:,}{share}" + ("" if remaining is None else f"  ETA {format_duration(remaining)}")
 
 
-def curves(snapshot: Snapshot, console: Console) -> Table:
+def curves(snapshot: RunStatus, console: Console) -> Table:
     """A line for each figure: its name, its curve, its newest value."""
     names = [name for name in CURVES if name in snapshot.figures]
     names += [name for name in evaluations(snapshot.figures) if name not in names]
@@ -88,7 +88,7 @@ def curves(snapshot: Snapshot, console: Console) -> Table:
     return table
 
 
-def facts(snapshot: Snapshot) -> list[str]:
+def facts(snapshot: RunStatus) -> list[str]:
     """Where the time goes, what memory is in use, on what it runs."""
     lines = []
     if elapsed := snapshot.last("elapsed_seconds"):
@@ -109,7 +109,7 @@ def facts(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def fleet_view(snapshots: Sequence[Snapshot], console: Console) -> RenderableType:
+def fleet_view(snapshots: Sequence[RunStatus], console: Console) -> RenderableType:
     """Several runs side by side: a line each, with the curve of its loss, and what the terminal has room for."""
     columns = list(COLUMNS)
     for column in FIRST_TO_GO:
@@ -123,13 +123,13 @@ def fleet_view(snapshots: Sequence[Snapshot], console: Console) -> RenderableTyp
     return Group(table, *(Text(line, style="yellow") for line in stalled))
 
 
-def _room_beside(snapshots: Sequence[Snapshot], columns: Sequence[str], console: Console) -> int:
+def _room_beside(snapshots: Sequence[RunStatus], columns: Sequence[str], console: Console) -> int:
     """How long curves may be beside these columns."""
     table = _fleet_table(snapshots, columns, 0, "")
     return console.width - console.measure(table, options=console.options.update(width=WIDEST)).maximum
 
 
-def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: int, bars: str) -> Table:
+def _fleet_table(snapshots: Sequence[RunStatus], columns: Sequence[str], width: int, bars: str) -> Table:
     """A row for each run; `width`: of the curves."""
     table = Table()
     for column in columns:
@@ -152,7 +152,7 @@ def _fleet_table(snapshots: Sequence[Snapshot], columns: Sequence[str], width: i
     return table
 
 
-def plain_line(snapshot: Snapshot) -> str:
+def plain_line(snapshot: RunStatus) -> str:
     """A run in a line, where there is no terminal."""
     parts = [f"{snapshot.summary.name} {snapshot.summary.state}", progress(snapshot)]
     parts += [snapshot.stalled] if snapshot.stalled else []

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gregale.errors import UserError
-from gregale.files import flush, replacing
-from gregale.storage import Place, Remote
+from gregale.files import atomic_replace, flush
+from gregale.storage import ObjectPath, StoragePath
 
 MANIFEST = "manifest.json"
 PIECES = "pieces.json"  # where which piece of which array is
@@ -31,25 +31,25 @@ def _digest_of_records(records: FileRecords) -> str:
     return digest_of(json.dumps(records, sort_keys=True).encode())
 
 
-def write_manifest(folder: Place, records: FileRecords) -> None:
+def write_manifest(folder: StoragePath, records: FileRecords) -> None:
     """Writes the manifest; `folder` is complete once this returns, and on a disk power may fail then."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
     content = json.dumps(manifest, indent=1).encode()
-    if isinstance(folder, Remote):
+    if isinstance(folder, ObjectPath):
         (folder / MANIFEST).write_bytes(content)
         return
-    with replacing(folder / MANIFEST) as temporary:
+    with atomic_replace(folder / MANIFEST) as temporary:
         temporary.write_bytes(content)
         flush(temporary)
     flush(folder)
 
 
-def read_records(folder: Place) -> FileRecords:
+def read_records(folder: StoragePath) -> FileRecords:
     """What a sound manifest names."""
     return json.loads((folder / MANIFEST).read_bytes())["files"]
 
 
-def root_of(folder: Place, records: FileRecords) -> Place:
+def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
     """Where the files that a manifest names are; raises `UserError` if an earlier version of Gregale wrote them."""
     for name in records:
         own, _, last = name.partition("/")
@@ -61,7 +61,7 @@ def root_of(folder: Place, records: FileRecords) -> Place:
     )
 
 
-def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, in words, or None when every file is as it was written.
 
     Args:
@@ -88,7 +88,7 @@ def find_damage(folder: Place, part: int = 0, parts: int = 1) -> str | None:
         return next((damage for damage in pool.map(lambda one: _file_damage(folder, *one), expected) if damage), None)
 
 
-def _file_damage(folder: Place, name: str, size: int, digest: str) -> str | None:
+def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
     try:
         found_size, found_digest = _measured(folder / name)
     except (FileNotFoundError, IsADirectoryError):
@@ -100,9 +100,9 @@ def _file_damage(folder: Place, name: str, size: int, digest: str) -> str | None
     return None
 
 
-def _measured(place: Place) -> tuple[int, str]:
+def _measured(place: StoragePath) -> tuple[int, str]:
     """Size and checksum of what is there now."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         content = place.read_bytes()
         return len(content), digest_of(content)
     return place.stat().st_size, _digest(place)

@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from gregale.services.checkpoint.manifest import FileRecords
-from gregale.storage import Place, Remote, read_range
+from gregale.storage import ObjectPath, StoragePath, read_range
 
 PART_BYTES = 48 << 20  # s3fs and gcsfs write so much in one request
 THREADS = 8  # parts at once, which are in memory meanwhile
 
 
-def write_parts(folder: Place, prefix: str, contents: Iterable[np.ndarray], part_bytes: int) -> FileRecords:
+def write_parts(folder: StoragePath, prefix: str, contents: Iterable[np.ndarray], part_bytes: int) -> FileRecords:
     """Writes arrays of bytes one after the other into `prefix-00000`, `prefix-00001`, ...; returns their checksums.
 
     No more of the arrays are asked for than a few parts need. Nothing is written any more when it returns or raises.
@@ -34,9 +34,9 @@ def write_parts(folder: Place, prefix: str, contents: Iterable[np.ndarray], part
         return records | {name: future.result() for name, future in under_way}
 
 
-def write_part(place: Place, views: list[memoryview]) -> dict:
+def write_part(place: StoragePath, views: list[memoryview]) -> dict:
     """Writes a file, which is on the disk then, or an object; returns its size and checksum for a manifest."""
-    if isinstance(place, Remote):
+    if isinstance(place, ObjectPath):
         place.write_bytes(b"".join(views))
     else:
         with place.open("wb") as file:
@@ -49,7 +49,7 @@ def write_part(place: Place, views: list[memoryview]) -> dict:
     return {"bytes": sum(map(len, views)), "blake2b": digest.hexdigest()}
 
 
-def read_parts(buffer: np.ndarray, folder: Place, prefix: str, part_bytes: int, start: int) -> None:
+def read_parts(buffer: np.ndarray, folder: StoragePath, prefix: str, part_bytes: int, start: int) -> None:
     """Fills an array of bytes with those that begin at `start`; raises ValueError if a part is too short."""
     at = 0
     while at < len(buffer):

@@ -17,40 +17,40 @@ import numpy as np
 from jax.sharding import Sharding
 
 
-class Block(NamedTuple):
+class Region(NamedTuple):
     """A box of an array's elements: from `start` on, of `shape`."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def overlap(self, other: Block) -> Block | None:
+    def overlap(self, other: Region) -> Region | None:
         """What two boxes have in common; None: nothing."""
         starts = tuple(map(max, self.start, other.start))
         ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
         shape = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, starts, strict=True))
-        return Block(starts, shape) if all(size > 0 for size in shape) else None
+        return Region(starts, shape) if all(size > 0 for size in shape) else None
 
-    def within(self, outer: Block) -> tuple[slice, ...]:
+    def within(self, outer: Region) -> tuple[slice, ...]:
         """Where this box is in one that encloses it."""
         offsets = (here - there for here, there in zip(self.start, outer.start, strict=True))
         return tuple(slice(offset, offset + size) for offset, size in zip(offsets, self.shape, strict=True))
 
 
-class Piece(NamedTuple):
+class ShardExtent(NamedTuple):
     """A block of an array and where its bytes are: in the stream of a process, from `offset` on."""
 
-    block: Block
+    block: Region
     process: int
     offset: int
 
 
-Plan = dict[str, list[Piece]]
+Plan = dict[str, list[ShardExtent]]
 
 
-def block_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Block:
+def block_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     """The block of a device's index, as JAX has it."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    return Block(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+    return Region(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
 
 def planned(arrays: dict[str, jax.Array]) -> Plan:
@@ -58,13 +58,13 @@ def planned(arrays: dict[str, jax.Array]) -> Plan:
     filled: Counter[int] = Counter()
     plan: Plan = {}
     for name, array in arrays.items():
-        holders: dict[Block, set[int]] = {}
+        holders: dict[Region, set[int]] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
             holders.setdefault(block_of(index, array.shape), set()).add(device.process_index)
         plan[name] = []
         for block, processes in sorted(holders.items()):
             writer = min(processes, key=lambda process: (filled[process], process))
-            plan[name].append(Piece(block, writer, filled[writer]))
+            plan[name].append(ShardExtent(block, writer, filled[writer]))
             filled[writer] += int(np.prod(block.shape)) * array.dtype.itemsize
     return plan
 
@@ -103,27 +103,29 @@ def from_json(content: bytes) -> tuple[Plan, int]:
     """The plan, and the size of a part."""
     found = json.loads(content)
     plan = {
-        name: [Piece(Block(tuple(start), tuple(shape)), *rest) for start, shape, *rest in pieces]
+        name: [ShardExtent(Region(tuple(start), tuple(shape)), *rest) for start, shape, *rest in pieces]
         for name, pieces in found["arrays"].items()
     }
     return plan, found["part_bytes"]
 
 
-def wanted(sharding: Sharding, shape: tuple[int, ...]) -> list[Block]:
+def wanted(sharding: Sharding, shape: tuple[int, ...]) -> list[Region]:
     """The blocks of an array that this process's devices hold, each once."""
     return sorted({block_of(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()})  # type: ignore[arg-type]
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Whole rows of a piece, which lie together in its stream: bytes [start, stop), and the block that they are."""
 
-    block: Block
+    block: Region
     process: int
     start: int
     stop: int
 
 
-def rows_for(piece: Piece, blocks: Iterable[Block], item_bytes: int, most_bytes: int = 128 << 20) -> Iterator[Rows]:
+def rows_for(
+    piece: ShardExtent, blocks: Iterable[Region], item_bytes: int, most_bytes: int = 128 << 20
+) -> Iterator[RowRange]:
     """The rows of a piece (slices of its first axis) that any of some blocks has elements of.
 
     They come in groups of at most `most_bytes`, or of one row.
@@ -132,7 +134,7 @@ def rows_for(piece: Piece, blocks: Iterable[Block], item_bytes: int, most_bytes:
     if not overlaps:
         return
     if not piece.block.shape:
-        yield Rows(piece.block, piece.process, piece.offset, piece.offset + item_bytes)
+        yield RowRange(piece.block, piece.process, piece.offset, piece.offset + item_bytes)
         return
     (first, *start), (_, *shape) = piece.block
     low = min(overlap.start[0] for overlap in overlaps)
@@ -142,4 +144,4 @@ def rows_for(piece: Piece, blocks: Iterable[Block], item_bytes: int, most_bytes:
     for row in range(low, high, count):
         end = min(row + count, high)
         bounds = (piece.offset + (each - first) * row_bytes for each in (row, end))
-        yield Rows(Block((row, *start), (end - row, *shape)), piece.process, *bounds)
+        yield RowRange(Region((row, *start), (end - row, *shape)), piece.process, *bounds)

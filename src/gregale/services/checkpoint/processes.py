@@ -11,9 +11,9 @@ from jax._src import distributed  # nothing public waits in a thread
 from jax.experimental import multihost_utils
 
 from gregale.errors import UserError
-from gregale.files import OF_THE_DISK, reason
+from gregale.files import OF_THE_DISK, os_error_text
 from gregale.services.checkpoint.manifest import FileRecords
-from gregale.storage import Place, write_bytes
+from gregale.storage import StoragePath, write_bytes
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def by_first_process(action: Callable[[], T], otherwise: T) -> T:
         except OSError as error:
             if error.errno not in OF_THE_DISK:
                 raise
-            failed = f"{UserError.exit_code} The run's directory cannot be written: {reason(error)}."
+            failed = f"{UserError.exit_code} The run's directory cannot be written: {os_error_text(error)}."
     if failed := first_message(failed):
         code, _, message = failed.partition(" ")
         raise agreed(message, int(code))
@@ -100,12 +100,12 @@ def agreed(message: str, exit_code: int = UserError.exit_code) -> UserError:
     return error
 
 
-def hand_over(folder: Place, process: int, records: FileRecords) -> None:
+def hand_over(folder: StoragePath, process: int, records: FileRecords) -> None:
     """Leaves a process's checksums for process 0, which collects them after a barrier."""
     write_bytes(folder / f"{_HANDOVER}{process}.json", json.dumps(records).encode())
 
 
-def collect(folder: Place, processes: int) -> FileRecords:
+def collect(folder: StoragePath, processes: int) -> FileRecords:
     """Takes what the other processes handed over."""
 
     def taken(process: int) -> FileRecords:

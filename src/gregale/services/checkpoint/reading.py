@@ -10,17 +10,17 @@ import numpy as np
 from gregale.services.checkpoint.leaves import sharding_of
 from gregale.services.checkpoint.manifest import PIECES
 from gregale.services.checkpoint.parts import THREADS, read_parts
-from gregale.services.checkpoint.pieces import Block, Rows, block_of, from_json, rows_for, wanted
-from gregale.storage import Place
+from gregale.services.checkpoint.pieces import Region, RowRange, block_of, from_json, rows_for, wanted
+from gregale.storage import StoragePath
 
 Structs = dict[str, jax.ShapeDtypeStruct | jax.Array]
 
 
-def read_arrays(root: Place, structs: Structs) -> dict[str, jax.Array]:
+def read_arrays(root: StoragePath, structs: Structs) -> dict[str, jax.Array]:
     """Some arrays of a checkpoint, by name; none of them is empty. This process reads what its own devices need."""
     plan, part_bytes = from_json((root / PIECES).read_bytes())
-    buffers: dict[str, dict[Block, np.ndarray]] = {}
-    jobs: list[tuple[Rows, dict[Block, np.ndarray]]] = []
+    buffers: dict[str, dict[Region, np.ndarray]] = {}
+    jobs: list[tuple[RowRange, dict[Region, np.ndarray]]] = []
     for name, struct in structs.items():
         blocks = wanted(sharding_of(struct), struct.shape)
         buffers[name] = {block: np.empty(block.shape, struct.dtype) for block in blocks}
@@ -39,7 +39,7 @@ def read_arrays(root: Place, structs: Structs) -> dict[str, jax.Array]:
     return {name: made(name, struct) for name, struct in structs.items()}
 
 
-def _fill(root: Place, part_bytes: int, rows: Rows, buffers: dict[Block, np.ndarray]) -> None:
+def _fill(root: StoragePath, part_bytes: int, rows: RowRange, buffers: dict[Region, np.ndarray]) -> None:
     """Reads some rows of a piece and puts what blocks have of them into their buffers."""
     content = np.empty(rows.stop - rows.start, np.uint8)
     read_parts(content, root, f"{rows.process:05d}", part_bytes, rows.start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gregale.services.checkpoint.manifest import MANIFEST
 from gregale.settings import Settings, whole
-from gregale.storage import Place, names, status
+from gregale.storage import StoragePath, names, status
 
 LEAVES = "leaves.json"
 METADATA = "metadata.json"
@@ -53,7 +53,7 @@ def step_of(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def committed_steps(directory: Place) -> list[int]:
+def committed_steps(directory: StoragePath) -> list[int]:
     """The steps with a committed checkpoint (sound or not), in ascending order.
 
     A checkpoint counts if its manifest, which comes last and goes first, is there.
@@ -64,7 +64,7 @@ def committed_steps(directory: Place) -> list[int]:
     return sorted(step_of(name) or 0 for name, is_there in zip(folders, there, strict=True) if is_there)
 
 
-def without_manifest(directory: Place) -> list[str]:
+def without_manifest(directory: StoragePath) -> list[str]:
     """The names of what is no committed checkpoint but has the name of one, by ascending step."""
     committed = {folder_name(step) for step in committed_steps(directory)}
     return [name for name in names(directory) if step_of(name) is not None and name not in committed]

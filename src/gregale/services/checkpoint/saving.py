@@ -10,7 +10,7 @@ from uuid import uuid4
 import jax
 
 from gregale.errors import UserError
-from gregale.files import reason
+from gregale.files import os_error_text
 from gregale.services.checkpoint.finite import listed, not_finite
 from gregale.services.checkpoint.leaves import arrays_by_name, specs_by_name
 from gregale.services.checkpoint.manifest import FileRecords
@@ -24,7 +24,7 @@ from gregale.services.checkpoint.retention import (
     superfluous,
 )
 from gregale.services.checkpoint.writing import commit, delete, discard, make_room, prepare
-from gregale.storage import Place, StoreError
+from gregale.storage import StoragePath, StoreError
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Saver:
     Every process makes the same calls in the same order. `failure` is why the last save failed, None if it did not.
     """
 
-    def __init__(self, directory: Place, config: CheckpointConfig, notices: Notices):
+    def __init__(self, directory: StoragePath, config: CheckpointConfig, notices: Notices):
         self._directory, self._config, self._notices = directory, config, notices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
@@ -114,7 +114,7 @@ class Saver:
     def _commit(
         self,
         step: int,
-        root: Place,
+        root: StoragePath,
         writing: list[Callable[[], FileRecords]],
         failed: _Failure | None,
         beside: Callable[[], object],
@@ -155,7 +155,7 @@ class Saver:
         if failed := _failure_of(tidy):
             self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
 
-    def _give_up(self, step: int, root: Place, failed: _Failure) -> None:
+    def _give_up(self, step: int, root: StoragePath, failed: _Failure) -> None:
         """Frees the room that a failed save takes, and says so."""
         discard(root)
         self._notices.report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
@@ -177,7 +177,7 @@ def _failure_of(action: Callable[[], object]) -> _Failure | None:
     except UserError as error:
         fact = str(error).rstrip(".")
     except Exception as error:
-        fact = reason(error)
+        fact = os_error_text(error)
     else:
         return None
     return _Failure(fact, fact)

@@ -23,7 +23,7 @@ from gregale.services.checkpoint.retention import (
     without_manifest,
 )
 from gregale.services.checkpoint.saving import Notices, Saver
-from gregale.storage import Place, place
+from gregale.storage import StoragePath, storage_path
 
 _NONE = -1
 
@@ -56,7 +56,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Place | str,
+        directory: StoragePath | str,
         config: CheckpointConfig | None = None,
         report: Callable[[str], None] = print,
         committed: Callable[[int], None] = lambda step: None,
@@ -72,7 +72,7 @@ class Checkpoints:
             check: called before each begins and before it is, likewise; raises if this process must not write to the
                 run any more.
         """
-        self._directory = (place(directory) if isinstance(directory, str) else directory).absolute()
+        self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
         notices = Notices(self._report, check, committed)
         self._saver = Saver(self._directory, config or CheckpointConfig(), notices)
@@ -200,14 +200,14 @@ class Checkpoints:
         if damage := self._damage(step):
             raise UserError(f"The checkpoint {folder} is damaged: {damage}. There are the steps {self.steps()}.")
 
-    def _existing(self, step: int) -> Place:
+    def _existing(self, step: int) -> StoragePath:
         folder = self._directory / folder_name(step)
         if not folder.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"There is no checkpoint of step {step} in {self._directory}; there are: {there}.")
         return folder
 
-    def _root(self, step: int) -> Place:
+    def _root(self, step: int) -> StoragePath:
         folder = self._directory / folder_name(step)
         return root_of(folder, read_records(folder))
 

@@ -24,10 +24,10 @@ from gregale.services.checkpoint.manifest import MANIFEST, PIECES, FileRecords, 
 from gregale.services.checkpoint.pieces import planned, stream, to_json
 from gregale.services.checkpoint.processes import collect
 from gregale.services.checkpoint.retention import without_manifest
-from gregale.storage import Place, Remote, StoreError, files_below, remove_tree
+from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, remove_tree
 
 
-def make_room(directory: Place, size: int) -> None:
+def make_room(directory: StoragePath, size: int) -> None:
     """Removes what killed processes left unfinished; raises OSError if a disk has less than `size` bytes free then."""
     for name in without_manifest(directory):
         remove_all(directory / name)
@@ -39,7 +39,7 @@ def make_room(directory: Place, size: int) -> None:
             raise OSError(errno.ENOSPC, words)
 
 
-def prepare(root: Place, arrays: dict[str, jax.Array], texts: Mapping[str, str]) -> Callable[[], FileRecords]:
+def prepare(root: StoragePath, arrays: dict[str, jax.Array], texts: Mapping[str, str]) -> Callable[[], FileRecords]:
     """Copies this process's share of the arrays, which may be donated then.
 
     Returns a function that writes it below `root`, and `texts` in process 0; it returns the checksums.
@@ -58,7 +58,7 @@ def prepare(root: Place, arrays: dict[str, jax.Array], texts: Mapping[str, str])
     return write
 
 
-def commit(root: Place, records: FileRecords) -> None:
+def commit(root: StoragePath, records: FileRecords) -> None:
     """Has a checkpoint count, in the place of an earlier one of its step; takes the records of process 0."""
     folder = root.parent
     records = records | collect(root, jax.process_count())
@@ -72,7 +72,7 @@ def commit(root: Place, records: FileRecords) -> None:
                 (folder / name).unlink(missing_ok=True)
 
 
-def discard(root: Place) -> None:
+def discard(root: StoragePath) -> None:
     """Frees the room that a failed save takes on a disk; a store may be what failed, and the next save does it."""
     if isinstance(root, Path):
         remove(root)
@@ -80,15 +80,15 @@ def discard(root: Place) -> None:
             root.parent.rmdir()
 
 
-def delete(folder: Place) -> None:
+def delete(folder: StoragePath) -> None:
     """Deletes a checkpoint; the manifest goes first, so that what is left does not count."""
     (folder / MANIFEST).unlink(missing_ok=True)
     remove_all(folder)
 
 
-def remove_all(place: Place) -> None:
+def remove_all(place: StoragePath) -> None:
     """Removes what is below a folder of a store, or what has a name on a disk, whatever it is."""
-    if isinstance(place, Remote) or place.is_dir():
+    if isinstance(place, ObjectPath) or place.is_dir():
         remove_tree(place)
     else:
         place.unlink(missing_ok=True)

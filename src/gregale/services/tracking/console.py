@@ -11,7 +11,7 @@ from rich.table import Column
 
 from gregale.formatting import format_duration
 from gregale.services.tracking.tracker import Values
-from gregale.streams import LastingStream, printable
+from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console as Terminal
 
 _PLAIN_INTERVAL_SECONDS = 5.0
@@ -38,7 +38,7 @@ class Console:
             interval_seconds: least time between plain lines.
             clock: the time in seconds.
         """
-        stream = LastingStream(file or sys.stdout)
+        stream = ResilientStream(file or sys.stdout)
         self._rich = Terminal(file=cast(TextIO, stream))
         self._is_live = stream.isatty() and self._rich.is_interactive
         self._fields = tuple(fields)

@@ -2,22 +2,22 @@
 
 from collections.abc import Callable
 
-from gregale.services.lines import History, lines_at
+from gregale.services.lines import ResumePoint, lines_at
 from gregale.services.tracking.tracker import Values, finite
-from gregale.storage import Place
+from gregale.storage import StoragePath
 
 
 class JsonlTracker:
     """Writes a line a call. NaN and infinities are written as null: JSON has no such numbers."""
 
-    def __init__(self, place: Place, resumed_from: int = 0, report: Callable[[str], None] = print):
+    def __init__(self, place: StoragePath, resumed_from: int = 0, report: Callable[[str], None] = print):
         """
         Args:
             place: the file or object, made if absent.
             resumed_from: lines of later steps are dropped, and so are torn ones.
             report: told in one line when it cannot be written, and when it can be again.
         """
-        self._lines = lines_at(place, History("step", resumed_from), report)
+        self._lines = lines_at(place, ResumePoint("step", resumed_from), report)
 
     def log(self, step: int, values: Values) -> None:
         """Writes `{"step": step, **values}`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from gregale.storage import Place, Remote
+from gregale.storage import ObjectPath, StoragePath
 
 Values = Mapping[str, float | int | None]
 """Figures by name; None (and NaN and infinities) where there is no number."""
@@ -30,7 +30,7 @@ class RunInfo:
             process left are taken back where the tracker can do that.
     """
 
-    directory: Place
+    directory: StoragePath
     name: str
     config: Mapping[str, Any]
     resumed_from: int = 0
@@ -38,7 +38,7 @@ class RunInfo:
     @property
     def files(self) -> Path:
         """Where trackers put files of their own: in the run directory, for a run in a store in `trackers` here."""
-        if not isinstance(self.directory, Remote):
+        if not isinstance(self.directory, ObjectPath):
             return self.directory
         folder = Path("trackers") / self.name
         folder.mkdir(parents=True, exist_ok=True)
