@@ -195,7 +195,7 @@ class DropGroup:
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers:
-    """Find out which of the absent members of the last round are dead. Answer `PeersDead`; a late answer does no harm."""
+    """Find out which absent members of the last round are dead. Answer `PeersDead`; a late answer does no harm."""
 
     peers: tuple[Peer, ...]
 
