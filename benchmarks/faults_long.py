@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.latency import delayed
-from gregale.islands.engine.server import PeerUnreachable, Refused, ask_status
-from gregale.services.signing import read_token
+from gregale.distributed.signing import read_token
+from gregale.islands.transport.server import PeerUnreachable, Refused, ask_status
 from tests.fleet import Fleet, Island, Seconds, metrics
 from tests.namespaces import Network, rate_limited
 

@@ -35,16 +35,16 @@ from step import cpu_seconds, plain
 
 from gregale.axes.mesh import make_mesh
 from gregale.data.examples import Examples, make_example
-from gregale.model.drawing import Sampling
+from gregale.distributed.malloc_tuning import keep_memory
+from gregale.inference.generate import Generator, Prompt
+from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
-from gregale.model.generate import Generator, Prompt
 from gregale.model.llama import Llama, parameter_count
-from gregale.programs.run.evaluation import EvaluationText, Evaluator
-from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.runtime.evaluation import EvaluationText, Evaluator
+from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.sample.sampler import unbatched
-from gregale.services.config import TrainConfig
-from gregale.services.memory import keep_memory
-from gregale.services.parsing import load
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 
 QUICKSTART = Path(__file__).parents[1] / "config" / "quickstart.yaml"
 ONE_DEVICE = ["--mesh.replica=1", "--mesh.data=1", "--mesh.model=1", "--cpu_devices=1"]

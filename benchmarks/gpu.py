@@ -31,12 +31,12 @@ import numpy as np
 from gregale.audit.chips import CHIPS
 from gregale.audit.roofline import model_flops_per_token
 from gregale.axes.mesh import MeshConfig, make_mesh
+from gregale.distributed.devices import start_devices
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import abstract_batch, step_shape
-from gregale.programs.run.setup import Setup, set_up
-from gregale.services.config import BatchConfig, DistributedConfig, TrainConfig
-from gregale.services.devices import start_devices
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import BatchConfig, DistributedConfig, TrainConfig
 
 WARM_UP_STEPS = 2
 GREGALE = "gregale"

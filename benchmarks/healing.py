@@ -19,8 +19,8 @@ import time
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.islands.engine.server import Leaf, Server, Snapshot
-from gregale.islands.engine.transfer import fetch
+from gregale.islands.transport.server import Leaf, Server, Snapshot
+from gregale.islands.transport.transfer import fetch
 from tests.namespaces import bits_per_second, rate_limited
 
 TOKEN = b"a benchmark's token"

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
+from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.config import OUTER, DilocoConfig, PsdpConfig, StreamingDilocoConfig, SyncConfig
 from gregale.optim import AdamWConfig, MuonConfig, OptimizerConfig
-from gregale.services.config import TrainConfig
-from gregale.services.memory import keep_memory
-from gregale.services.parsing import load
-from gregale.services.run_directory import RunDirectory
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+from gregale.runs.run_directory import RunDirectory
 
 CONFIG = Path(__file__).parent.parent / "config" / "diloco_small.yaml"
 COMMON = ("--evaluation.every=null", "--checkpoint.every=100000", "--log_every=10")

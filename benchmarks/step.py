@@ -40,19 +40,19 @@ import optax
 from haliax import Axis
 from yardstick import Yardstick
 
+from gregale.audit.call_graph import walk
 from gregale.audit.hlo import parse
-from gregale.audit.walk import walk
 from gregale.axes.layout import Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.communication.accumulate import accumulate
 from gregale.communication.reduce import ExactReducer
+from gregale.distributed.devices import THREADS_A_DEVICE, with_flags
+from gregale.distributed.malloc_tuning import keep_memory
 from gregale.methods.psdp import Psdp
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.model.execution import Execution, execution
 from gregale.model.llama import Llama
 from gregale.optim import AdamWConfig, ConstantSchedule
-from gregale.services.devices import THREADS_A_DEVICE, with_flags
-from gregale.services.memory import keep_memory
 
 MESHES = {1: MeshConfig(replica=1, data=1, model=1), 8: MeshConfig(replica=2, data=2, model=2)}
 MODEL = LlamaConfig(layers=4, hidden=256, heads=4, mlp=1024, vocabulary=1024)

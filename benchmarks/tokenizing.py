@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gregale.data.build import NamedSource, TokenCache, build_store
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
 from gregale.data.tokenizers import BpeConfig, FileConfig, tokenizer_from_file, train_bpe

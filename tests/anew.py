@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from gregale.services.compiled import FOLDER
+from gregale.training.compilation_cache import FOLDER
 
 SETTINGS = (FOLDER, "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_enable_xla_caches")
 

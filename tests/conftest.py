@@ -41,11 +41,15 @@ TESTS = Path(__file__).parent
 # so that no worker is left alone with one of these files at the end.
 SLOW = (
     *("process/", "mesh/", "programs/", "docs/", "methods/"),
-    *("communication/pipeline/test_stack.py", "model/test_llama.py", "model/test_generate.py", "model/kernels/"),
+    *("communication/pipeline/test_stack.py", "model/test_llama.py", "inference/test_generate.py", "model/kernels/"),
     *("audit/test_traffic.py", "communication/test_quantised.py", "communication/test_network.py", "huggingface/"),
-    *("islands/engine/test_lighthouse.py", "islands/engine/test_transfer.py", "islands/simulator/test_simulator.py"),
-    *("services/test_roll_call.py", "services/test_checkpoint.py"),
-    *("services/test_peers.py", "services/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
+    *(
+        "islands/transport/test_lighthouse.py",
+        "islands/transport/test_transfer.py",
+        "islands/simulator/test_simulator.py",
+    ),
+    *("distributed/test_rendezvous.py", "checkpoint/test_checkpoint.py"),
+    *("distributed/test_liveness.py", "settings/test_odd_values.py", "storage/test_faults.py", "data/test_build.py"),
     *("infra/test_slurm_daemons.py",),
 )
 
@@ -75,7 +79,7 @@ def compile_once() -> None:
 
     `pytest --cache-clear` forgets them.
     """
-    from gregale.services.compiled import keep_compiled
+    from gregale.training.compilation_cache import keep_compiled
 
     keep_compiled("auto")
     gc.collect()
@@ -115,7 +119,7 @@ def gs(gcs_endpoint, monkeypatch) -> ObjectPath:
 @pytest.fixture(scope="module")
 def compiled_anew(tmp_path_factory) -> Iterator[None]:
     """For a module that looks at what the compiler says beside the program, which no folder keeps: one of its own."""
-    from gregale.services.compiled import keep_compiled
+    from gregale.training.compilation_cache import keep_compiled
     from tests.anew import as_a_process_begins
 
     with as_a_process_begins():

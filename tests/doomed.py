@@ -24,9 +24,9 @@ from typing import Any
 
 from gregale.cli import main
 from gregale.islands.driver import Driver
-from gregale.islands.engine.server import Handler
-from gregale.islands.engine.transfer import Assembly
-from gregale.islands.worker import GroupLink, HostWorker
+from gregale.islands.host_worker import GroupLink, HostWorker
+from gregale.islands.transport.server import Handler
+from gregale.islands.transport.transfer import Assembly
 
 DOOM = Path(os.environ["DOOM"])
 POINTS = {

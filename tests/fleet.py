@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.programs.islands.processes import end, make_token
-from gregale.services.entries import Entry, read_entries
-from gregale.services.history import ROUNDS
+from gregale.programs.local_fleet.processes import end, make_token
+from gregale.runs.history import ROUNDS
 from gregale.storage import ObjectPath, StoragePath, storage_path
+from gregale.storage.jsonl_reader import Entry, read_entries
 from tests.namespaces import Network, Site
 
 POLL_SECONDS = 0.05

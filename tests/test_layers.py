@@ -1,6 +1,7 @@
 """Imports point down the layers of the design, and modules stay small."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,13 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "gregale"
 
 LAYERS = [
-    {"errors", "settings", "files", "formatting", "streams", "terminal", "storage", "axes"},
+    {"errors", "settings", "atomic_files", "formatting", "streams", "terminal", "tables", "storage", "axes"},
     {"model", "data", "optim", "codecs", "audit", "timeline"},
-    {"communication", "huggingface"},
+    {"communication", "huggingface", "inference", "evaluation"},
     {"methods"},
-    {"training"},
-    {"services"},
+    {"distributed"},
+    {"training", "checkpoint", "tracking", "web"},
+    {"runs"},
     {"islands"},
     {"programs"},
     {"cli", "__main__"},
@@ -54,6 +56,13 @@ def test_imports_point_down_the_layers(trees):
         own = LAYER_OF[folder_of(path)]
         for folder in imported_folders(tree):
             assert LAYER_OF[folder] <= own, f"{path} (layer {own}) imports gregale.{folder} (layer {LAYER_OF[folder]})"
+
+
+def test_no_folders_import_each_other(trees):
+    graph: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        graph.setdefault(folder_of(path), set()).update(imported_folders(tree) - {folder_of(path)})
+    TopologicalSorter(graph).prepare()  # raises `CycleError`
 
 
 def test_an_upward_import_is_found():

@@ -14,9 +14,9 @@ import yaml
 
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import usage
-from gregale.services.config import TrainConfig
-from gregale.services.fields import REQUIRED, Entry, entries
-from gregale.services.tracking.metrics import METRICS
+from gregale.runs.config import TrainConfig
+from gregale.settings.config_schema import REQUIRED, Entry, entries
+from gregale.tracking.metrics import METRICS
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:

@@ -12,8 +12,8 @@ from gregale.audit.step import StepShape
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.programs.plan.shapes import abstract_batch, step_shape
-from gregale.programs.run.setup import Setup, set_up
-from gregale.services.config import BatchConfig, TrainConfig
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import BatchConfig, TrainConfig
 
 MODEL = LlamaConfig(layers=3, hidden=32, heads=8, kv_heads=4, mlp=64, vocabulary=320)
 COMPUTE = ComputeConfig(dtype="float32", unroll=1, loss_block=24)

@@ -12,12 +12,12 @@ from gregale.audit.memory import bytes_on_device, compiler_memory, estimate_memo
 from gregale.audit.step import ACCELERATOR, CPU, TPU
 from gregale.model.execution import execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu.blocks import LANES
 from gregale.model.kernels.tpu.kernels import tpu_kernels
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import abstract_batch, estimate, step_shape, tree_bytes
-from gregale.services.config import BatchConfig
+from gregale.runs.config import BatchConfig
 from tests.audit.steps import FAST, lowered_step, small_setup, small_step
 
 

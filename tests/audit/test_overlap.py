@@ -3,9 +3,9 @@ import re
 import pytest
 
 from gregale.audit import audit
-from gregale.audit.kernels import Peak
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.overlap import Rates, ends, schedule_of
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.pallas_cost import Peak
 
 RATES = Rates(cycles_per_second=1000, bytes_per_second={INSIDE: 1000}, kernels=Peak(1000))
 # What one device of four sends of 256 bytes in an all-reduce: 384 bytes, so 0.384 s. A product takes 0.1 s.

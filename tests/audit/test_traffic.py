@@ -12,9 +12,9 @@ from gregale.communication.pipeline.config import PipelineConfig
 from gregale.methods.config import DilocoConfig
 from gregale.optim import MuonConfig
 from gregale.programs.plan.shapes import step_transfers
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.audit.steps import audited, small_setup, small_step
 from tests.audit.warnings import captured_compiler_warnings
 

@@ -15,7 +15,7 @@ import pytest
 import gregale
 from gregale.cli import PROGRAMS, Program, main
 from gregale.errors import UserError
-from gregale.services.command import Command
+from gregale.programs.command import Command
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import pytest
 
 from gregale.codecs.config import FeedbackConfig, ReduceConfig
 from gregale.codecs.feedback import load
-from gregale.communication.legs import EXACT
+from gregale.communication.collective_phases import EXACT
 from gregale.communication.network import NetworkReducer, Reduced
-from gregale.communication.rows import RowLayout, rows_of
+from gregale.communication.row_layout import RowLayout, rows_of
 from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_seal
 from gregale.data.store import TokenStore, complete_store, open_store
 from gregale.data.text_bytes import NONE, Corrections

@@ -7,7 +7,7 @@ import pytest
 
 from gregale.data import parts
 from gregale.data.build import NamedSource, TokenCache, build_store, store_key
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import make_tasks, token_dtype
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource, TokensSource
@@ -23,7 +23,7 @@ BUILDER = """
 import os, signal, sys
 from pathlib import Path
 from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.disk import Disk
+from gregale.data.chunk_cache import Disk
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
 from gregale.storage import place
@@ -44,7 +44,7 @@ DYING = """
 import os, sys
 from pathlib import Path
 from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.disk import Disk
+from gregale.data.chunk_cache import Disk
 from gregale.data.progress import silent
 from gregale.data.sources import Part, SourceConfig
 from gregale.data.tokenizers import BytesTokenizer

@@ -11,7 +11,7 @@ import pytest
 from gregale.data import build as building
 from gregale.data import claims, parts
 from gregale.data.build import Build, NamedSource, TokenCache, build_store, store_key
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import discard, make_tasks, read_part, read_seal
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource

@@ -6,10 +6,10 @@ from threading import Event, Thread
 
 import pytest
 
+from gregale.atomic_files import machine
 from gregale.data import claims
 from gregale.data.claims import once
 from gregale.errors import UserError
-from gregale.files import machine
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from gregale.data.preparation import build_stores, prepare
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource, TextSource, TokensSource
 from gregale.data.stream import held_out_documents
+from gregale.data.tokenizer_training import training_texts
 from gregale.data.tokenizers import BpeConfig, BytesConfig, FileConfig, save_tokenizer
-from gregale.data.training_texts import training_texts
 from gregale.errors import UserError
 
 TEXTS = [f"document {number} says: " + "la " * (number % 7) + "\n" for number in range(60)]

@@ -7,8 +7,8 @@ import pytest
 
 from gregale.data import parts
 from gregale.data.build import NamedSource, TokenCache, build_store
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import DataConfig
-from gregale.data.disk import ChunkCache
 from gregale.data.preparation import prepare
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from gregale.data import store
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import json_sha256
 from gregale.data.store import MANIFEST_NAME, open_store
 from gregale.errors import UserError

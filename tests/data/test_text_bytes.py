@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from gregale.data.bigram import more_bytes_of
 from gregale.data.build import NamedSource, TokenCache, build_store
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import DataConfig
-from gregale.data.disk import ChunkCache
 from gregale.data.preparation import prepare
 from gregale.data.progress import silent
 from gregale.data.sources import JsonLinesSource
-from gregale.data.tasks.windows import SlidingWindows
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import FileConfig, LibraryTokenizer
+from gregale.evaluation.bigram import more_bytes_of
+from gregale.evaluation.tasks.windows import SlidingWindows
 
 END = "</s>"
 TEXTS = ["the café", "a", " the end ", "ﬁne\nWÖRD  𝔘x", "the the the", "▁a\tb", "x" * 40]

@@ -11,9 +11,9 @@ import pytest
 from gregale.axes.mesh import make_mesh
 from gregale.data.tokenizers import BpeConfig, BytesConfig
 from gregale.errors import UserError
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.docs.pages import ROOT
 
 FILES = sorted((ROOT / "config").glob("*.yaml"))

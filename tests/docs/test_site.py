@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gregale.services.config import TrainConfig
-from gregale.services.fields import entries
-from gregale.services.tracking.metrics import METRICS
+from gregale.runs.config import TrainConfig
+from gregale.settings.config_schema import entries
+from gregale.tracking.metrics import METRICS
 from tests.docs.pages import ROOT
 
 FETCHED = re.compile(

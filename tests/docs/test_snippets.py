@@ -15,8 +15,8 @@ import pytest
 from gregale.cli import PROGRAMS
 from gregale.cli.invocation import invoke
 from gregale.errors import UserError
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.docs.pages import PAGES, ROOT, WALKS, blocks, commands, name, pages_with
 
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]+)[^)]*\)")

@@ -12,8 +12,8 @@ from haliax import Axis
 
 from gregale.huggingface.folder import open_folder
 from gregale.huggingface.weights import read_model
-from gregale.model.drawing import Sampling
-from gregale.model.generate import BLOCK, Generator, Prompt
+from gregale.inference.generate import BLOCK, Generator, Prompt
+from gregale.inference.token_sampling import Sampling
 from gregale.model.llama import Llama
 from tests.huggingface.hub import CONTEXT, MODELS, VOCABULARY, made
 from tests.mesh.support import layout_of, one_device

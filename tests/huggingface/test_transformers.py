@@ -14,7 +14,7 @@ from gregale.axes.layout import BATCH, is_named
 from gregale.huggingface.config import read_config, written_config
 from gregale.huggingface.families import FAMILIES, family_that_has
 from gregale.huggingface.folder import open_folder
-from gregale.huggingface.names import slots_of
+from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.weights import read_model
 from gregale.model.config import GemmaConfig
 from gregale.model.llama import Llama

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gregale.files import is_process_dead
+from gregale.atomic_files import is_process_dead
 from tests.infra.cluster import Cluster, cluster, until, why_not
 from tests.infra.stand_ins import ROOT
 from tests.programs.tiny import FAST_TO_COMPILE, checkpoint_steps, losses, write_inputs

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.infra.stand_ins import StandIns
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gregale.islands.engine import server
 from gregale.islands.protocol.headers import Generation, Header
+from gregale.islands.transport import server
 
 LINE = Generation(1, "line")
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import HostGroup, Recovery
-from gregale.islands.hosts import HostConnection, RemoteHost
-from gregale.islands.inner import InnerOptimizerState
-from gregale.islands.orders import CopyInnerState, LoadOuterState, RoundPacing
+from gregale.islands.host_connection import HostConnection, RemoteHost
+from gregale.islands.host_group import HostGroup, Recovery
+from gregale.islands.host_worker import HostWorker, Timeouts
+from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import Peer
-from gregale.islands.worker import HostWorker, Timeouts
+from gregale.islands.trainer_command import CopyInnerState, LoadOuterState, RoundPacing
+from gregale.islands.transport.server import Server
 from gregale.methods.schedule import Schedule
 
 TOKEN = b"a token of the fleet"

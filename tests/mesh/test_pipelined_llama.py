@@ -19,8 +19,8 @@ from gregale.methods.config import StreamingDilocoConfig
 from gregale.model.config import ComputeConfig, LlamaConfig
 from gregale.optim import AdamWConfig, ConstantSchedule
 from gregale.programs.plan.shapes import step_transfers
-from gregale.programs.run.setup import Setup, set_up
-from gregale.services.config import BatchConfig, TrainConfig
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import BatchConfig, TrainConfig
 from tests.mesh.support import POSITIONS, ROWS, placed, token_batch
 
 STEPS = 2

@@ -14,7 +14,7 @@ from gregale.communication.pipeline.config import PipelineConfig, pipelined_exec
 from gregale.model.config import LlamaConfig
 from gregale.model.execution import Execution
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from tests.mesh.support import assert_trees_close, layout_of, placed, small_model, token_batch
 from tests.model.kernels.tpu.test_splash import SPLASH
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gregale.audit import Audit, audit
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.hlo import parse
 from gregale.audit.memory import compiler_memory
-from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.errors import UserError
 from gregale.model.config import ComputeConfig, LlamaConfig
@@ -23,8 +23,8 @@ from gregale.programs.plan.devices import Target, topology_target
 from gregale.programs.plan.report import kernels_of
 from gregale.programs.plan.shapes import abstract_batch, tree_bytes
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.run.setup import set_up
-from gregale.services.config import BatchConfig, TrainConfig
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import BatchConfig, TrainConfig
 from tests.conventional import conventional_step
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

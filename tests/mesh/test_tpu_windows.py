@@ -8,7 +8,7 @@ from gregale.axes.mesh import MeshConfig
 from gregale.model.config import ComputeConfig, GemmaConfig
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.step import MEMORY, plan_step
-from gregale.services.config import BatchConfig, TrainConfig
+from gregale.runs.config import BatchConfig, TrainConfig
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 

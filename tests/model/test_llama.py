@@ -16,7 +16,7 @@ from gregale.errors import UserError
 from gregale.model.config import REMAT, ComputeConfig, GemmaConfig, LlamaConfig
 from gregale.model.execution import UNROLL, execution
 from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Llama, parameter_count
 from gregale.model.scaling import LinearScaling, Llama3Scaling
 from tests.mesh.support import assert_trees_close, layout_of, one_device, small_model, token_batch

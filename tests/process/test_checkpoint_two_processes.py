@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gregale.services.checkpoint import CheckpointConfig
-from gregale.services.checkpoint.manifest import MANIFEST
-from gregale.services.checkpoint.store import Checkpoints
+from gregale.checkpoint import CheckpointConfig
+from gregale.checkpoint.manifest import MANIFEST
+from gregale.checkpoint.store import Checkpoints
 
 VALUES = np.arange(8 * 1024, dtype=np.float32).reshape(8, 1024)
 
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import Busy, UserError
-from gregale.services.checkpoint import CheckpointConfig
-from gregale.services.checkpoint.processes import by_first_process
-from gregale.services.checkpoint.store import Checkpoints
+from gregale.checkpoint import CheckpointConfig
+from gregale.checkpoint.multihost import by_first_process
+from gregale.checkpoint.store import Checkpoints
 
 directory = Path(sys.argv[3])
 devices = np.asarray(jax.devices())

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gregale.services.checkpoint.manifest import find_damage
-from gregale.services.checkpoint.retention import folder_name
-from gregale.services.peers import EXIT_CODE
+from gregale.checkpoint.manifest import find_damage
+from gregale.checkpoint.retention import folder_name
+from gregale.distributed.liveness import EXIT_CODE
 from gregale.storage import ObjectPath
 from tests.ports import free_port
 from tests.programs.tiny import (

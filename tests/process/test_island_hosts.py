@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gregale.islands import files
-from gregale.services.peers import EXIT_CODE
+from gregale.distributed.liveness import EXIT_CODE
+from gregale.islands import outer_checkpoint
 from tests.ports import free_port
 from tests.programs.tiny import FAST_TO_COMPILE, finished, write_config, write_inputs
 
@@ -96,7 +96,7 @@ def outer_arrays(run: Path) -> dict[str, np.ndarray]:
     """Every array of the outer side after the last round, of all hosts; what two of them have is the same."""
     found: dict[str, np.ndarray] = {}
     for folder in sorted(run.glob("outer*")):
-        for name, array in files.read(folder, ROUNDS).arrays.items():
+        for name, array in outer_checkpoint.read(folder, ROUNDS).arrays.items():
             if name in found:
                 np.testing.assert_array_equal(array, found[name], err_msg=name)
             found[name] = array

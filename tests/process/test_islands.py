@@ -16,15 +16,15 @@ import pytest
 from gregale import storage
 from gregale.axes.mesh import make_mesh
 from gregale.data.preparation import prepare
-from gregale.islands import files
+from gregale.islands import outer_checkpoint
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island import Island
-from gregale.programs.run.batches import Placement
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
-from gregale.services.run_places import RunPaths
-from gregale.services.run_summary import State, summary_of
+from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+from gregale.runs.run_paths import RunPaths
+from gregale.runs.run_summary import State, summary_of
 from tests.fleet import Fleet, Seconds
 from tests.methods.islands import Fleet as ByHand
 from tests.methods.islands import Member
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, names: list[str], *options: str) -> files.SavedOuterState:
+def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOuterState:
     """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
     common = ["--islands.lockstep", "true", "--islands.start", "2", "--islands.lease_steps", "50", *options]
     with Fleet(folder, "streaming.yaml", PATIENT, common, True, environment=QUICK_TO_COMPILE) as fleet:
@@ -72,7 +72,7 @@ def trained(folder, names: list[str], *options: str) -> files.SavedOuterState:
         assert codes == [0, 0], fleet.tails()
         assert fleet.check() >= 2 * SYNC["fragments"]
         assert all(summary_of(RunPaths(run)).state is State.COMPLETE for run in runs)
-        return files.read(runs[0] / "outer", fleet.newest())
+        return outer_checkpoint.read(runs[0] / "outer", fleet.newest())
 
 
 def test_four_bits_on_both_legs_with_feedback_do_what_they_do_in_one_process(folder, monkeypatch):
@@ -214,7 +214,7 @@ def test_who_has_its_run_in_a_store_has_nothing_of_it_on_a_disk(trio):
         assert {"config.yaml", "island.address", "metrics.jsonl", "rounds.jsonl"} <= set(storage.names(run))
         saved = storage.names(run / "outer")
         assert saved
-        assert all((run / "outer" / each / files.MANIFEST).is_file() for each in saved)
+        assert all((run / "outer" / each / outer_checkpoint.MANIFEST).is_file() for each in saved)
         assert not (trio.folder / "runs" / name).exists()
     assert checkpoint_steps(trio.islands["x"].run)
     assert not list(trio.folder.glob("site-*"))

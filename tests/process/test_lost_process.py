@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gregale.services.peers import EXIT_CODE
+from gregale.distributed.liveness import EXIT_CODE
 from tests.ports import free_port
 
 TIMEOUT_SECONDS = 4
@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
-from gregale.services.distributed import DistributedConfig
-from gregale.services.devices import start_devices
-from gregale.services.peers import watched
-from gregale.services.progress import Doing
+from gregale.distributed.config import DistributedConfig
+from gregale.distributed.devices import start_devices
+from gregale.distributed.liveness import watched
+from gregale.distributed.hang_detector import Doing
 
 rank, processes, port, errs_at, hangs_at = map(int, sys.argv[1:])
 bounds = dict(timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS} if hangs_at > 0 else None)
@@ -151,8 +151,8 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
 
 ALONE = """
 import sys
-from gregale.services.distributed import DistributedConfig
-from gregale.services.devices import start_devices
+from gregale.distributed.config import DistributedConfig
+from gregale.distributed.devices import start_devices
 
 start_devices(2, DistributedConfig(f"127.0.0.1:{sys.argv[1]}", 2, 0, join_seconds=1))
 """

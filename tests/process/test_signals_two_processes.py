@@ -4,7 +4,7 @@ STOP = """
 import os
 import signal
 
-from gregale.services.signals import StopRequest
+from gregale.distributed.signals import StopRequest
 
 stopped_at = None
 with StopRequest(check_every=3) as stop:

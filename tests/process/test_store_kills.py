@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 
-from gregale.services.checkpoint.manifest import find_damage
-from gregale.services.checkpoint.retention import folder_name
-from gregale.services.checkpoint.store import Checkpoints
+from gregale.checkpoint.manifest import find_damage
+from gregale.checkpoint.retention import folder_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.storage import ObjectPath
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +31,8 @@ import sys
 import time
 
 from tests.process.test_store_kills import made_for
-from gregale.services.checkpoint import CheckpointConfig, parts
-from gregale.services.checkpoint.store import Checkpoints
+from gregale.checkpoint import CheckpointConfig, parts
+from gregale.checkpoint.store import Checkpoints
 
 parts.PART_BYTES = 100_000
 with Checkpoints(sys.argv[1], CheckpointConfig(keep_last=2), report=lambda _: None) as checkpoints:

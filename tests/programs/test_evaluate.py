@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gregale.data.preparation import prepare
-from gregale.programs.run.trained import open_trained
-from gregale.services.run_directory import RunDirectory
+from gregale.programs.runtime.trained_model import open_trained
+from gregale.runs.run_directory import RunDirectory
 from tests.model import oracle
 from tests.programs.tiny import lines
 

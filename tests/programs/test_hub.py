@@ -23,18 +23,18 @@ from gregale.data.tokenizers import BpeConfig, FileConfig, LibraryTokenizer, loa
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.families import FAMILIES
 from gregale.huggingface.folder import INDEX, made_whole, open_folder
-from gregale.huggingface.names import parameters_of
+from gregale.huggingface.hub_model_config import shape_and_tokenizer
 from gregale.huggingface.safetensors import read_header
-from gregale.huggingface.shape import shape_and_tokenizer
+from gregale.huggingface.tensor_names import parameters_of
 from gregale.model.base import HuggingFaceConfig
 from gregale.model.config import LlamaConfig
+from gregale.programs.command import Command
 from gregale.programs.exporting import write_beside
-from gregale.programs.run.model_card import Exported
-from gregale.programs.run.opened import opened
-from gregale.programs.run.trained import find_run, on_devices, open_trained, set_up_run
-from gregale.services.command import Command
-from gregale.services.config import TrainConfig
-from gregale.services.run_directory import RunDirectory
+from gregale.programs.runtime.lazy_model import opened
+from gregale.programs.runtime.model_card import Exported
+from gregale.programs.runtime.trained_model import find_run, on_devices, open_trained, set_up_run
+from gregale.runs.config import TrainConfig
+from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings
 from tests.data.test_text_bytes import LLAMA, sentence_piece
 from tests.huggingface.hub import CONTEXT, made

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.services.config import InspectConfig
-from gregale.services.tracking.metrics import metric_of
+from gregale.runs.config import InspectConfig
+from gregale.tracking.metrics import metric_of
 from tests.audit.steps import lowered_step, small_setup
 from tests.programs.tiny import EVALUATE, assert_same_state, lines, losses, saved_state
 

@@ -15,7 +15,7 @@ import pytest
 
 from gregale.cli import main
 from gregale.methods.schedule import Schedule
-from gregale.programs.run.trained import open_trained
+from gregale.programs.runtime.trained_model import open_trained
 from tests.programs.tiny import assert_same_state, checkpoint_steps, lines, losses, saved_state
 
 STEPS, STOPPED, JOINED = 12, 6, 8

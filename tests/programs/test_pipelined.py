@@ -11,8 +11,8 @@ import pytest
 
 from gregale.cli import main
 from gregale.data.tokenizers import load_tokenizer
-from gregale.model.drawing import Sampling
-from gregale.programs.run.trained import open_trained
+from gregale.inference.token_sampling import Sampling
+from gregale.programs.runtime.trained_model import open_trained
 from gregale.programs.sample.sampler import training_sampler
 from tests.programs.test_sample import greedy_by_full_passes
 from tests.programs.tiny import checkpoint_steps, lines, losses

@@ -19,16 +19,16 @@ from gregale.data.config import DataConfig
 from gregale.data.preparation import prepare
 from gregale.data.sources.text import TextSource
 from gregale.data.tokenizers import SAVED_NAME, BpeConfig, BytesConfig, FileConfig, vocabulary_size
+from gregale.distributed.devices import with_flags
 from gregale.errors import UserError
 from gregale.programs.plan.devices import Target, device_count, for_accelerators, simulated_target, topology_target
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import kernels_of, report_of
 from gregale.programs.plan.step import plan_step
 from gregale.programs.plan.text import print_report
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.devices import with_flags
-from gregale.services.parsing import load
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

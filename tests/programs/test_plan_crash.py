@@ -6,8 +6,8 @@ import pytest
 
 from gregale.errors import UserError
 from gregale.programs.plan.crash import last_lines
-from gregale.programs.plan.reported import Request, reported
-from gregale.services.config import TrainConfig
+from gregale.programs.plan.memory_only_compile import Request, reported
+from gregale.runs.config import TrainConfig
 
 # From the TPU compiler's log; its stack, its addresses and its report on itself are cut short.
 LOG = """WARNING: Logging before InitGoogle() is written to STDERR

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from gregale.audit.chips import chip
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.axes.layout import is_named
 from gregale.axes.mesh import make_mesh
@@ -25,9 +25,9 @@ from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.report import report_of
 from gregale.programs.plan.shapes import estimated_link_bytes, step_shape, tree_bytes
 from gregale.programs.plan.step import plan_step
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the compiler warns of

@@ -21,9 +21,9 @@ from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.devices import topology_target
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import MEMORY, Plan, plan_step
-from gregale.programs.run.setup import set_up
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 
 CONFIGS = Path(__file__).parent.parent.parent / "config"
 ON_TPU = {"llama_8b_two_slices": ("v5e:8x8", 2), "llama_7b_512": ("v5e:8x8", 8)}

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.roofline import Roofline
 from gregale.errors import UserError
 from gregale.methods.island_traffic import IslandTraffic

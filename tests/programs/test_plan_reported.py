@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.programs.plan import reported as module
+from gregale.programs.plan import memory_only_compile as module
 from gregale.programs.plan.compiling import REPORT, SCHEDULE, read_dump
-from gregale.programs.plan.reported import Request, reported
-from gregale.services.config import TrainConfig
+from gregale.programs.plan.memory_only_compile import Request, reported
+from gregale.runs.config import TrainConfig
 
 
 def compiling() -> list[str]:
@@ -22,7 +22,7 @@ def compiling() -> list[str]:
             words = path.read_text().split("\0")
         except OSError:
             continue
-        if "gregale.programs.plan.child" in words and str(os.getpid()) in words:
+        if "gregale.programs.plan.compile_worker" in words and str(os.getpid()) in words:
             found.append(" ".join(words))
     return found
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from gregale.audit.chips import chip
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.report import Audit
 from gregale.cli import main
 from gregale.errors import UserError
@@ -20,8 +20,8 @@ from gregale.programs.plan.devices import simulated_target
 from gregale.programs.plan.search import ENOUGH, Asked, _Compiler, scheduled_seconds, search
 from gregale.programs.plan.step import MEMORY, plan_step, setup_for
 from gregale.programs.plan.text import print_search
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.programs.tiny import SMALL_QUICKSTART
 
 QUICKSTART = Path(__file__).parent.parent.parent / "config" / "quickstart.yaml"

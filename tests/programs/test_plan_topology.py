@@ -19,8 +19,8 @@ from gregale.errors import UserError
 from gregale.programs.plan.command import tokens_of
 from gregale.programs.plan.compiling import compiled_for, largest_buffers, refused_sizes
 from gregale.programs.plan.devices import topology_target
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")  # a program that does not fit is compiled twice
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from gregale.errors import UserError
-from gregale.services.profile import ENDINGS, MOST_STEPS, Window
+from gregale.tracking.profile import ENDINGS, MOST_STEPS, Window
 from tests.programs.tiny import EVALUATE, assert_same_state, losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

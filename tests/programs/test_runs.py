@@ -10,8 +10,8 @@ import pytest
 
 from gregale.cli import main
 from gregale.programs.runs import ago
-from gregale.services.run_lock import training
-from tests.services.runs import write_run
+from gregale.runs.run_lock import training
+from tests.runs.runs import write_run
 
 DILOCO = {"sync": {"type": "streaming_diloco"}, "reduce": {"codec": "int4"}}
 

@@ -15,13 +15,13 @@ import pytest
 
 from gregale.axes.mesh import MeshConfig
 from gregale.data.tokenizers import load_tokenizer
-from gregale.model.drawing import Sampling
-from gregale.model.generate import Generator
-from gregale.programs.run.trained import on_devices, open_trained, set_up_run
-from gregale.programs.sample import showing
+from gregale.inference.generate import Generator
+from gregale.inference.token_sampling import Sampling
+from gregale.programs.runtime.trained_model import on_devices, open_trained, set_up_run
+from gregale.programs.sample import output
 from gregale.programs.sample.sampler import steady, training_sampler
-from gregale.services.config import BatchConfig
-from gregale.services.run_directory import RunDirectory
+from gregale.runs.config import BatchConfig
+from gregale.runs.run_directory import RunDirectory
 from tests.model import oracle
 
 GREEDY = Sampling(temperature=0)
@@ -243,7 +243,7 @@ def test_ctrl_c_ends_with_what_is_there(gregale, whole, sampler, monkeypatch, ca
 
 def test_ctrl_c_keeps_the_results_that_are_there(gregale, whole, four, one_by_one, tmp_path, monkeypatch):
     """Between two batches of one prompt."""
-    added, add = [], showing.Results.add
+    added, add = [], output.Results.add
 
     def interrupted(self, number: int, result: dict) -> None:
         add(self, number, result)
@@ -251,7 +251,7 @@ def test_ctrl_c_keeps_the_results_that_are_there(gregale, whole, four, one_by_on
         if len(added) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(showing.Results, "add", interrupted)
+    monkeypatch.setattr(output.Results, "add", interrupted)
     out = tmp_path / "out.jsonl"
     assert gregale("sample", "whole", "--prompts", "four.jsonl", "--out", out, "--batch", "1", *DRAWN) == 130
     assert [line["text"] for line in results(out)] == one_by_one[:2]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from gregale.cli import main
-from gregale.data.tasks.continuations import encoded
-from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import BytesTokenizer, load_tokenizer
-from gregale.programs.run.scoring import Scorer, halves
-from gregale.programs.run.sliding import SlidingEvaluation
-from gregale.programs.run.trained import open_trained
+from gregale.evaluation.tasks.continuations import encoded
+from gregale.evaluation.tasks.files import read_tasks
+from gregale.programs.runtime.scoring import Scorer, halves
+from gregale.programs.runtime.sliding_window import SlidingEvaluation
+from gregale.programs.runtime.trained_model import open_trained
 from tests.data.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import WORDS, lines

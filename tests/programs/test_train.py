@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from gregale import __version__ as gregale_version
+from gregale.checkpoint.leaves import arrays_by_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.examples import Examples
-from gregale.programs.run.checkpointed import checkpoint_template
-from gregale.programs.run.setup import set_up
-from gregale.services.checkpoint.leaves import arrays_by_name
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.config import TrainConfig
-from gregale.services.parsing import load
+from gregale.programs.runtime.checkpointed import checkpoint_template
+from gregale.programs.runtime.setup import set_up
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
 from tests.programs.tiny import (
     CONFIG,
     EVALUATE,
@@ -27,7 +27,7 @@ from tests.programs.tiny import (
     losses,
     saved_state,
 )
-from tests.services.runs import seal
+from tests.runs.runs import seal
 
 STEPS = CONFIG["steps"]
 

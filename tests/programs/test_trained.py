@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gregale.errors import UserError
-from gregale.programs.run.trained import find_run
+from gregale.programs.runtime.trained_model import find_run
 
 
 @pytest.fixture(autouse=True)

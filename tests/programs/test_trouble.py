@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from gregale.services.run_lock import training
+from gregale.runs.run_lock import training
 from tests.disk import largest_file
 from tests.programs.tiny import EVALUATE, assert_same_state, checkpoint_steps, lines, losses
 
@@ -101,7 +101,9 @@ def test_a_held_out_loss_that_is_no_number_is_not_done(again, capsys, monkeypatc
     """A run whose last evaluation was lost makes up for it, again and again if need be."""
     *kept, _ = (again.run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (again.run / "metrics.jsonl").write_text("".join(kept))
-    monkeypatch.setattr("gregale.programs.run.evaluation.Evaluator.__call__", lambda *_: {"eval_loss": float("nan")})
+    monkeypatch.setattr(
+        "gregale.programs.runtime.evaluation.Evaluator.__call__", lambda *_: {"eval_loss": float("nan")}
+    )
     for _ in range(2):
         assert again() == 2
         assert "has done its 12 steps, but its held-out loss is nan" in refusal(capsys)

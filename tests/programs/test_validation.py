@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gregale.cli import main
-from gregale.services.run_directory import RunDirectory
+from gregale.runs.run_directory import RunDirectory
 from tests.programs.tiny import WORDS, lines
 
 SHORT = ["--steps", "2", "--optimizer.schedule.warmup", "1", "--checkpoint.every", "2"]

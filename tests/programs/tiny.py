@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import yaml
 
-from gregale.services.checkpoint.retention import committed_steps, folder_name
-from gregale.services.checkpoint.store import Checkpoints
+from gregale.checkpoint.retention import committed_steps, folder_name
+from gregale.checkpoint.store import Checkpoints
 from gregale.storage import StoragePath
 
 WORDS = ["a", "the", "wind", "sea", "north", "east", "gale", "island", "replica", "shard", "step", "loss", "mesh"]

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from gregale.audit.call_graph import Site, walk
+from gregale.audit.device_axes import Crossing, Placement
 from gregale.audit.groups import parse_groups, parse_pairs, parse_slice_target
 from gregale.audit.hlo import Module, Shape
 from gregale.audit.loops import Loop
-from gregale.audit.placement import Crossing, Placement
-from gregale.audit.walk import Site, walk
 
 KINDS = (
     "all-reduce",

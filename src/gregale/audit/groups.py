@@ -1,7 +1,8 @@
 """Which devices of a program talk to each other in a collective, as XLA prints it.
 
 Groups have three forms: explicit `{{0,1},{2,3}}`, iota `[4,2]<=[2,2,2]T(1,0,2)`, and by the compiler's own mesh
-`mesh['a'=2,'b'=4] {'a'}`. The numbers are the program's device numbers, which `gregale.audit.placement` maps to a mesh.
+`mesh['a'=2,'b'=4] {'a'}`. The numbers are the program's device numbers;
+`gregale.audit.device_axes` maps them to a mesh.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 `schedule_of(text, collectives, rates, {})` goes through the program as it is scheduled, with a clock. An instruction
 takes the cycles that the compiler estimates for it; a Pallas kernel, for which it estimates none, takes what
-`gregale.audit.kernels` says; a collective takes what a device sends over the link's rate, one after another on each
+`gregale.audit.pallas_cost` says; a collective takes what a device sends over the link's rate, one after another on each
 link, from where it is started. Where its result is waited for, what is left of it is exposed, and the clock stands
 still for so long; all of a collective that is not asynchronous is exposed.
 """
@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from gregale.audit.call_graph import walk
 from gregale.audit.collectives import Collective
 from gregale.audit.hlo import Computation, Instruction, Module, parse
-from gregale.audit.kernels import Peak
 from gregale.audit.loops import Frame, read_loop
-from gregale.audit.walk import walk
+from gregale.audit.pallas_cost import Peak
 
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
 _STARTED, _DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import jax
 
 from gregale.audit.collectives import Collective, find_collectives
+from gregale.audit.device_axes import UNKNOWN, Placement
 from gregale.audit.hlo import parse
 from gregale.audit.loops import Loop
-from gregale.audit.placement import UNKNOWN, Placement
 from gregale.errors import UserError
 
 

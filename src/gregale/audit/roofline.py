@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gregale.audit.chips import Chip
-from gregale.audit.kernels import visible
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import offloaded_bytes
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.pallas_cost import visible
 from gregale.audit.step import StepShape, values
 
 FLOAT32 = 4

@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import TextIO
 
 import gregale
+from gregale.atomic_files import OF_THE_DISK
 from gregale.errors import UserError
-from gregale.files import OF_THE_DISK
 from gregale.streams import ResilientStream, abandon, printable
 
 
@@ -35,7 +35,7 @@ class Program:
 PROGRAMS = {
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
     "island": Program("gregale.programs.island.command", "train as one island of several that come, go and die"),
-    "islands": Program("gregale.programs.islands.command", "train as several islands on this machine, in one view"),
+    "islands": Program("gregale.programs.local_fleet.command", "train as several islands on this machine, in one view"),
     "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
     "sample": Program(
         "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"

@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import get_origin
 
 from gregale.errors import UserError
-from gregale.services.command import Command
-from gregale.services.fields import REQUIRED, default_of, entries, types_of
-from gregale.services.help import render, topics
-from gregale.services.parsing import load, split_arguments
+from gregale.programs.command import Command
+from gregale.runs.parsing import load, split_arguments
+from gregale.settings.config_schema import REQUIRED, default_of, entries, types_of
+from gregale.settings.help import render, topics
 
 CONFIG = "config"
 
@@ -41,7 +41,7 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     if command.config is None:
         return command.main(options)
     config = load(command.config, path, [pair for pair in pairs if pair not in mine])
-    from gregale.services.completed import completed  # late: only who has a configuration imports JAX
+    from gregale.runs.resolved_config import completed  # late: only who has a configuration imports JAX
 
     return command.main(options, completed(config))
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import LAYERS, Layout
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, stored_block
-from gregale.communication.pieces import ShardedLeaf, leaves_of, shards
+from gregale.communication.replica_shards import ShardedLeaf, leaves_of, shards
 
 Tree = Any
 

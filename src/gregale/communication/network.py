@@ -19,7 +19,7 @@ import numpy as np
 
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored
-from gregale.communication.rows import RowLayout, RowPrograms, no_error, row_programs
+from gregale.communication.row_layout import RowLayout, RowPrograms, no_error, row_programs
 from gregale.communication.shards import host_device
 
 BUCKET_BYTES = 4 << 20

@@ -21,9 +21,15 @@ from gregale.axes.layout import REPLICA, Layout, is_named
 from gregale.codecs.codec import Codec
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import load
+from gregale.communication.collective_phases import (
+    EXACT,
+    CollectivePhase,
+    all_gather_phase,
+    reduce_scatter_phase,
+    totals,
+)
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.legs import EXACT, CollectivePhase, all_gather_phase, reduce_scatter_phase, totals
-from gregale.communication.pieces import ShardedLeaf, leaves_of
+from gregale.communication.replica_shards import ShardedLeaf, leaves_of
 
 Tree = Any
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from gregale.atomic_files import machine, os_error_text
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.claims import once
-from gregale.data.disk import ChunkCache
+from gregale.data.encoder_pool import EncoderPool
 from gregale.data.parts import CorruptPart, EncodeTask, discard, json_sha256, make_tasks, sealed_parts, token_dtype
 from gregale.data.progress import Report
 from gregale.data.sources import Skipped, SourceConfig
 from gregale.data.store import FORMAT, MANIFEST_NAME, TokenStore, complete_store, in_words, open_store, sealed
 from gregale.data.tokenizers import Tokenizer
-from gregale.data.workers import EncoderPool
 from gregale.errors import UserError
-from gregale.files import machine, os_error_text
 from gregale.storage import StoragePath
 
 POLL_SECONDS = 0.5

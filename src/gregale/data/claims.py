@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
-from gregale.data.workers import UNGUARDED
+from gregale.atomic_files import is_process_dead, machine
+from gregale.data.encoder_pool import UNGUARDED
 from gregale.errors import UserError
-from gregale.files import is_process_dead, machine
 from gregale.storage import StoragePath, create, write_bytes
 
 BEAT_SECONDS = 5.0

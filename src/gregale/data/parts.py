@@ -20,11 +20,11 @@ from typing import BinaryIO
 
 import numpy as np
 
+from gregale.atomic_files import atomic_replace
 from gregale.data.sources import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.text_bytes import Corrections
 from gregale.data.tokenizers import Tokenizer
 from gregale.errors import UserError
-from gregale.files import atomic_replace
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
 TASK_BYTES = 64 << 20  # of input

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from gregale.atomic_files import user_cache
 from gregale.data.build import NamedSource, TokenCache, build_store, key_of
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.config import AUTO, SOURCES, VALIDATION, DataConfig
-from gregale.data.disk import ChunkCache
 from gregale.data.examples import Examples, Windows, held_out_examples, training_examples, validation_examples
 from gregale.data.mixtures import ReplicaExamples, replica_examples
 from gregale.data.parts import json_sha256
@@ -18,10 +19,9 @@ from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
 from gregale.data.store import MANIFEST_NAME, TokenStore, in_words
 from gregale.data.stream import DocumentStream
+from gregale.data.tokenizer_training import make_tokenizer, naming
 from gregale.data.tokenizers import BpeConfig, Tokenizer
-from gregale.data.training_texts import make_tokenizer, naming
 from gregale.errors import UserError
-from gregale.files import user_cache
 from gregale.storage import storage_path
 
 

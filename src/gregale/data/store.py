@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gregale.atomic_files import flush
 from gregale.data import parts
-from gregale.data.disk import ChunkCache
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.parts import (
     DIGEST,
     LENGTH,
@@ -40,7 +41,6 @@ from gregale.data.progress import Report, silent
 from gregale.data.sources import Skipped
 from gregale.data.text_bytes import NONE, Corrections
 from gregale.errors import UserError
-from gregale.files import flush
 from gregale.storage import ObjectPath, StoragePath, write_bytes
 
 FORMAT = 2

@@ -12,12 +12,12 @@ from functools import cached_property
 import draccus
 import numpy as np
 
-from gregale.data import pieces
+from gregale.atomic_files import atomic_replace
+from gregale.data import vocabulary_bytes
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.data.text_bytes import bytes_of_tokens, is_exact
 from gregale.errors import UserError
-from gregale.files import atomic_replace
 from gregale.settings import Fixed, Settings, whole
 from gregale.storage import ObjectPath, StoragePath
 
@@ -119,7 +119,7 @@ class Tokenizer(ABC):
         """How many bytes of UTF-8 each id's piece has, int32 [vocabulary]; 0 for special tokens.
 
         Bits per byte = sum of token losses in nats / ln 2 / bytes of text that the targets stand for: those of their
-        pieces, and the differences that `encode_counted` found.
+        vocabulary_bytes, and the differences that `encode_counted` found.
         """
         return np.array([len(piece) for piece in self.vocabulary_bytes], np.int32)
 
@@ -202,11 +202,13 @@ class LibraryTokenizer(Tokenizer):
                 f"of its added tokens: {', '.join(special[:20]) or 'it has none'}."
             )
         self.end_of_document = end
-        self._pieces = pieces.vocabulary_bytes(self._json, self._library.get_vocab(with_added_tokens=True), place)
+        self._pieces = vocabulary_bytes.vocabulary_bytes(
+            self._json, self._library.get_vocab(with_added_tokens=True), place
+        )
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
         self.special_names = [each["content"] for each in self._json.get("added_tokens") or [] if each["special"]]
-        self.is_exact = is_exact(self._json, pieces.byte_level_alphabet())
+        self.is_exact = is_exact(self._json, vocabulary_bytes.byte_level_alphabet())
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._library.encode(text, add_special_tokens=False).ids

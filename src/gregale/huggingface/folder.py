@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gregale.atomic_files import NO_LOCKS, LockHeld, acquire, atomic_replace, is_at, write_holder
 from gregale.errors import UserError
-from gregale.files import NO_LOCKS, LockHeld, acquire, atomic_replace, is_at, write_holder
 from gregale.huggingface.config import read_config
 from gregale.huggingface.families import Family
-from gregale.huggingface.names import Slot, check_names
 from gregale.huggingface.safetensors import Tensor, read_header
+from gregale.huggingface.tensor_names import Slot, check_names
 from gregale.model.config import LlamaConfig
 from gregale.storage import StoragePath, write_bytes
 

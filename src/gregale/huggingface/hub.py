@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gregale.atomic_files import OF_THE_DISK
 from gregale.data.sources.base import expand
 from gregale.errors import UserError, install_hint
-from gregale.files import OF_THE_DISK
 from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
 
 REPOSITORY = re.compile(r"(?P<name>(?P<owner>\w[\w.-]*)/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gregale.data.pieces import SPACE_MARK, byte_level_reader, decoder_kinds
 from gregale.data.text_bytes import pre_tokenizers_of
 from gregale.data.tokenizers import Tokenizer
+from gregale.data.vocabulary_bytes import SPACE_MARK, byte_level_reader, decoder_kinds
 from gregale.errors import UserError
 from gregale.huggingface.folder import GENERATION, TOKENIZER, read_json, write_json
 

@@ -14,8 +14,8 @@ from gregale.axes.layout import LAYERS, Layout, is_named
 from gregale.data.progress import Report, silent
 from gregale.errors import UserError
 from gregale.huggingface.folder import Folder
-from gregale.huggingface.names import HEAD, TABLE, Slot, parameters_of, path_of, slots_of
 from gregale.huggingface.safetensors import Tensor, blocks
+from gregale.huggingface.tensor_names import HEAD, TABLE, Slot, parameters_of, path_of, slots_of
 
 Tree = Any
 

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gregale.axes.layout import LAYERS, Layout
 from gregale.errors import UserError
 from gregale.huggingface.folder import INDEX, SUFFIX, WEIGHTS, write_json
-from gregale.huggingface.names import Slot
 from gregale.huggingface.safetensors import Plan, Tensor, plan_file
+from gregale.huggingface.tensor_names import Slot
 
 Files = Mapping[str, list[str]]
 """File name -> names of its tensors, in their order."""

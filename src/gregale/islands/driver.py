@@ -15,14 +15,19 @@ from threading import Condition, RLock, Thread
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.asking import ViewPoller
-from gregale.islands.engine.client import RequestRejected
-from gregale.islands.engine.coordinator import CoordinatorClient
+from gregale.islands.data_leases import DataLeases
 from gregale.islands.exchange import exchanged, fetched
-from gregale.islands.hands import COPY_SECONDS, HostGroup, Recovery
-from gregale.islands.inner import InnerOptimizerState
-from gregale.islands.leases import DataLeases
-from gregale.islands.orders import (
+from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
+from gregale.islands.host_worker import OuterSnapshot
+from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.peer_probe import Telling, dead_peers
+from gregale.islands.protocol import messages as protocol
+from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
+from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.round_log import RoundLog
+from gregale.islands.stalls import Stalls
+from gregale.islands.trainer_command import (
     ApplyRound,
     CopyInnerState,
     Down,
@@ -32,14 +37,9 @@ from gregale.islands.orders import (
     TrainerCommand,
     WaitTimers,
 )
-from gregale.islands.protocol import messages as protocol
-from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
-from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.trainer_side import TrainerSide
-from gregale.islands.round_book import RoundLog
-from gregale.islands.stalls import Stalls
-from gregale.islands.watching import Telling, dead_peers
-from gregale.islands.worker import OuterSnapshot
+from gregale.islands.transport.client import RequestRejected
+from gregale.islands.transport.coordinator import CoordinatorClient
+from gregale.islands.view_poller import ViewPoller
 
 TICK_SECONDS = 0.1
 LEAST_TICK_SECONDS = 0.005

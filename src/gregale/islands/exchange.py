@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gregale.islands.engine.group import GroupFailed
-from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.hands import HostGroup
-from gregale.islands.healing import newest
-from gregale.islands.orders import RoundPacing, WaitTimers
+from gregale.islands.host_group import HostGroup
+from gregale.islands.host_worker import NotFinite
+from gregale.islands.peer_probe import PeerProbe
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.member import Member
-from gregale.islands.watching import PeerProbe
-from gregale.islands.worker import NotFinite
+from gregale.islands.state_verification import newest
+from gregale.islands.trainer_command import RoundPacing, WaitTimers
+from gregale.islands.transport.group import GroupFailed
+from gregale.islands.transport.transfer import TransferFailed
 
 
 def exchanged(

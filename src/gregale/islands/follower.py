@@ -13,13 +13,13 @@ from threading import Thread
 from typing import Any
 
 from gregale.errors import UserError
-from gregale.islands.engine.group import GroupFailed
-from gregale.islands.engine.transfer import TransferFailed
-from gregale.islands.hosts import HostConnection
-from gregale.islands.inner import InnerOptimizerState
-from gregale.islands.orders import Down, RoundPacing, TrainerCommand, order_of
+from gregale.islands.host_connection import HostConnection
+from gregale.islands.host_worker import HostWorker, NotFinite, OuterSnapshot
+from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.worker import HostWorker, NotFinite, OuterSnapshot
+from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, order_of
+from gregale.islands.transport.group import GroupFailed
+from gregale.islands.transport.transfer import TransferFailed
 
 
 class Follower:

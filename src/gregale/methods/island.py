@@ -35,11 +35,11 @@ from gregale.audit.step import StepShape
 from gregale.axes.layout import ISLAND, Layout, is_parameter
 from gregale.codecs.config import ReduceConfig
 from gregale.codecs.feedback import Stored, load
+from gregale.communication.collective_phases import encoded, remember
 from gregale.communication.feedback import ErrorState, arrays_of, error_shardings, init_error, next_step, updated
-from gregale.communication.legs import encoded, remember
-from gregale.communication.pieces import ShardedLeaf, leaves_of
 from gregale.communication.reduce import all_gather_params
-from gregale.communication.rows import RowLayout, rows_of
+from gregale.communication.replica_shards import ShardedLeaf, leaves_of
+from gregale.communication.row_layout import RowLayout, rows_of
 from gregale.methods.fragments import Fragment, errors_per_fragment
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Actions, PsdpState, StepMetrics

@@ -9,11 +9,11 @@ from haliax import NamedArray
 from haliax.nn import Linear
 
 from gregale.axes.layout import BATCH
+from gregale.model.attention_logit_max import largest_logits
 from gregale.model.cache import POSITION, Cache, DecodeStep
 from gregale.model.config import LayerKind, LlamaConfig
 from gregale.model.execution import Execution, named
-from gregale.model.kinds import Kind, by_kind
-from gregale.model.logits import largest_logits
+from gregale.model.layer_kinds import Kind, by_kind
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from gregale.axes.layout import BATCH
 from gregale.model.execution import Execution
-from gregale.model.kernels.plain import capped
+from gregale.model.kernels.reference import capped
 
 POSITION, SLOT = "position", "slot"
 AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a layer

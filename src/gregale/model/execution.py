@@ -19,10 +19,10 @@ from gregale.axes.gather import gathered
 from gregale.axes.layout import BATCH, LAYERS, Layout
 from gregale.errors import UserError
 from gregale.model.config import DTYPES, ComputeConfig, ModelConfig
-from gregale.model.kernels.choice import KernelRequest, kernels_for
+from gregale.model.kernels.dispatch import KernelRequest, kernels_for
 from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
-from gregale.model.kernels.plain import PLAIN
-from gregale.model.kinds import Kind, Stretch, cut, joined, kind_constants, stretches
+from gregale.model.kernels.reference import PLAIN
+from gregale.model.layer_kinds import Kind, Stretch, cut, joined, kind_constants, stretches
 
 # Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]

@@ -18,11 +18,11 @@ from gregale.model.config import LlamaConfig
 from gregale.model.embedding import embed
 from gregale.model.execution import Execution, named
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import capped
-from gregale.model.kinds import Kind
+from gregale.model.kernels.reference import capped
+from gregale.model.layer_kinds import Kind
 from gregale.model.loss import next_token_loss
 from gregale.model.norm import RmsNorm
-from gregale.model.scores import target_scores
+from gregale.model.target_log_probs import target_scores
 
 
 def gated(activation: str, kernels: Kernels):

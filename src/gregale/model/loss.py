@@ -15,7 +15,7 @@ from gregale.axes.layout import Layout
 from gregale.axes.vocabulary import loss_blocks
 from gregale.model.config import Logits
 from gregale.model.execution import Execution
-from gregale.model.kernels.plain import capped
+from gregale.model.kernels.reference import capped
 
 ALL = Logits()
 

@@ -9,8 +9,8 @@ from haliax import NamedArray
 
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import PLAIN
-from gregale.model.kinds import Kind
+from gregale.model.kernels.reference import PLAIN
+from gregale.model.layer_kinds import Kind
 from gregale.model.scaling import RotaryScaling
 
 

@@ -16,23 +16,23 @@ from gregale.data.sources.parquet import ParquetSource
 from gregale.data.sources.text import TextSource
 from gregale.data.split import split_at
 from gregale.data.stream import DocumentStream
-from gregale.data.tasks.files import Task, read_tasks
+from gregale.data.tokenizer_training import naming
 from gregale.data.tokenizers import Tokenizer, load_tokenizer
-from gregale.data.training_texts import naming
 from gregale.errors import UserError
-from gregale.programs.run import sliding
-from gregale.programs.run.checkpointed import noted
-from gregale.programs.run.evaluation import EvaluationText, Evaluator, evaluation_text, in_words
-from gregale.programs.run.sliding import Documents, SlidingEvaluation
-from gregale.programs.run.tasks import evaluation_on, start_of, task_figures
-from gregale.programs.run.trained import Trained, open_trained
-from gregale.services.command import Command
-from gregale.services.tables import print_table
-from gregale.services.tracking.console import Console
-from gregale.services.tracking.tracker import finite
+from gregale.evaluation.tasks.files import Task, read_tasks
+from gregale.programs.command import Command
+from gregale.programs.runtime import sliding_window
+from gregale.programs.runtime.checkpointed import noted
+from gregale.programs.runtime.evaluation import EvaluationText, Evaluator, evaluation_text, in_words
+from gregale.programs.runtime.sliding_window import Documents, SlidingEvaluation
+from gregale.programs.runtime.tasks import evaluation_on, start_of, task_figures
+from gregale.programs.runtime.trained_model import Trained, open_trained
 from gregale.settings import Settings, whole
 from gregale.streams import say
+from gregale.tables import print_table
 from gregale.terminal import Console as Terminal
+from gregale.tracking.console import Console
+from gregale.tracking.tracker import finite
 
 ENDINGS = {".jsonl": JsonLinesSource, ".jsonl.gz": JsonLinesSource, ".jsonl.zst": JsonLinesSource}
 ENDINGS |= {".parquet": ParquetSource}
@@ -144,7 +144,7 @@ def text_figures(
         figures = whole.figures()
         for name, documents in found.items():
             figures |= {f"{figure}.{name}": value for figure, value in documents.figures().items()}
-        return figures, sliding.in_words(figures)
+        return figures, sliding_window.in_words(figures)
     batches = options.batches
     if batches is None and not options.all and not options.data:
         batches = trained.setup.config.evaluation.batches

@@ -15,9 +15,14 @@ import numpy as np
 
 from gregale.axes.layout import Layout
 from gregale.axes.mesh import MeshConfig
+from gregale.checkpoint.multihost import by_first_process, messages_of_all
 from gregale.data.progress import progress_bars, silent
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import load_tokenizer
+from gregale.distributed.config import DistributedConfig
+from gregale.distributed.devices import start_devices
+from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.malloc_tuning import give_back_memory
 from gregale.errors import UserError
 from gregale.huggingface.config import written_config
 from gregale.huggingface.families import family_that_has
@@ -32,7 +37,7 @@ from gregale.huggingface.folder import (
     tensors_of,
     write_json,
 )
-from gregale.huggingface.names import Slot, slots_of
+from gregale.huggingface.tensor_names import Slot, slots_of
 from gregale.huggingface.tokenizer import write_tokenizer
 from gregale.huggingface.writing import (
     Dtypes,
@@ -46,18 +51,14 @@ from gregale.huggingface.writing import (
     write_index,
 )
 from gregale.model.config import LlamaConfig
-from gregale.programs.run.model_card import Exported, model_card
-from gregale.programs.run.opened import Opened, opened
-from gregale.programs.run.trained import find_run, on_devices, set_up_run
-from gregale.services.checkpoint.processes import by_first_process, messages_of_all
-from gregale.services.command import Command
-from gregale.services.config import TrainConfig
-from gregale.services.devices import start_devices
-from gregale.services.distributed import DistributedConfig
-from gregale.services.history import FiguresReader
-from gregale.services.memory import give_back_memory
-from gregale.services.peers import monitor_peers
-from gregale.services.run_directory import RunDirectory
+from gregale.programs.command import Command
+from gregale.programs.runtime.lazy_model import Opened, opened
+from gregale.programs.runtime.model_card import Exported, model_card
+from gregale.programs.runtime.trained_model import find_run, on_devices, set_up_run
+from gregale.runs.config import TrainConfig
+from gregale.runs.history import FiguresReader
+from gregale.runs.process_agreement import process_terms
+from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings, above, shown, whole
 from gregale.streams import say
 
@@ -138,7 +139,7 @@ def main(options: ExportOptions) -> int:
     """Writes the folder, in full or not at all; several processes each what their devices have."""
     run, target = find_run(options.run), Path(expand(options.target, "target"))
     config = spread(run.read_config(), options)
-    watch = start_devices(config.cpu_devices, options.distributed, options)
+    watch = start_devices(config.cpu_devices, options.distributed, process_terms(options))
     with monitor_peers(watch, lambda: "The same command begins anew.") as _, ExitStack() as stack:
         setup = set_up_run(run, config)
         tokenizer, came_with = load_tokenizer(run.path), CameWith.of(run)

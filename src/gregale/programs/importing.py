@@ -19,16 +19,16 @@ from gregale.data.tokenizers import FileConfig, LibraryTokenizer, save_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, TOKENIZER, Folder, copy_beside, made_whole, open_folder, write_json
 from gregale.huggingface.hub import model_folder, model_name
-from gregale.huggingface.names import slots_of
+from gregale.huggingface.tensor_names import slots_of
 from gregale.huggingface.tokenizer import end_of_document, rebuilt, rowless, tokenizer_of
 from gregale.huggingface.weights import check_finite, check_tied
 from gregale.model.config import ComputeConfig
 from gregale.model.llama import parameter_count
 from gregale.model.registry import init_model
-from gregale.programs.run.setup import padded_vocabulary
-from gregale.services.command import Command
-from gregale.services.config import BatchConfig, TrainConfig
-from gregale.services.run_directory import RunDirectory
+from gregale.programs.command import Command
+from gregale.programs.runtime.setup import padded_vocabulary
+from gregale.runs.config import BatchConfig, TrainConfig
+from gregale.runs.run_directory import RunDirectory
 from gregale.settings import Settings
 from gregale.storage import write_bytes
 from gregale.streams import say

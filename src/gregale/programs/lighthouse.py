@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gregale.data.sources.base import expand
+from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands.engine.lighthouse import Quorum, serve
 from gregale.islands.protocol.settings import LAN
-from gregale.services.command import Command
-from gregale.services.islands import SECONDS
-from gregale.services.signing import read_token
+from gregale.islands.transport.lighthouse import Quorum, serve
+from gregale.programs.command import Command
+from gregale.runs.islands import SECONDS
 from gregale.settings import Settings, whole
 from gregale.streams import say
 

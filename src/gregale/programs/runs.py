@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from rich.filesize import decimal
 
 from gregale.data.sources.base import expand
-from gregale.services.command import Command
-from gregale.services.run_summary import State, Summary, summaries
-from gregale.services.tables import fitting, print_table
+from gregale.programs.command import Command
+from gregale.runs.run_summary import State, Summary, summaries
 from gregale.settings import Settings
 from gregale.storage import storage_path
 from gregale.streams import say
+from gregale.tables import fitting, print_table
 from gregale.terminal import Console
 
 SORTS = (

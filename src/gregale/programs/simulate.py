@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from gregale.errors import UserError
-from gregale.services.command import Command
-from gregale.services.tables import print_table
+from gregale.programs.command import Command
 from gregale.settings import Range, Settings, between, whole
+from gregale.tables import print_table
 from gregale.terminal import Console
 from gregale.timeline.methods import METHODS, PAPER_METHODS, PAYLOADS, Cadence
 from gregale.timeline.model import PRESETS, Ring, Workload

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gregale.data.preparation import Corpus, prepare
-from gregale.services.command import Command
-from gregale.services.config import TrainConfig
-from gregale.services.tracking.console import Console
+from gregale.programs.command import Command
+from gregale.runs.config import TrainConfig
 from gregale.streams import say
+from gregale.tracking.console import Console
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ order (see `RetryPolicy`); what then still fails, and what a store refuses, is a
 Worker processes import this package: it imports nothing but the standard library before the first object is asked for.
 """
 
-from gregale.storage.patience import RetryPolicy, StoreError
-from gregale.storage.places import (
+from gregale.storage.paths import (
     StoragePath,
     create,
     download,
@@ -30,6 +29,7 @@ from gregale.storage.places import (
     write_bytes,
 )
 from gregale.storage.remote import ObjectPath, Status
+from gregale.storage.retry import RetryPolicy, StoreError
 
 __all__ = [
     "ObjectPath",

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from gregale.errors import install_hint
-from gregale.storage.patience import StoreError
+from gregale.storage.retry import StoreError
 
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")}  # scheme: (package, extra)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST")

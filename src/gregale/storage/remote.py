@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gregale.files import atomic_replace
+from gregale.atomic_files import atomic_replace
 from gregale.storage.filesystems import filesystem
-from gregale.storage.patience import Beyond, RetryPolicy, StoreError, call_with_retries
+from gregale.storage.retry import Beyond, RetryPolicy, StoreError, call_with_retries
 
 Request = Callable[[Any, str], Coroutine]
 

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from gregale.data.tasks.continuations import Continuation, encoded, filled
-from gregale.data.tasks.kinds import Pair
 from gregale.data.tokenizers import BpeConfig, BytesTokenizer, LibraryTokenizer, Tokenizer, train_bpe
+from gregale.evaluation.tasks.continuations import Continuation, encoded, filled
+from gregale.evaluation.tasks.kinds import Pair
 
 END = BytesTokenizer.end_of_document
 

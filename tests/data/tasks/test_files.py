@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from gregale.data.tasks.files import read_tasks
-from gregale.data.tasks.kinds import Pair
 from gregale.errors import UserError
+from gregale.evaluation.tasks.files import read_tasks
+from gregale.evaluation.tasks.kinds import Pair
 
 QUESTION = {"context": "Two and three is", "choices": ["four", "five"], "answer": 1}
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from gregale.data.tasks.files import Task
-from gregale.data.tasks.kinds import Pair, Question, Score
+from gregale.evaluation.tasks.files import Task
+from gregale.evaluation.tasks.kinds import Pair, Question, Score
 
 
 def figures(kind: str, *scored: tuple[list[float], int, list[int]], greedy: tuple[bool, ...] = ()) -> dict[str, float]:

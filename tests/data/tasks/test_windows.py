@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from gregale.data.stream import DocumentStream
-from gregale.data.tasks.windows import SlidingWindows
 from gregale.data.text_bytes import NONE, Corrections
+from gregale.evaluation.tasks.windows import SlidingWindows
 
 END, START = 256, 300
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from gregale.islands.engine.server import Server
+from gregale.islands.transport.server import Server
 
 TOKEN = b"a token of the fleet"
 

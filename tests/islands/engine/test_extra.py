@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.engine.group import load_torch
+from gregale.islands.transport.group import load_torch
 from tests.test_layers import MODULES, SOURCE
 
 ENGINE = SOURCE / "islands" / "engine"
@@ -28,8 +28,8 @@ def test_the_lighthouse_runs_without_it():
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"
-        "import gregale.programs.lighthouse, gregale.islands.engine.group, gregale.islands.engine.transfer\n"
-        "from gregale.islands.engine.lighthouse import Quorum, serve\n"
+        "import gregale.programs.lighthouse, gregale.islands.transport.group, gregale.islands.transport.transfer\n"
+        "from gregale.islands.transport.lighthouse import Quorum, serve\n"
         "serve('127.0.0.1:0', b'a token of the fleet', Quorum(1, 1.0, 1.0)).close()\n"
         "assert 'jax' not in sys.modules\n"
     )

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gregale.islands.engine.group import CONNECTING, Connecting, Group, GroupFailed
+from gregale.islands.transport.group import CONNECTING, Connecting, Group, GroupFailed
 
 Build = Callable[..., list[Group]]
 
@@ -123,7 +123,7 @@ def test_all_know_when_one_drops_the_group(build):
 def test_a_peer_that_is_gone_is_told_by_its_name_without_gloos_own_words(make_server, caplog):
     servers = [make_server() for _ in range(2)]
     hosts, names = [server.address for server in servers], ["oslo", "turin"]
-    with ThreadPoolExecutor(2) as threads, caplog.at_level(logging.DEBUG, "gregale.islands.engine.group"):
+    with ThreadPoolExecutor(2) as threads, caplog.at_level(logging.DEBUG, "gregale.islands.transport.group"):
         built = [threads.submit(Group.build, "k", rank, hosts, servers[rank], 10.0, names) for rank in range(2)]
         groups = [each.result() for each in built]
         under_way = groups[0].receive(1, np.zeros(5, np.uint8))

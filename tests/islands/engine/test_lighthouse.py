@@ -16,17 +16,17 @@ from contextlib import suppress
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.engine import listener
-from gregale.islands.engine.client import PeerClient, PeerUnreachable
-from gregale.islands.engine.coordinator import (
+from gregale.islands.transport import listener
+from gregale.islands.transport.client import PeerClient, PeerUnreachable
+from gregale.islands.transport.coordinator import (
     CoordinatorClient,
     CoordinatorTimeout,
     CoordinatorUnreachable,
     NotAdmitted,
     View,
 )
-from gregale.islands.engine.lighthouse import ALIAS, Quorum, serve
-from gregale.islands.engine.server import Server, call
+from gregale.islands.transport.lighthouse import ALIAS, Quorum, serve
+from gregale.islands.transport.server import Server, call
 from tests.islands.engine.conftest import TOKEN
 
 QUORUM = Quorum(minimum=1, join_seconds=0.6, heartbeat_seconds=1.5)

@@ -14,13 +14,13 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from gregale.distributed.signing import read_token, sign
 from gregale.errors import UserError
-from gregale.islands.engine import listener, state
-from gregale.islands.engine import server as module
-from gregale.islands.engine.client import PeerClient, post
-from gregale.islands.engine.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
-from gregale.islands.engine.signing import digest
-from gregale.services.signing import read_token, sign
+from gregale.islands.transport import listener, snapshot_store
+from gregale.islands.transport import server as module
+from gregale.islands.transport.client import PeerClient, post
+from gregale.islands.transport.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
+from gregale.islands.transport.signing import digest
 from tests.islands.engine.conftest import TOKEN
 
 UNSIGNED = "its signature is missing or wrong: it has another token, or was meant for another server"
@@ -232,7 +232,7 @@ def test_of_strangers_those_of_the_address_that_has_the_most_make_place(make_ser
 
 def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     """An outer side that somebody has fetched once would else be there twice from then on."""
-    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, array = make_server(), np.ones(5, np.float32)
     server.publish(Snapshot(0, 1, {"a": Leaf(array, 1)}))
     peer = PeerClient(server.address, TOKEN, 5.0)
@@ -261,7 +261,7 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     assert peer.open_pieces([piece], first.nbytes)
     peer.read_into(memoryview(got))
     assert bytes(got) == first.tobytes()
-    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server.publish(Snapshot(0, 3, {"a": Leaf(second, 2)}))
     assert not peer.open_pieces([piece], first.nbytes)
     peer.close()

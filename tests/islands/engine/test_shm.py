@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gregale.errors import UserError
-from gregale.islands.engine import shm
+from gregale.islands.transport import shm
 
 
 def mapped() -> int:

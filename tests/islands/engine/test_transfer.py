@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gregale.islands.engine import client, manifest, state, transfer
-from gregale.islands.engine.manifest import largest_manifest_bytes, read_manifest
-from gregale.islands.engine.server import Leaf, Refused, Server, Snapshot
-from gregale.islands.engine.signing import canonical
-from gregale.islands.engine.transfer import Fetched, Fetcher, TransferFailed, fetch
+from gregale.islands.transport import client, manifest, snapshot_store, transfer
+from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
+from gregale.islands.transport.server import Leaf, Refused, Server, Snapshot
+from gregale.islands.transport.signing import canonical
+from gregale.islands.transport.transfer import Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.engine.conftest import TOKEN
 
 PIECE_BYTES = 1 << 16
@@ -27,7 +27,7 @@ SIZE = 10 * PIECE_BYTES // 4 + 77
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces of 64 kB, and short patience."""
-    for module in (state, transfer, manifest):
+    for module in (snapshot_store, transfer, manifest):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
@@ -272,7 +272,7 @@ def test_only_what_is_not_here_is_fetched(sources):
 
 
 def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
-    monkeypatch.setattr(state, "LEASE_SECONDS", 0.0)
+    monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, after = sources[0], leaves(seed=1, version=5)
     after["matrix|0"] = STATE["matrix|0"]
 

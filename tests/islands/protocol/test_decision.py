@@ -2,12 +2,12 @@
 
 import pytest
 
+from gregale.distributed.agreement import to_text
 from gregale.islands.protocol.decision import PARTING, decide
 from gregale.islands.protocol.headers import NO_GENERATION, AcceptedResult, Generation, View
 from gregale.islands.protocol.outliers import Size
 from gregale.islands.protocol.plans import CommitAccepted, FormGroup, NewGeneration, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
-from gregale.services.agreement import to_text
 
 ABC = ("a/s", "b/s", "c/s")
 HELD = AcceptedResult("k6", 1, "d6", ABC, ABC)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import View, seed
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import LAN, Rules
-from gregale.islands.protocol.standing import Identity
 
 
 def member(name="a", **timing):

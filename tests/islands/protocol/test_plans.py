@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import Header, Peer, View, seed
+from gregale.islands.protocol.member_state import Identity, MemberState
 from gregale.islands.protocol.settings import LAN, Rules
-from gregale.islands.protocol.standing import Identity, MemberState
 
 
 def test_a_view_with_an_ask_of_an_earlier_view_is_recognised():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage
 from gregale.methods.schedule import Schedule
 
 

@@ -5,11 +5,11 @@ import math
 import random
 import re
 
-from gregale.islands.orders import ApplyRound, LoadOuterState
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.member import Member
-from gregale.islands.protocol.standing import Identity
+from gregale.islands.protocol.member_state import Identity
+from gregale.islands.trainer_command import ApplyRound, LoadOuterState
 from tests.islands.simulator.trainer import Trainer
 
 SEED = "seed"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gregale.islands.leases import DataLeases
-from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand
+from gregale.islands.data_leases import DataLeases
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.headers import OuterRecord
 from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage, TrainerCommand
 
 BATCH = 2  # examples of a step
 LOOK_SECONDS = 0.5  # between two looks of one that waits, if nothing happens

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gregale.islands.orders import RoundPacing
-from gregale.islands.patience import REDUCES
 from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, Header, OuterRecord, Peer, View, seed
@@ -23,6 +21,8 @@ from gregale.islands.protocol.membership import Ask, Membership
 from gregale.islands.protocol.plans import FormGroup, NewGeneration, StartFleet
 from gregale.islands.protocol.settings import Rules, Timing
 from gregale.islands.protocol.trainer_side import TrainerSide
+from gregale.islands.round_timeout import REDUCES
+from gregale.islands.trainer_command import RoundPacing
 from gregale.methods.schedule import Schedule
 from tests.islands.simulator.invariants import BrokenError, Invariants
 from tests.islands.simulator.node import SEED, Node, hashed, shuffled

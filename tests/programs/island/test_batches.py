@@ -6,7 +6,7 @@ import numpy as np
 from haliax import Axis
 
 from gregale.programs.island.loop import LeasedBatches
-from gregale.programs.run.batches import Placement
+from gregale.programs.runtime.batches import Placement
 from tests.mesh.support import layout_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from gregale.checkpoint.store import Checkpoints
 from gregale.programs.island.loop import rounds_of
-from gregale.services.checkpoint.store import Checkpoints
 from gregale.storage import StoreError
 from tests.stores import Fault, proxied
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from gregale.programs.island.loop import Recorder
-from gregale.services.entries import read_entries
-from gregale.services.history import ROUNDS
+from gregale.runs.history import ROUNDS
 from gregale.storage import write_bytes
+from gregale.storage.jsonl_reader import read_entries
 from tests.stores import Fault, proxied
 
 

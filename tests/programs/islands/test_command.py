@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gregale.cli import main
-from gregale.programs.islands.command import folder_of
-from gregale.services.config import TrainConfig
+from gregale.programs.local_fleet.command import folder_of
+from gregale.runs.config import TrainConfig
 
 
 def test_what_a_fleet_says_and_its_secret_stay_on_this_machine():

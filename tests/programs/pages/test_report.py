@@ -14,10 +14,10 @@ from gregale.programs.report.command import read_plan, told_apart
 from gregale.programs.report.comparison import end_loss, loss_before
 from gregale.programs.report.page import report_page
 from gregale.programs.report.runs import ReportRun, accumulated, shown
-from gregale.services.history import Column, read_history
-from gregale.services.page import Lines, Page, Series
-from gregale.services.run_lock import training
-from gregale.services.run_places import RunPaths
+from gregale.runs.history import Column, read_history
+from gregale.runs.run_lock import training
+from gregale.runs.run_paths import RunPaths
+from gregale.web import Lines, Page, Series
 from tests.programs.pages.browser import PHONE
 from tests.programs.pages.looking import box, check_looks, drawn, figure_of, legend
 from tests.programs.pages.made_up import STREAMING, figures, write_rounds, write_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gregale.errors import UserError
-from gregale.model.generate import width_of
+from gregale.inference.generate import width_of
 from gregale.programs.sample.prompts import batches_of, read_prompts
 
 

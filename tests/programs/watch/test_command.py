@@ -16,9 +16,9 @@ import pytest
 from gregale.cli import main
 from gregale.programs.watch import command
 from gregale.programs.watch.command import runs_of
-from gregale.programs.watch.follower import RunPoller
-from gregale.services.run_lock import training
-from tests.services.runs import step_line, write_lines, write_run
+from gregale.programs.watch.run_poller import RunPoller
+from gregale.runs.run_lock import training
+from tests.runs.runs import step_line, write_lines, write_run
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gregale.programs.watch.follower import RunPoller, RunStatus
+from gregale.programs.watch.run_poller import RunPoller, RunStatus
 from gregale.programs.watch.view import FIRST_TO_GO, fleet_view, plain_line, view_of
-from gregale.services.run_lock import training
-from gregale.services.run_places import RunPaths
-from tests.services.runs import step_line, write_lines, write_run
+from gregale.runs.run_lock import training
+from gregale.runs.run_paths import RunPaths
+from tests.runs.runs import step_line, write_lines, write_run
 
 
 class Encoded(io.StringIO):

@@ -43,12 +43,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from gregale.distributed.agreement import difference, from_text
 from gregale.islands.protocol import outliers
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, Header, Peer, View
 from gregale.islands.protocol.ledger import LeaseReport, digest_of
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
-from gregale.services.agreement import difference, from_text
 
 STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
 PARTING = 4  # failed reduces of a round after which half of the voters or fewer go on without the others

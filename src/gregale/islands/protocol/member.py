@@ -14,9 +14,9 @@ from gregale.islands.protocol import messages as m
 from gregale.islands.protocol.decision import decide
 from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Generation, OuterRecord, View
 from gregale.islands.protocol.ledger import Ledger, advance
+from gregale.islands.protocol.member_state import MemberState, PendingCommit
 from gregale.islands.protocol.outliers import NOT_FINITE
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, StartFleet, Wait
-from gregale.islands.protocol.standing import MemberState, PendingCommit
 
 HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(m.Event)}
 

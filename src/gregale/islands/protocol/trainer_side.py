@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from gregale.islands.orders import ApplyRound, LoadOuterState, RoundPacing, SendMessage
-from gregale.islands.patience import RoundTimeout
 from gregale.islands.protocol.handover import Handover
 from gregale.islands.protocol.headers import NO_ROUND
+from gregale.islands.round_timeout import RoundTimeout
+from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPacing, SendMessage
 
 
 class TrainerSide:

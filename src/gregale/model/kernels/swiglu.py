@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from gregale.model.kernels.plain import swiglu_gradients
+from gregale.model.kernels.reference import swiglu_gradients
 
 Arrays = tuple[jax.Array, ...]
 

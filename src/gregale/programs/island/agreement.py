@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gregale.data.preparation import Corpus
+from gregale.distributed.agreement import to_text
 from gregale.islands.protocol.ledger import digest_of
 from gregale.methods.island_outer import HostOuter
-from gregale.programs.run.setup import Setup
-from gregale.services.agreement import to_text
-from gregale.services.handshake import data_terms, is_trained_on, matches, terms_of
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 
 # Keys of the configuration. The order of examples is the fleet's. Batches may be of different sizes: messages are
 # weighed by their tokens, and data is leased in batches of each island's own size.

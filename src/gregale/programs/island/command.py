@@ -15,54 +15,54 @@ import jax
 
 import gregale
 from gregale.axes.mesh import make_mesh
+from gregale.checkpoint.multihost import agreed, by_first_process, first_message, messages_of_all
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
-from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.distributed.devices import start_devices
+from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.signals import StopRequest, end_soon
+from gregale.distributed.signing import read_token
 from gregale.errors import UserError
-from gregale.islands import files
+from gregale.evaluation.tasks.files import read_tasks
+from gregale.islands import outer_checkpoint
+from gregale.islands.data_leases import DataLeases
 from gregale.islands.driver import Driver
-from gregale.islands.engine import shm
-from gregale.islands.engine.coordinator import CoordinatorClient
-from gregale.islands.engine.server import Server
 from gregale.islands.follower import Follower
-from gregale.islands.hands import HostGroup, joint_digest
-from gregale.islands.hosts import HostConnection, RemoteHost
-from gregale.islands.inner import expected
-from gregale.islands.leases import DataLeases
-from gregale.islands.orders import RoundPacing
-from gregale.islands.patience import REDUCES
+from gregale.islands.host_connection import HostConnection, RemoteHost
+from gregale.islands.host_group import HostGroup, joint_digest
+from gregale.islands.host_worker import HostWorker, Timeouts
+from gregale.islands.inner_optimizer_state import expected
 from gregale.islands.protocol.headers import OuterRecord, seed
 from gregale.islands.protocol.ledger import LeasePolicy
 from gregale.islands.protocol.member import Member
+from gregale.islands.protocol.member_state import Identity
 from gregale.islands.protocol.settings import Rules
-from gregale.islands.protocol.standing import Identity
-from gregale.islands.worker import HostWorker, Timeouts
+from gregale.islands.round_timeout import REDUCES
+from gregale.islands.trainer_command import RoundPacing
+from gregale.islands.transport import shm
+from gregale.islands.transport.coordinator import CoordinatorClient
+from gregale.islands.transport.server import Server
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
+from gregale.programs.command import Command
 from gregale.programs.island.agreement import agreement, shards_of
 from gregale.programs.island.loop import IslandLoop, IslandResources, Recorder
 from gregale.programs.island.status import StatusTracker
 from gregale.programs.island.timing import heal_seconds, timing_of
 from gregale.programs.plan.shapes import abstract_batch
-from gregale.programs.run.setup import Setup, set_up
+from gregale.programs.runtime.setup import Setup, set_up
 from gregale.programs.train.command import describe, held, is_writer, summary
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, starting_point
-from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import agreed, by_first_process, first_message, messages_of_all
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.command import Command
-from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig
-from gregale.services.devices import start_devices
-from gregale.services.handshake import agree_on_text
-from gregale.services.peers import monitor_peers
-from gregale.services.run_directory import RunDirectory
-from gregale.services.signals import StopRequest, end_soon
-from gregale.services.signing import read_token
-from gregale.services.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.runs.config import TrainConfig
+from gregale.runs.config_diff import changes
+from gregale.runs.process_agreement import agree_on_text, process_terms
+from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoragePath, StoreError, storage_path, write_bytes
+from gregale.tracking import Console, RunInfo, Trackers, check_installed, open_trackers
+from gregale.training.compilation_cache import keep_compiled
 from gregale.training.state import TrainState
 
 ADDRESS, OUTER = "island.address", "outer"
@@ -80,7 +80,7 @@ class IslandOptions:
 def main(options: IslandOptions, config: TrainConfig) -> int:
     """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
     token = checked_token(config)
-    watch = start_devices(config.cpu_devices, config.distributed, config)
+    watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
     with monitor_peers(watch, run.resume_hint):
@@ -261,7 +261,7 @@ def outer_folder(run: RunDirectory) -> StoragePath:
 
 def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
     """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
-    read = files.read(folder, number)
+    read = outer_checkpoint.read(folder, number)
     try:
         outer.load(read.arrays, read.versions)
         outer.load_own(read.own)

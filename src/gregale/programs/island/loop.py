@@ -11,26 +11,26 @@ from typing import Any
 
 from haliax import NamedArray
 
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
+from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
-from gregale.islands import files
+from gregale.islands import outer_checkpoint
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
 from gregale.methods.island_outer import HostOuter
 from gregale.methods.schedule import Schedule
 from gregale.programs.island.stepper import IslandStepper
-from gregale.programs.run.batches import Placement
-from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
+from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
 from gregale.programs.train.counts import DataPosition, Traffic
 from gregale.programs.train.loop import HELP, Loop, after_skipping
 from gregale.programs.train.resume import Start
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.history import ROUNDS
-from gregale.services.lines import ResumePoint, lines_at
-from gregale.services.signals import StopRequest
+from gregale.runs.history import ROUNDS
 from gregale.storage import StoragePath, StoreError
+from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.training.state import TrainState
 
 THREADS = 4
@@ -169,8 +169,8 @@ class IslandLoop(Loop):
         }
 
         def beside() -> None:
-            files.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
-            files.write(sides.folder, outer, sides.outer.leaves(moment), sides.outer.own_leaves(moment))
+            outer_checkpoint.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
+            outer_checkpoint.write(sides.folder, outer, sides.outer.leaves(moment), sides.outer.own_leaves(moment))
             self._observers.trackers.flush()
             sides.flush()
 

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from gregale.islands.driver import Driver
-from gregale.islands.engine.client import RequestRejected
 from gregale.islands.protocol.messages import RoundDue
-from gregale.services.tracking.tracker import Trackers, Values
+from gregale.islands.transport.client import RequestRejected
+from gregale.tracking.tracker import Trackers, Values
 
 
 class StatusTracker:

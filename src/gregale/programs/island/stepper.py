@@ -13,12 +13,12 @@ import numpy as np
 from gregale.communication import shards
 from gregale.islands.driver import Driver
 from gregale.islands.follower import Follower
-from gregale.islands.inner import InnerOptimizerState, on_host, taken_over
-from gregale.islands.orders import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
+from gregale.islands.inner_optimizer_state import InnerOptimizerState, on_host, taken_over
+from gregale.islands.trainer_command import ApplyRound, CopyInnerState, Down, Finish, LoadOuterState, SendMessage
 from gregale.methods.fragments import Fragment
 from gregale.methods.island import Island
 from gregale.methods.island_outer import HostOuter
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.setup import Setup
 from gregale.training.state import StepReport, TrainState
 
 Tree = Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gregale.islands.protocol.settings import LAN, WAN, Timing
-from gregale.services.islands import IslandsConfig
+from gregale.runs.islands import IslandsConfig
 
 HEAL_SECONDS = {"lan": 120.0, "wan": 1800.0}
 _KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds")

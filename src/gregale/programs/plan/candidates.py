@@ -15,8 +15,8 @@ from gregale.model.config import GATHER, REMAT
 from gregale.model.execution import execution
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import estimate, estimated_link_bytes, estimated_work
-from gregale.programs.run.setup import Setup
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
 
 
 @dataclass(frozen=True)

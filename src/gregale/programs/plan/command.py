@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gregale.atomic_files import write_bytes
 from gregale.data.sources.base import expand
 from gregale.data.tokenizers import FileConfig, vocabulary_size
 from gregale.errors import UserError
-from gregale.files import write_bytes
+from gregale.programs.command import Command
 from gregale.programs.plan.devices import Target, simulated_target, topology_target
 from gregale.programs.plan.island import as_island, island_of
 from gregale.programs.plan.programs import STEP
@@ -18,8 +19,7 @@ from gregale.programs.plan.report import report_of
 from gregale.programs.plan.search import Asked, search
 from gregale.programs.plan.step import CODE, UNTIL, plan_step
 from gregale.programs.plan.text import print_report, print_search
-from gregale.services.command import Command
-from gregale.services.config import TrainConfig
+from gregale.runs.config import TrainConfig
 from gregale.settings import Settings, above, whole
 from gregale.streams import ResilientStream, printable
 from gregale.terminal import Console

@@ -2,7 +2,7 @@
 
 `compiled_for(target, name, lowered, arguments)` gives an `Outcome` in either case. The TPU compiler refuses a program
 that needs more memory than a device has, once it has scheduled it: its schedule and its sizes are then read from what
-it writes beside (`read_dump`). `gregale.programs.plan.reported` stops there for programs that fit, too.
+it writes beside (`read_dump`). `gregale.programs.plan.memory_only_compile` stops there for programs that fit, too.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ import jax
 from gregale.audit.chips import Chip, chip
 from gregale.audit.step import ACCELERATOR, CPU, TPU, Backend
 from gregale.axes.mesh import AXES, Device
+from gregale.distributed.devices import GPU_MEMORY, set_flags
 from gregale.errors import UserError, install_hint
 from gregale.programs.plan.gpus import GPUS, described
-from gregale.services.config import TrainConfig
-from gregale.services.devices import GPU_MEMORY, set_flags
+from gregale.runs.config import TrainConfig
 
 DEFAULT_CHIP = "H100"
 CHIP_OF_TOPOLOGY = {"v4": "v4", "v5e": "v5e", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "v7x"}

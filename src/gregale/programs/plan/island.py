@@ -9,8 +9,8 @@ from gregale.audit.roofline import Roofline
 from gregale.methods.island import Island
 from gregale.methods.island_traffic import IslandTraffic
 from gregale.programs.plan.methods import GBIT
-from gregale.programs.run.setup import Setup
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
 
 SHOWN_GBIT_PER_SECOND = (0.05, 0.2, 1.0, 10.0, 100.0)
 FEWEST = 2

@@ -10,14 +10,14 @@ import haliax as hax
 import jax
 
 from gregale.audit import Audit, Collective, audit
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import CompilerMemory
-from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.step import Backend
 from gregale.audit.traffic import Transfer
 from gregale.programs.plan.compiling import DoesNotFit, Outcome
 from gregale.programs.plan.devices import Target
 from gregale.programs.plan.shapes import FAR_AXES, abstract_batch, step_shape, step_transfers
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.setup import Setup
 from gregale.training.state import abstract_state
 
 STEP, WARM_UP = "step", "warm_up"

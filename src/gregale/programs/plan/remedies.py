@@ -15,8 +15,8 @@ from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, closed_form_seconds, weighed_candidates
 from gregale.programs.plan.shapes import estimate
 from gregale.programs.plan.step import Plan
-from gregale.programs.run.setup import Setup, set_up
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import TrainConfig
 
 SHOWN = 3
 LARGEST_FACTOR = 64

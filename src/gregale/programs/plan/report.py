@@ -18,7 +18,7 @@ from gregale.programs.plan.programs import Program
 from gregale.programs.plan.remedies import remedies
 from gregale.programs.plan.shapes import devices_of_a_replica, estimate, estimated_work, step_shape, tree_bytes
 from gregale.programs.plan.step import MEMORY, Plan
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.setup import Setup
 
 
 def report_of(

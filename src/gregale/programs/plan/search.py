@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gregale.audit.placement import INSIDE
+from gregale.audit.device_axes import INSIDE
 from gregale.errors import UserError
 from gregale.model.execution import execution
 from gregale.programs.plan.candidates import Candidate, ScoredCandidate, weighed_candidates
@@ -26,8 +26,8 @@ from gregale.programs.plan.report import link_bytes_per_second, memory_of
 from gregale.programs.plan.shapes import devices_of_a_replica
 from gregale.programs.plan.step import MEMORY, Plan, plan_step, setup_for
 from gregale.programs.plan.text import size
-from gregale.programs.run.setup import Setup
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import TrainConfig
 
 ENOUGH = 3  # candidates that fit, by the compiler
 MOST_COMPILED = 8

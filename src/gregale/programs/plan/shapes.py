@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import Estimate, bytes_on_device, estimate_memory
 from gregale.audit.pipeline_traffic import pipelined
-from gregale.audit.placement import BETWEEN, INSIDE
 from gregale.audit.roofline import Work, work_of
 from gregale.audit.step import ACCELERATOR, Backend, PipelineShape, StepShape
 from gregale.audit.traffic import Transfer, expected_transfers, kept, sent_bytes
@@ -20,7 +20,7 @@ from gregale.axes.layout import REPLICA, is_named
 from gregale.methods.method import Method
 from gregale.model.config import DTYPES, LlamaConfig
 from gregale.model.execution import execution
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.setup import Setup
 from gregale.training.compiler_options import compiler_options, sums_behind
 
 INTEGERS = ("tokens", "targets", "segment_ids", "positions")

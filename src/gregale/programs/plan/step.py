@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gregale.audit.kernels import Peak
+from gregale.audit.device_axes import BETWEEN, INSIDE
 from gregale.audit.memory import CompilerMemory
 from gregale.audit.overlap import Rates, Schedule, schedule_of
-from gregale.audit.placement import BETWEEN, INSIDE
+from gregale.audit.pallas_cost import Peak
 from gregale.audit.roofline import Roofline, link_rates, roofline
 from gregale.axes.mesh import make_mesh
 from gregale.programs.plan.compiling import WITHOUT_OPTIMISED_CODE, compiled_for
 from gregale.programs.plan.devices import Target, for_accelerators
+from gregale.programs.plan.memory_only_compile import Request, reported
 from gregale.programs.plan.programs import STEP, Compile, Program, known_trips, programs_of
-from gregale.programs.plan.reported import Request, reported
 from gregale.programs.plan.shapes import estimated_link_bytes, estimated_work, step_shape, tree_bytes
-from gregale.programs.run.setup import Setup, check_replicas, set_up
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.runs.config import TrainConfig
 
 CODE, MEMORY = "code", "memory"
 UNTIL = (CODE, MEMORY)  # to the end; to the memory report and the schedule, which come long before the code

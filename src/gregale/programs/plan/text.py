@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from gregale.audit.placement import BETWEEN
+from gregale.audit.device_axes import BETWEEN
 from gregale.programs.plan.programs import STEP
-from gregale.services.tables import print_table
+from gregale.tables import print_table
 from gregale.terminal import Console
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -12,14 +12,14 @@ from typing import Any
 from rich.filesize import decimal
 
 from gregale.errors import UserError
+from gregale.programs.command import Command
 from gregale.programs.report.page import report_page
 from gregale.programs.watch.command import runs_of
-from gregale.services.command import Command
-from gregale.services.history import read_history
-from gregale.services.page.files import check_page_path, write_page
-from gregale.services.run_places import RunPaths
+from gregale.runs.history import read_history
+from gregale.runs.run_paths import RunPaths
 from gregale.settings import Settings
 from gregale.streams import say
+from gregale.web.files import check_page_path, write_page
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from gregale.formatting import NONE, format_quantity, format_setting
 from gregale.programs.report.runs import ReportRun, axes_of
-from gregale.services.history import Column
-from gregale.services.page import Html, colour_of, element, swatch, table
+from gregale.runs.history import Column
+from gregale.web import Html, colour_of, element, swatch, table
 
 END = 0.02  # the share of a run over whose end a loss is averaged
 NOT_COMPARED = {"name", "islands.name"}

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from gregale.programs.report import comparison, facts
-from gregale.programs.report.figures import groups_of, silent, without_number
+from gregale.programs.report import comparison, run_panels
+from gregale.programs.report.metric_charts import groups_of, silent, without_number
 from gregale.programs.report.runs import ReportRun, axes_of, shown
 from gregale.programs.report.synchronisation import rounds_charts, schedule_chart, traffic_chart
-from gregale.services.history import History
-from gregale.services.page import Html, Page, Spans, element, notice, section
+from gregale.runs.history import History
+from gregale.web import Html, Page, Spans, element, notice, section
 
 
 def report_page(
@@ -32,7 +32,7 @@ def report_page(
     page = Page(title, about, [run.on_page for run in runs], axes_of(runs), live_seconds)
     page.add(notice(*notes, *problems_of(runs)))
     if len(runs) == 1:
-        page.add(facts.glance(runs[0]))
+        page.add(run_panels.glance(runs[0]))
     else:
         page.add(section("Side by side", comparison.overview(runs)))
         page.add(_section("At the same point", comparison.at_the_same_point(runs)))
@@ -69,13 +69,13 @@ def _add_synchronisation(page: Page, runs: Sequence[ReportRun]) -> None:
 
 
 def _add_texts(page: Page, runs: Sequence[ReportRun], plans: Sequence[Mapping[str, Any]]) -> None:
-    beside = [facts.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
+    beside = [run_panels.beside_plan(run, plan) for run in runs for plan in plans if is_of(plan, run, len(runs))]
     page.add(_section("Plan and run", *beside))
     for what, of in (
-        ("Samples", facts.samples_of),
-        ("Machine", lambda run: [facts.machine(run)]),
-        ("Changed settings", lambda run: [facts.changes(run)]),
-        ("Configuration", lambda run: [facts.configuration(run, opened=False)]),
+        ("Samples", run_panels.samples_of),
+        ("Machine", lambda run: [run_panels.machine(run)]),
+        ("Changed settings", lambda run: [run_panels.changes(run)]),
+        ("Configuration", lambda run: [run_panels.configuration(run, opened=False)]),
     ):
         parts: list[Html | None] = []
         for run in runs:

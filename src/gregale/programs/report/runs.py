@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gregale.services.entries import HIGHEST_STEP
-from gregale.services.history import Column, History
-from gregale.services.page import Axis, Run
+from gregale.runs.history import Column, History
+from gregale.storage.jsonl_reader import HIGHEST_STEP
+from gregale.web import Axis, Run
 
 MOST_KNOTS = 1000
 AXES = (

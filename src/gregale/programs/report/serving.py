@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from threading import Lock
 
 from gregale.programs.report.page import report_page
-from gregale.services.history import ROUNDS, read_history
-from gregale.services.run_lock import is_being_trained
-from gregale.services.run_places import RunPaths
+from gregale.runs.history import ROUNDS, read_history
+from gregale.runs.run_lock import is_being_trained
+from gregale.runs.run_paths import RunPaths
 from gregale.storage import StoreError, status
 
 LIVE_SECONDS = 5.0

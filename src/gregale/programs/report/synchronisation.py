@@ -10,10 +10,10 @@ import numpy as np
 from gregale.errors import UserError
 from gregale.formatting import format_precise_duration, format_quantity
 from gregale.methods.schedule import Schedule
-from gregale.programs.report.figures import buckets_for, line
+from gregale.programs.report.metric_charts import buckets_for, line
 from gregale.programs.report.runs import ReportRun
-from gregale.services.history import LARGEST, Column
-from gregale.services.page import Lines, Row, Series, Span, Spans, colour_of
+from gregale.runs.history import LARGEST, Column
+from gregale.web import Lines, Row, Series, Span, Spans, colour_of
 
 MOST_SPANS = 1500
 SHORTEST_WAIT_SECONDS = 0.02

@@ -13,15 +13,15 @@ from gregale.data.special import taken_as_text
 from gregale.data.tokenizers import load_tokenizer
 from gregale.errors import UserError
 from gregale.huggingface.folder import CONFIG, read_json
-from gregale.model.drawing import Sampling
-from gregale.model.generate import BLOCK, Prompt, multiple_of
-from gregale.programs.run.trained import find_run, open_trained
-from gregale.programs.sample.endings import INTERRUPTED, Continuation, TextFormat, form_of
+from gregale.inference.generate import BLOCK, Prompt, multiple_of
+from gregale.inference.token_sampling import Sampling
+from gregale.programs.command import Command
+from gregale.programs.runtime.trained_model import find_run, open_trained
+from gregale.programs.sample.output import Results, Screen, Status, ThroughputMeter, results_to, say
 from gregale.programs.sample.prompts import PromptRequest, batches_of, read_prompts
 from gregale.programs.sample.sampler import PATIENCE_S, Sampler, SamplerPlacement, beside_training, steady, unbatched
-from gregale.programs.sample.showing import Results, Screen, Status, ThroughputMeter, results_to, say
-from gregale.services.command import Command
-from gregale.services.run_directory import RunDirectory
+from gregale.programs.sample.text_format import INTERRUPTED, Continuation, TextFormat, form_of
+from gregale.runs.run_directory import RunDirectory
 from gregale.settings import shown, whole
 
 ONE_DEVICE = MeshConfig(data=1)

@@ -11,7 +11,7 @@ from typing import Any
 from gregale.data.sources.base import expand
 from gregale.data.sources.files import read_bytes
 from gregale.errors import UserError
-from gregale.model.generate import width_of
+from gregale.inference.generate import width_of
 from gregale.settings import LARGEST_WHOLE, did_you_mean, shortened
 
 JSON_LINES = (".jsonl", ".ndjson")

@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from gregale.axes.layout import BATCH, Layout, standard_layout
 from gregale.axes.mesh import MeshConfig, make_mesh
 from gregale.data.tokenizers import Tokenizer
-from gregale.model.drawing import Sampling
+from gregale.inference.generate import BLOCK, Generator, Prompt
+from gregale.inference.token_sampling import Sampling
 from gregale.model.execution import execution
-from gregale.model.generate import BLOCK, Generator, Prompt
-from gregale.programs.run.setup import Setup
-from gregale.programs.sample.endings import Continuation, TextFormat
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.sample.prompts import batches_of
+from gregale.programs.sample.text_format import Continuation, TextFormat
 
 PATIENCE_S = 0.1  # text is shown at least as often, if a token takes no longer
 TOGETHER = 8  # texts that a run makes at a time, at most: their caches lie beside the state that it trains

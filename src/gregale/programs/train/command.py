@@ -12,37 +12,37 @@ from dataclasses import asdict, dataclass, field, fields
 import jax
 
 from gregale.axes.mesh import make_mesh
-from gregale.data.bigram import bigram_bits_per_byte
+from gregale.checkpoint.multihost import agreed, by_first_process
+from gregale.checkpoint.retention import committed_steps
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus, prepare
 from gregale.data.sources.base import expand
-from gregale.data.tasks.files import read_tasks
 from gregale.data.tokenizers import fewest_tokens, save_tokenizer
+from gregale.distributed.devices import start_devices
+from gregale.distributed.hang_detector import Phase, Progress
+from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.signals import StopRequest, end_soon
 from gregale.errors import UserError
+from gregale.evaluation.bigram import bigram_bits_per_byte
+from gregale.evaluation.tasks.files import read_tasks
 from gregale.model.llama import parameter_count
-from gregale.programs.run.evaluation import in_words
-from gregale.programs.run.setup import Setup, check_replicas, set_up
-from gregale.programs.run.started import keep_what_came_with, origin_of
-from gregale.programs.run.tasks import tasks_in_words
+from gregale.programs.command import Command
+from gregale.programs.runtime.evaluation import in_words
+from gregale.programs.runtime.initial_weights import keep_what_came_with, origin_of
+from gregale.programs.runtime.setup import Setup, check_replicas, set_up
+from gregale.programs.runtime.tasks import tasks_in_words
 from gregale.programs.train.loop import HELP, Loop
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import starting_point
-from gregale.services.changes import changes
-from gregale.services.checkpoint.processes import agreed, by_first_process
-from gregale.services.checkpoint.retention import committed_steps
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.command import Command
-from gregale.services.compiled import keep_compiled
-from gregale.services.config import TrainConfig
-from gregale.services.devices import start_devices
-from gregale.services.handshake import agree_on_text
-from gregale.services.peers import monitor_peers
-from gregale.services.profile import Profile, Window
-from gregale.services.progress import Phase, Progress
-from gregale.services.run_directory import RunDirectory
-from gregale.services.run_lock import training
-from gregale.services.signals import StopRequest, end_soon
-from gregale.services.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.runs.config import TrainConfig
+from gregale.runs.config_diff import changes
+from gregale.runs.process_agreement import agree_on_text, process_terms
+from gregale.runs.run_directory import RunDirectory
+from gregale.runs.run_lock import training
 from gregale.storage import storage_path
+from gregale.tracking import Console, RunInfo, check_installed, open_trackers
+from gregale.tracking.profile import Profile, Window
+from gregale.training.compilation_cache import keep_compiled
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def main(options: TrainOptions, config: TrainConfig) -> int:
             "alone, or with all replicas in one mesh, leave the key out (`--islands.lighthouse null`)."
         )
     window = None if options.profile is None else Window.parse(options.profile, config.steps)
-    watch = start_devices(config.cpu_devices, config.distributed, config)
+    watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
     run = RunDirectory(storage_path(expand(config.runs, "runs")) / config.name)
     with monitor_peers(watch, run.resume_hint) as progress:

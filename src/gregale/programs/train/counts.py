@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gregale.programs.run.setup import Setup
-from gregale.services.config import BatchConfig
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.config import BatchConfig
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from gregale.axes.layout import LAYERS, is_named
 from gregale.data.examples import MORE_BYTES, Examples
 from gregale.methods.inspection import Inspected, Probe
 from gregale.methods.method import Lossy, Method
-from gregale.programs.run.batches import GlobalBatches
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.setup import Setup
 from gregale.training.state import TrainState
 
 Tree = Any

@@ -7,27 +7,27 @@ from collections.abc import Callable
 import jax
 from haliax import NamedArray
 
+from gregale.atomic_files import os_error_text
+from gregale.checkpoint.finite import listed, not_finite
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
+from gregale.distributed.hang_detector import Phase
+from gregale.distributed.signals import StopRequest
 from gregale.errors import UserError
-from gregale.files import os_error_text
+from gregale.inference.token_sampling import Sampling
 from gregale.methods.method import Method
-from gregale.model.drawing import Sampling
-from gregale.programs.run.batches import GlobalBatches
-from gregale.programs.run.checkpointed import checkpoint_metadata, checkpointed
-from gregale.programs.run.evaluation import Evaluator, evaluation_text
-from gregale.programs.run.setup import Setup
-from gregale.programs.run.tasks import tasks_of
+from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.checkpointed import checkpoint_metadata, checkpointed
+from gregale.programs.runtime.evaluation import Evaluator, evaluation_text
+from gregale.programs.runtime.setup import Setup
+from gregale.programs.runtime.tasks import tasks_of
 from gregale.programs.sample.sampler import Sampler, training_sampler
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.inspection import Inspector, QuantisationFigures
 from gregale.programs.train.observers import Observers
 from gregale.programs.train.resume import Start, converted
 from gregale.programs.train.step_log import StepLog, TooManySkipped
-from gregale.services.checkpoint.finite import listed, not_finite
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.progress import Phase
-from gregale.services.run_directory import RunDirectory
-from gregale.services.signals import StopRequest
+from gregale.runs.run_directory import RunDirectory
 from gregale.storage import StoreError
 from gregale.training.state import TrainState
 

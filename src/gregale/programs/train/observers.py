@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gregale.services.profile import Profile
-from gregale.services.progress import Progress
-from gregale.services.tracking import Trackers
+from gregale.distributed.hang_detector import Progress
+from gregale.tracking import Trackers
+from gregale.tracking.profile import Profile
 
 
 @dataclass(frozen=True)

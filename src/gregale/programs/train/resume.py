@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import jax
 
+from gregale.checkpoint.store import Checkpoints
 from gregale.data.preparation import Corpus
 from gregale.errors import UserError
 from gregale.methods.method import Method
-from gregale.programs.run.checkpointed import checkpoint_template, holds_more, noted, saved_by
-from gregale.programs.run.setup import Setup, set_up
-from gregale.programs.run.started import started_state
-from gregale.services.checkpoint.store import Checkpoints
-from gregale.services.config import TrainConfig
+from gregale.programs.runtime.checkpointed import checkpoint_template, holds_more, noted, saved_by
+from gregale.programs.runtime.initial_weights import started_state
+from gregale.programs.runtime.setup import Setup, set_up
+from gregale.runs.config import TrainConfig
 from gregale.training.state import TrainState, abstract_state, state_shardings, wrapped
 
 

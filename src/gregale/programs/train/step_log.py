@@ -19,10 +19,10 @@ from gregale.errors import UserError
 from gregale.methods.agreement import PseudoGradient, cosine
 from gregale.model.config import LlamaConfig
 from gregale.programs.plan.shapes import step_shape
-from gregale.programs.run.setup import Setup
+from gregale.programs.runtime.setup import Setup
 from gregale.programs.train.counts import DataPosition, PhaseTimer, Traffic
 from gregale.programs.train.observers import Observers
-from gregale.services.tracking import Rate
+from gregale.tracking import Rate
 from gregale.training.state import StepReport
 
 # Steps handed to the device before the oldest one's loss is read: with one there is always a step waiting, and more

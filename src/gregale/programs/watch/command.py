@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TextIO, cast
 from rich.live import Live
 
 from gregale.errors import UserError
-from gregale.programs.watch.follower import RunPoller, RunStatus, state_sentence
+from gregale.programs.command import Command
+from gregale.programs.watch.run_poller import RunPoller, RunStatus, state_sentence
 from gregale.programs.watch.view import fleet_view, plain_line, view_of
-from gregale.services.command import Command
-from gregale.services.run_places import RunPaths, find_run
-from gregale.services.run_summary import State
+from gregale.runs.run_paths import RunPaths, find_run
+from gregale.runs.run_summary import State
 from gregale.settings import Settings, between, whole
 from gregale.storage import ObjectPath, StoreError
 from gregale.streams import ResilientStream, printable

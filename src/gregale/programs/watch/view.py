@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gregale.formatting import format_duration
-from gregale.programs.watch.follower import RunStatus, devices, evaluations
+from gregale.programs.watch.run_poller import RunStatus, devices, evaluations
 from gregale.programs.watch.sparkline import ASCII, BARS, sparkline
-from gregale.services.run_summary import State
-from gregale.services.tracking.metrics import in_unit
+from gregale.runs.run_summary import State
 from gregale.streams import printable
 from gregale.terminal import Console
+from gregale.tracking.metrics import in_unit
 
 CURVES = (
     *("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu"),

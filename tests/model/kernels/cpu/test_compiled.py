@@ -16,7 +16,7 @@ from gregale.model.attention import POSITION, linear
 from gregale.model.config import LlamaConfig
 from gregale.model.kernels.cpu.attention import FEWEST_ROWS, MOST_BLOCKS
 from gregale.model.kernels.cpu.kernels import cpu_kernels
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.llama import Mlp
 from gregale.model.rotary import rotate
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from gregale.model import execution
-from gregale.model.kernels.choice import kernels_for
+from gregale.model.kernels.dispatch import kernels_for
 from gregale.model.kernels.gpu import cudnn
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from tests.audit.steps import lowered_for, small_setup
 from tests.model.kernels.forms import assert_equal
 from tests.model.kernels.gpu.cudnn_oracle import stand_in

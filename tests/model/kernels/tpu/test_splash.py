@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.tpu import blocks as sizes
 from gregale.model.kernels.tpu.blocks import Blocks, blocks_for
 from gregale.model.kernels.tpu.splash import Splash

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gregale.model.kernels.kernels import ATTENTION_NAME
-from gregale.model.kernels.plain import capped
+from gregale.model.kernels.reference import capped
 
 MOST_BLOCKS = 4
 FEWEST_ROWS = 128  # in a block; shorter ones cost more in copies than they save in products

@@ -9,7 +9,7 @@ from gregale.model.kernels.cpu.norm import rms_norm
 from gregale.model.kernels.cpu.projection import project
 from gregale.model.kernels.cpu.rotary import rotate
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import geglu
+from gregale.model.kernels.reference import geglu
 from gregale.model.kernels.swiglu import swiglu_with
 
 SWIGLU = swiglu_with(jax.lax.optimization_barrier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gregale.model.kernels import plain
+from gregale.model.kernels import reference
 
 
 def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -16,4 +16,4 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
     """
     identity = jnp.eye(angle.shape[-1], dtype=angle.dtype)
     cos, sin = (jnp.dot(f(angle), identity, precision=jax.lax.Precision.HIGHEST) for f in (jnp.cos, jnp.sin))
-    return plain.turned(x, cos, sin)
+    return reference.turned(x, cos, sin)

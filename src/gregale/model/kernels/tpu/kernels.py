@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gregale.model.kernels.kernels import Kernels
-from gregale.model.kernels.plain import PLAIN
+from gregale.model.kernels.reference import PLAIN
 from gregale.model.kernels.swiglu import swiglu_with
 from gregale.model.kernels.tpu.rotary import rotate
 

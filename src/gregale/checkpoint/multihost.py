@@ -1,0 +1,122 @@
+"""What the processes of a run tell each other about a checkpoint."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax._src import distributed  # nothing public waits in a thread
+from jax.experimental import multihost_utils
+
+from gregale.atomic_files import OF_THE_DISK, os_error_text
+from gregale.checkpoint.manifest import FileRecords
+from gregale.errors import UserError
+from gregale.storage import StoragePath, write_bytes
+
+T = TypeVar("T")
+
+_HANDOVER = "checksums-of-process-"
+_MESSAGE_BYTES = 2048
+_BARRIER_MINUTES = 20
+_THREADS = 8
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come here. Unlike a collective on devices it may be called in a thread.
+
+    Args:
+        name: the same in every process, and used once.
+    """
+    if jax.process_count() > 1:
+        client = distributed.global_state.client
+        assert client is not None, "jax.distributed joins several processes"
+        client.wait_at_barrier(name, _BARRIER_MINUTES * 60_000)
+
+
+def from_first_process(number: int) -> int:
+    """Process 0's number, in every process."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def first_message(message: str | None) -> str | None:
+    """The message of the first process that has one, in every process; None when none has."""
+    if jax.process_count() == 1:
+        return message
+    return next((text for text in messages_of_all(message or "") if text), None)
+
+
+def messages_of_all(message: str) -> list[str]:
+    """The messages of all processes in the order of their numbers, in every process; cut at 2048 bytes."""
+    if jax.process_count() == 1:
+        return [message]
+    mine = np.zeros(_MESSAGE_BYTES, np.uint8)
+    encoded = message.encode()[:_MESSAGE_BYTES]
+    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    everyone = np.asarray(multihost_utils.process_allgather(mine))
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in everyone]
+
+
+def texts_of_all(text: str) -> list[str]:
+    """The texts of all processes, of any length, in the order of their numbers, in every process."""
+    if jax.process_count() == 1:
+        return [text]
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = [int(size) for size in np.asarray(multihost_utils.process_allgather(np.int32(encoded.size)))]
+    mine = np.zeros(max(sizes), np.uint8)
+    mine[: encoded.size] = encoded
+    everyone = np.asarray(multihost_utils.process_allgather(mine))
+    return [bytes(row[:size]).decode() for row, size in zip(everyone, sizes, strict=True)]
+
+
+def by_first_process(action: Callable[[], T], otherwise: T) -> T:
+    """What `action` returns in process 0, which alone carries it out; the others have `otherwise`.
+
+    Raises `UserError` in all processes if it raises one there, or fails for the disk; see `agreed`.
+    """
+    done, failed = otherwise, None
+    if jax.process_index() == 0:
+        try:
+            done = action()
+        except UserError as error:
+            failed = f"{error.exit_code} {error}"
+        except OSError as error:
+            if error.errno not in OF_THE_DISK:
+                raise
+            failed = f"{UserError.exit_code} The run's directory cannot be written: {os_error_text(error)}."
+    if failed := first_message(failed):
+        code, _, message = failed.partition(" ")
+        raise agreed(message, int(code))
+    return done
+
+
+def agreed(message: str, exit_code: int = UserError.exit_code) -> UserError:
+    """An error that ends every process of a run: process 0 has the message, the others refer to process 0."""
+    error = UserError(message if jax.process_index() == 0 else "process 0 ended the run and gave the reason.")
+    error.exit_code = exit_code
+    return error
+
+
+def hand_over(folder: StoragePath, process: int, records: FileRecords) -> None:
+    """Leaves a process's checksums for process 0, which collects them after a barrier."""
+    write_bytes(folder / f"{_HANDOVER}{process}.json", json.dumps(records).encode())
+
+
+def collect(folder: StoragePath, processes: int) -> FileRecords:
+    """Takes what the other processes handed over."""
+
+    def taken(process: int) -> FileRecords:
+        place = folder / f"{_HANDOVER}{process}.json"
+        try:
+            records = json.loads(place.read_bytes())
+        except FileNotFoundError:
+            raise OSError(f"process {process} did not write its part") from None
+        place.unlink()
+        return records
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(taken, range(1, processes)))
+    return {name: record for records in found for name, record in records.items()}

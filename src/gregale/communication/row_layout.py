@@ -1,0 +1,100 @@
+"""How the values of one device's shard are cut into rows, each encoded and sent by itself over a network.
+
+And what a member of a group computes of a row, on its processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gregale.codecs.codec import Codec
+from gregale.codecs.config import ReduceConfig
+from gregale.codecs.feedback import Stored, load, stored_block
+from gregale.communication.collective_phases import EXACT, encoded, remember
+
+ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
+
+
+class RowLayout(NamedTuple):
+    """A shard's values as equal rows; the last one is filled with zeros.
+
+    A row is a whole number of blocks of the codecs, so that no block holds values of two rows. One row has the shard's
+    own number of values.
+
+    - `size`: values of the shard
+    - `count`: rows
+    - `row`: values of a row
+    - `exact`: whether they go as float32 whatever the codecs, as scalars do
+    """
+
+    size: int
+    count: int
+    row: int
+    exact: bool = False
+
+    def to_rows(self, values: jax.Array) -> jax.Array:
+        """[size] -> [count, row]"""
+        return jnp.pad(values, (0, self.count * self.row - self.size)).reshape(self.count, self.row)
+
+    def from_rows(self, rows: jax.Array) -> jax.Array:
+        """[count, row] -> [size]"""
+        return rows.reshape(-1)[: self.size]
+
+    def first_codec(self, config: ReduceConfig) -> Codec:
+        """The codec of the first leg."""
+        return EXACT if self.exact else config.first_codec()
+
+    def second_codec(self, config: ReduceConfig) -> Codec:
+        """The codec of the second leg."""
+        return EXACT if self.exact else config.second_codec()
+
+
+def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = ROW_VALUES) -> RowLayout:
+    """The rows of a shard of `size` values, of about `most` values at most: equal, and whole blocks if several."""
+    count = max(1, -(-size // most))
+    if count == 1:
+        return RowLayout(size, 1, size, exact)
+    row = -(-size // (count * config.block)) * config.block
+    return RowLayout(size, -(-size // row), row, exact)
+
+
+class RowPrograms(NamedTuple):
+    """What a member computes of a row, compiled for the processor: one set for each length of rows."""
+
+    size: int  # values of a row
+    add: Callable[..., Any]  # (sum [size], message, weight) -> sum + weight * decode(message)
+    encode: Callable[..., Any]  # (sum, total weight, error or None) -> message of the average, next error or None
+    decode: Callable[..., Any]  # message -> what everybody gets, [size]
+    keeps_error: bool
+
+
+@lru_cache(maxsize=4096)
+def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> RowPrograms:
+    """The programs for rows of `size` values; `beta`: of the second leg's feedback, None without."""
+
+    def add(total: jax.Array, message: jax.Array, weight: jax.Array) -> jax.Array:
+        return total + weight * first.decode(message, size)
+
+    def encode(total: jax.Array, weight: jax.Array, error: Stored | None):
+        values, errors = {"row": total / weight}, {} if error is None else {"row": load(error)}
+        message, compensated, kept = encoded(values, errors, second, beta or 0.0)
+        if error is None:
+            return message, None
+        finite = jnp.all(jnp.isfinite(compensated["row"]))
+        return message, remember({"row": error}, kept, finite)["row"]
+
+    def decode(message: jax.Array) -> jax.Array:
+        return second.decode(message, size)
+
+    return RowPrograms(size, jax.jit(add), jax.jit(encode), jax.jit(decode), beta is not None)
+
+
+def no_error(size: int) -> Stored:
+    """No error yet, of a row."""
+    return Stored(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

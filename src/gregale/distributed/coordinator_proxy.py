@@ -1,0 +1,62 @@
+"""A proxy in front of JAX's coordinator, which runs in process 0.
+
+JAX's client aborts its process, with a stack of C++ frames, as soon as its connection to the coordinator closes. No
+setting prevents it. So the other processes connect to a local port, and threads forward everything to the coordinator
+and back. When process 0 ends, that port stays open, and `gregale.distributed.liveness` reports the lost process.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from threading import Thread
+
+_RETRY_SECONDS = 0.2
+
+
+def start_proxy(coordinator: str) -> str:
+    """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached."""
+    host, _, port = coordinator.rpartition(":")
+    address = host.strip("[]"), int(port)
+    while True:
+        with suppress(OSError):
+            socket.create_connection(address, timeout=10).close()
+            break
+        time.sleep(_RETRY_SECONDS)
+    server = socket.create_server(("127.0.0.1", 0))
+    Thread(target=_serve, args=(server, address), daemon=True, name="coordinator").start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _serve(server: socket.socket, address: tuple[str, int]) -> None:
+    while True:
+        client, _ = server.accept()
+        Thread(target=_lead, args=(client, address), daemon=True).start()
+
+
+def _lead(client: socket.socket, address: tuple[str, int]) -> None:
+    """Leads a connection of JAX's client to the coordinator.
+
+    It stays open as long as the client wants it, also when the coordinator is gone, or was when it was made: the client
+    then waits, until `gregale.distributed.liveness` has found out who is lost.
+    """
+    with client:
+        with suppress(OSError), socket.create_connection(address, timeout=10) as coordinator:
+            coordinator.settimeout(None)
+            for one in (client, coordinator):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            Thread(target=_answer, args=(coordinator, client), daemon=True).start()
+            while data := client.recv(1 << 16):
+                coordinator.sendall(data)
+            coordinator.shutdown(socket.SHUT_RDWR)  # wakes the other thread
+            return
+        with suppress(OSError):
+            while client.recv(1 << 16):
+                pass
+
+
+def _answer(coordinator: socket.socket, client: socket.socket) -> None:
+    with suppress(OSError):
+        while data := coordinator.recv(1 << 16):
+            client.sendall(data)

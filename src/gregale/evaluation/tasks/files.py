@@ -1,0 +1,121 @@
+"""Files of tasks: JSON lines, a question each, and in the first line what they have in common.
+
+    {"kind": "multiple_choice", "prefix": "Q: 1 + 1 =\\nA: 2\\n\\n"}
+    {"context": "Q: 2 + 3 =\\nA:", "choices": ["4", "5", "6"], "answer": 1}
+
+A file without a line of settings is of multiple choice. Keys that are not known are left alone in a question's line,
+and refused in the line of settings.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Any
+
+from gregale.data.sources.base import BYTE_ORDER_MARK, encodable, expand, files_matching
+from gregale.data.sources.files import read_bytes
+from gregale.data.sources.jsonl import parsed
+from gregale.errors import UserError
+from gregale.evaluation.tasks.kinds import KINDS, Form, Question, Score
+from gregale.settings import did_you_mean, shown
+
+SETTINGS = tuple(each.name for each in fields(Form))
+
+
+@dataclass(frozen=True)
+class Task:
+    """The questions of one file.
+
+    Attributes:
+        name: the file's name without its ending.
+        kind: a name of `KINDS`.
+        questions: one at least.
+        path: of the file.
+    """
+
+    name: str
+    kind: str
+    questions: tuple[Question, ...]
+    path: str
+
+    def figures(self, scores: Sequence[Score]) -> dict[str, float]:
+        """The figures that the scores of the questions make, by name; all NaN if any log-likelihood is no number."""
+        figures = KINDS[self.kind].figures(self.questions, scores)
+        sound = all(abs(score.log_likelihoods).max() < float("inf") for score in scores)
+        return figures if sound else dict.fromkeys(figures, float("nan"))
+
+
+def read_tasks(patterns: Sequence[str]) -> list[Task]:
+    """The tasks in the files that match glob patterns, on a disk or in an object store, in the order of the patterns.
+
+    Raises:
+        UserError: a pattern matches no file, two files have one name, or a file is wrong; names the file and the line.
+    """
+    paths = dict.fromkeys(path for pattern in patterns for path in matching(pattern))
+    tasks: dict[str, Task] = {}
+    for path in paths:
+        task = read_task(path)
+        if task.name in tasks:
+            raise UserError(
+                f"{tasks[task.name].path} and {path}: two tasks would have the name `{task.name}`, and figures are "
+                "told apart by it. Rename one of the files."
+            )
+        tasks[task.name] = task
+    return list(tasks.values())
+
+
+def matching(pattern: str) -> list[str]:
+    found = list(files_matching(pattern, "tasks"))
+    if not found:
+        pattern = expand(pattern, "tasks")
+        raise UserError(f"tasks: no file matches {pattern}. Patterns may use *, ? and **; check the folder.")
+    return found
+
+
+def read_task(path: str) -> Task:
+    """The task in a file; raises `UserError` if it is wrong."""
+    lines = list(objects_of(path))
+    form = Form()
+    if lines and "kind" in lines[0][1]:
+        form = form_of(*lines.pop(0))
+    if not lines:
+        raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
+    read = KINDS[form.kind].read
+    questions = tuple(read(line, form, place) for place, line in lines)
+    return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
+
+
+EXAMPLE = '{"context": "Two and three is", "choices": ["four", "five"], "answer": 1}.'
+
+
+def objects_of(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place and the object of each line that is not empty."""
+    content = read_bytes(path).removeprefix(BYTE_ORDER_MARK)
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            record = parsed(line, place)
+            if not isinstance(record, dict):
+                raise UserError(f"{place}: found {type(record).__name__}, expected a JSON object such as {EXAMPLE}")
+            yield place, record
+
+
+def form_of(place: str, line: dict[str, Any]) -> Form:
+    """The settings in a file's first line."""
+    for key, value in line.items():
+        if key not in SETTINGS:
+            near = did_you_mean(get_close_matches(key, SETTINGS, n=1))
+            raise UserError(
+                f"{place}: it has a `kind`, so it is the line of settings, which knows no `{key}`.{near} It may have: "
+                f"{', '.join(SETTINGS)}."
+            )
+        if not isinstance(value, str):
+            raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
+        encodable(value, place)
+    if line["kind"] not in KINDS:
+        near = did_you_mean(get_close_matches(line["kind"], KINDS, n=1))
+        raise UserError(f"{place}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")
+    if line.get("gap") == "":
+        raise UserError(f"{place}: `gap` is empty; it has to be what the choices of a cloze replace.")
+    return Form(**line)

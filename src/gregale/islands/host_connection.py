@@ -1,0 +1,155 @@
+"""What host 0 of an island tells its other hosts, and what they answer, over host 0's server.
+
+    host 0: hands = Hands(worker, [Host(1), Host(2)]); its server's `on_message` hands their messages to `hands.heard`
+    others: link = Link(address of host 0, token, number); link.receive(); link.send({"took": True})
+
+A host asks again and again for what it has not had yet, and both sides number what they say. So all of it arrives
+once and in order, whatever connections break. If a process is lost, `services.peers` ends the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Condition, Lock
+from typing import Any
+
+from gregale.errors import UserError
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, ask_status
+from gregale.islands.transport.signing import canonical
+
+LARGEST_REPLY_BYTES = 64 << 20
+ASK_SECONDS = 20.0  # that host 0 holds a request while there is nothing to tell
+REACH_SECONDS, RETRY_SECONDS, CLOSE_SECONDS = 10.0, 0.1, 2.0
+
+
+class HostFailed(Exception):
+    """A host could not do what it was asked to; `kind`: the name of its error."""
+
+    def __init__(self, text: str, kind: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+class RemoteHost:
+    """Another host of the island, as host 0 sees it.
+
+    - `number`: of its process
+    """
+
+    def __init__(self, number: int):
+        self.number, self._changed = number, Condition()
+        self._told: list[dict[str, Any]] = []  # what the host may not have yet
+        self._had = 0  # messages before those
+        self._heard = 0  # messages of the host
+        self._taken, self._shown, self._is_closed = 0, -1, False
+        self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
+        self._numbers = itertools.count()
+
+    def tell(self, what: str, arguments: list[Any], **more: Any) -> None:
+        """Something to be done, in the order of the calls, that has no answer."""
+        with self._changed:
+            self._told.append({"do": what, "with": arguments, **more})
+            self._changed.notify_all()
+
+    def ask(self, what: str, arguments: list[Any], failed: Callable[[], None] = lambda: None) -> Future[dict[str, Any]]:
+        """Something to be done in a thread of its own; the answer, or HostFailed, comes later.
+
+        - `failed`: called before that, in another thread
+        """
+        answer: Future[dict[str, Any]] = Future()
+        number = next(self._numbers)
+        self._asked[number] = answer, failed
+        self.tell(what, arguments, ask=number)
+        return answer
+
+    def await_messages(self) -> None:
+        """Waits until the host has its messages of the round whose order was given."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken or self._is_closed)
+            self._taken -= 1
+
+    def await_shown(self, step: int, seconds: float) -> None:
+        """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._shown >= step, seconds):
+                raise RequestRejected(f"host {self.number} has shown nothing in time")
+
+    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the host does not have yet, when there is something; or takes what it says."""
+        if "have" in message:
+            return {"told": self._after(message["have"])}
+        with self._changed:
+            if message["number"] != self._heard:  # it is here already, and the reply was lost
+                return {}
+            self._heard += 1
+            self._taken += "took" in message
+            self._shown = message.get("shown", self._shown)
+            self._changed.notify_all()
+        if "ask" in message:
+            answer, failed = self._asked.pop(message["ask"])
+            if "failed" in message:
+                failed()
+                text = f"host {self.number} of this island: {message['failed']}"
+                answer.set_exception(HostFailed(text, message["error"]))
+            else:
+                answer.set_result(message)
+        return {}
+
+    def close(self) -> None:
+        """Nobody waits for the host any more, once it has all that it was told."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._told, CLOSE_SECONDS)
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _after(self, have: int) -> list[dict[str, Any]]:
+        with self._changed:
+            del self._told[: max(have - self._had, 0)]
+            self._had = max(have, self._had)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._told or self._is_closed, ASK_SECONDS)
+            return list(self._told) if have == self._had else []
+
+
+class HostConnection:
+    """The way of host `number` to host 0; any thread may send, one receives. Raises UserError if there is none."""
+
+    def __init__(self, address: str, token: bytes, number: int):
+        self._address, self._token, self._number = address, token, number
+        self._said, self._have, self._lock, self._is_closed = 0, 0, Lock(), False
+        self._sends, self._receives = (PeerClient(address, token, REACH_SECONDS) for _ in range(2))
+        try:
+            ask_status(address, token, REACH_SECONDS)
+        except (PeerUnreachable, RequestRejected) as error:
+            raise UserError(
+                f"host {number} of this island cannot reach host 0 ({error}): set islands.bind of process 0 to an "
+                "address that its other hosts reach, and give all of them the same token."
+            ) from None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message."""
+        with self._lock:
+            self._request(self._sends, {"number": self._said, **message}, REACH_SECONDS)
+            self._said += 1
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The next messages, perhaps none yet; None when the link is closed."""
+        told = self._request(self._receives, {"have": self._have}, ASK_SECONDS + REACH_SECONDS).get("told", [])
+        self._have += len(told)
+        return None if self._is_closed else told
+
+    def close(self) -> None:
+        """Ends the link: nothing is sent or received any more."""
+        self._is_closed = True
+
+    def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        body = canonical({"kind": "host", "host": self._number, **message})
+        while not self._is_closed:
+            try:
+                return peer.request("POST", "/message", body, LARGEST_REPLY_BYTES, seconds)
+            except (PeerUnreachable, RequestRejected):
+                time.sleep(RETRY_SECONDS)
+        return {}

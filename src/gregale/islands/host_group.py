@@ -1,0 +1,264 @@
+"""The hosts of an island, as its driver commands them: host 0's `HostWorker`, and a connection to each other host.
+
+    hands = Hands(worker)                            # an island of one process
+    hands = Hands(worker, [Host(1), Host(2)])        # of several: each of the others has a `follower.Follower`
+    driver = Driver(worker=hands, ...)
+
+Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
+hosts have made it, and a digest is one of all hosts. The trainers of all hosts have to launch the same programs in the
+same order, so what the first one is told goes to the others in one stream with what changes the outer side, and all
+find that as it was at the same place of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from hashlib import blake2b
+from typing import Any
+
+from gregale.islands.host_connection import HostFailed, RemoteHost
+from gregale.islands.host_worker import HostWorker, Messages, NotFinite, OuterSnapshot
+from gregale.islands.inner_optimizer_state import InnerOptimizerState
+from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.state_verification import DigestMismatch, FetchedState, healed
+from gregale.islands.trainer_command import TrainerCommand
+from gregale.islands.transport.client import PeerUnreachable, RequestRejected, call
+from gregale.islands.transport.group import GroupFailed
+from gregale.islands.transport.transfer import TransferFailed
+
+HEAL_TRIES = 5
+"""How often hosts fetch again whose peers have gone on to another round than those of the others."""
+COPY_SECONDS = 30.0  # for a trainer to come to the end of its step and to copy its inner optimizer
+COPY_TRIES = 2  # of one source: another joiner may have had the copies of some hosts renewed meanwhile
+
+
+class HostGroup:
+    """Host 0 and the others, as one. Calls come from one thread at a time, but `drop_group`, `ordered` and `granted`.
+
+    - `others`: the other hosts, by their numbers
+    - `wants_inner`: this island has no inner optimizer of its own, or one that is of no use
+    """
+
+    def __init__(self, own: HostWorker, others: Sequence[RemoteHost] = (), wants_inner: bool = False):
+        self.timeouts, self.count = own.timeouts, own.count
+        self.wants_inner, self._has_inner = wants_inner, False
+        self._own, self._others = own, others
+
+    @property
+    def side(self) -> OuterSnapshot:
+        """The outer side as it was when the last order was given."""
+        return self._own.side
+
+    def ordered(self, order: TrainerCommand | None) -> None:
+        """The trainers of all hosts are told this (None: take a step)."""
+        self._own.ordered(order)
+        self._tell("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
+
+    def granted(self, first: int | None) -> None:
+        """The next batch begins with this example (None: there is none now)."""
+        self._tell("granted", first)
+
+    def took(self, number: int, messages: Messages) -> None:
+        """Keeps host 0's messages of a round; returns when all hosts have theirs."""
+        self._own.took(number, messages)
+        for host in self._others:
+            host.await_messages()
+
+    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
+        """Averages a round's fragment and prepares its outer step; returns the digest of the whole outer side.
+
+        Raises GroupFailed, and NotFinite.
+        """
+        what = [key, number, [list(member) for member in members], list(weights), name]
+        asked = [host.ask("reduce", what, failed=self.drop_group) for host in self._others]
+        failures: list[Exception] = []
+        digests = [self._tried(lambda: self._own.reduce(key, number, members, weights, name), failures)]
+        if failures and isinstance(failures[0], GroupFailed):
+            self.drop_group()  # else the others would wait until their time is over
+        digests += [self._tried(lambda answer=answer: self._counted(answer), failures) for answer in asked]
+        if failures:
+            self.discard(key)
+            raise failures[0]
+        return joint_digest(digests)
+
+    def commit(self, key: str, outer: OuterRecord) -> None:
+        """Takes over a result, and serves it."""
+        self._own.commit(key, outer)
+        self._tell("commit", key, outer.to_json())
+
+    def discard(self, key: str) -> None:
+        """Forgets a result."""
+        self._own.discard(key)
+        self._tell("discard", key)
+
+    def drop_group(self) -> None:
+        """Lets go of the groups."""
+        self._tell("drop_group")
+        self._own.drop_group()
+
+    def publish(self, outer: OuterRecord) -> None:
+        """Serves the state as it is under another record."""
+        self._own.publish(outer)
+        self._tell("publish", outer.to_json())
+
+    def heal(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
+        """Fetches the state of peers, beside the own one. Raises TransferFailed.
+
+        - `settled`: waits a few seconds for the end of the round that they are making
+        """
+        return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
+
+    def _fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
+        """The state of peers, of one record on all hosts. Raises TransferFailed."""
+        told = [list(source) for source in sources]
+        found: dict[int, FetchedState] = {}
+        for _ in range(HEAL_TRIES):
+            newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
+            behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
+            asked = [
+                (host.number, host.ask("fetch", [told, settled])) for host in self._others if host.number in behind
+            ]
+            if 0 in behind:
+                found[0] = self._own.fetch(sources, settled)
+            for number, answer in asked:
+                record, digest, is_settled = self._fetched(answer)
+                found[number] = FetchedState(OuterRecord.from_json(record), digest, is_settled)
+            if all(each.outer == found[0].outer for each in found.values()):
+                digest = joint_digest([each.digest for _, each in sorted(found.items())])
+                return FetchedState(found[0].outer, digest, all(each.settled for each in found.values()))
+        rounds = sorted({each.outer.round for each in found.values()})
+        raise DigestMismatch(f"the hosts of this island fetched different states, of rounds {rounds}")
+
+    @staticmethod
+    def _is_behind(found: FetchedState | None, newest: OuterRecord | None) -> bool:
+        return found is None or found.outer != newest
+
+    def install(self, outer: OuterRecord) -> bool:
+        """Takes over what was fetched, and serves it; returns as `takes_inner`."""
+        self._own.install(outer)
+        self._tell("install", outer.to_json())
+        return self.takes_inner()
+
+    def inherit(self, sources: Sequence[Peer]) -> None:
+        """Fetches the inner optimizer of a peer if it is wanted: for all hosts, or for none."""
+        self._has_inner = False
+        self._has_inner = self.wants_inner and any(self._inherit(source) for source in sources)
+
+    def _inherit(self, source: Peer) -> bool:
+        """Whether all hosts have the shards of their counterparts, copied after the same step."""
+        for _ in range(COPY_TRIES):
+            try:
+                call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
+                asked = [host.ask("inherit", [source.hosts[host.number]]) for host in self._others]
+                steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
+            except (PeerUnreachable, RequestRejected, TransferFailed):
+                return False
+            if len(steps) == 1:
+                return True
+        return False
+
+    def takes_inner(self) -> bool:
+        """Whether the trainers take over the inner optimizer that was fetched, with the order that follows."""
+        has_inner, self._has_inner = self._has_inner, False
+        self.wants_inner = self.wants_inner and not has_inner
+        return has_inner
+
+    def show(self, inner: InnerOptimizerState) -> None:
+        """Serves host 0's shards of the inner optimizer."""
+        self._own.show(inner)
+
+    def await_copies(self, step: int) -> None:
+        """Waits until the other hosts serve theirs of this step too. Raises Refused."""
+        for host in self._others:
+            host.await_shown(step, COPY_SECONDS)
+
+    def inherited(self) -> InnerOptimizerState | None:
+        """Host 0's shards of a peer's inner optimizer; given once."""
+        return self._own.inherited()
+
+    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answers a message of another host. Raises Refused."""
+        for host in self._others:
+            if host.number == message.get("host"):
+                return host.heard(message)
+        raise RequestRejected("this island has no such host")
+
+    def close(self) -> None:
+        """Ends what this process has of it."""
+        for host in self._others:
+            host.close()
+        self._own.close()
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        for host in self._others:
+            host.tell(what, list(arguments))
+
+    def _counted(self, answer: Future[dict[str, Any]]) -> str:
+        """The digest that a host has answered with; its bytes count for the island."""
+        try:
+            result = answer.result()
+        except HostFailed as failed:
+            raise (NotFinite if failed.kind == NotFinite.__name__ else GroupFailed)(str(failed)) from None
+        self.count.sent += result["sent"]
+        self.count.received += result["received"]
+        return result["value"]
+
+    def _fetched(self, answer: Future[dict[str, Any]]) -> Any:
+        try:
+            result = answer.result()
+        except HostFailed as failed:
+            if failed.kind == DigestMismatch.__name__:
+                raise DigestMismatch(str(failed)) from None
+            raise TransferFailed(str(failed)) from None
+        self.count.received += result["received"]
+        return result["value"]
+
+    @staticmethod
+    def _tried(work: Callable[[], str], failures: list[Exception]) -> str:
+        try:
+            return work()
+        except (GroupFailed, NotFinite) as error:
+            failures.append(error)
+            return ""
+
+
+def joint_digest(digests: Sequence[str]) -> str:
+    """Of an island's hosts in the order of their numbers; of one host its own."""
+    if len(digests) == 1:
+        return digests[0]
+    return blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
+class Recovery:
+    """Of one island.
+
+    - `restart(inherits)`: has the trainer begin again, with the inner optimizer that was inherited, or its own
+    - `in_thread`: does something slow
+    """
+
+    def __init__(
+        self, worker: HostGroup, restart: Callable[[bool], None], in_thread: Callable[[Callable[[], None]], object]
+    ):
+        self._worker, self._restart, self._in_thread = worker, restart, in_thread
+        self._has_inherited = False
+
+    def contributed(self) -> None:
+        """The island has contributed to a round: its message was like the others'."""
+        self._has_inherited = False
+
+    def begin(self, peers: Sequence[Peer]) -> None:
+        """The island has diverged; `peers` have not.
+
+        It inherits once only until it has contributed again: a copy costs the peer a moment.
+        """
+        self._restart(False)
+        if peers and not self._has_inherited:
+            self._has_inherited = True
+            self._worker.wants_inner = True
+            self._in_thread(lambda: self._inherit(peers))
+
+    def _inherit(self, peers: Sequence[Peer]) -> None:
+        self._worker.inherit(peers)
+        if self._worker.takes_inner():
+            self._restart(True)

@@ -1,0 +1,269 @@
+"""One host of an island in a round: its shards of the outer side, the group with its counterparts, and what it serves.
+
+A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but `drop_group`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from gregale.communication.network import Handle
+from gregale.islands.inner_optimizer_state import Expected, InnerOptimizerState
+from gregale.islands.protocol.headers import OuterRecord, Peer
+from gregale.islands.state_verification import DigestMismatch, FetchedState
+from gregale.islands.trainer_command import TrainerCommand
+from gregale.islands.transport.group import Group, GroupFailed
+from gregale.islands.transport.server import Server
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot
+from gregale.islands.transport.transfer import Fetcher, fetch
+from gregale.methods.island_outer import HostOuter, OuterView, Prepared, ValidatedState
+from gregale.methods.schedule import Schedule
+
+Messages = Mapping[str, np.ndarray]
+COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as a joiner expects it
+
+
+class Timeouts(NamedTuple):
+    """How long a host waits for others, in seconds."""
+
+    reduce: float
+    heal: float
+
+
+class OuterSnapshot(NamedTuple):
+    """The outer side as it was at one moment; `record`: None before the fleet has begun."""
+
+    record: OuterRecord | None
+    moment: OuterView
+
+
+class NotFinite(Exception):
+    """The outer step of a round is not finite."""
+
+
+@dataclass
+class Count:
+    """Bytes that this host has sent and received for rounds and healing."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class Alone:
+    """The link of an island that is the only one."""
+
+    size, rank = 1, 0
+
+    def send(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        raise AssertionError("a group of one sends nothing")
+
+    recv = send
+
+
+@dataclass
+class GroupLink:
+    """A group as the reducer's link, with its bytes counted."""
+
+    group: Group
+    count: Count
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    def send(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        self.count.sent += data.nbytes
+        return self.group.send(peer, data, tag)
+
+    def recv(self, peer: int, data: np.ndarray, tag: int) -> Handle:
+        self.count.received += data.nbytes
+        return self.group.receive(peer, data, tag)
+
+
+@dataclass
+class HostWorker:
+    """A host of an island.
+
+    - `outer`: its shards of the outer parameters and of their optimizer's state
+    - `schedule`: which fragment a round has
+    - `server`: what peers read of it
+    - `host`: the number of this host in its island
+    - `inner`: shape and type of what this host has of the inner optimizer
+    """
+
+    outer: HostOuter
+    schedule: Schedule
+    server: Server
+    token: bytes
+    timeouts: Timeouts
+    host: int = 0
+    inner: Expected = field(default_factory=dict)
+    count: Count = field(default_factory=Count)
+    _record: OuterRecord | None = None
+    _side: OuterSnapshot | None = None
+    _fetcher: Fetcher | None = None
+    _offered: ValidatedState | None = None  # what was fetched, if it fits
+    _inner: InnerOptimizerState | None = None  # what was fetched of a peer's inner optimizer
+    _taken: dict[int, Messages] = field(default_factory=dict)
+    _results: dict[str, Prepared] = field(default_factory=dict)
+    _group: tuple[tuple[Peer, ...], Group] | None = None
+    _building: str | None = None  # the key of a group that is coming together
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def side(self) -> OuterSnapshot:
+        """The outer side as it was when the last order was given."""
+        return self._side or OuterSnapshot(None, self.outer.now())
+
+    def ordered(self, order: TrainerCommand | None) -> None:
+        """The trainer is told this: what it does with the outer side, it does with that of now."""
+        if order is not None:
+            self._side = OuterSnapshot(self._record, self.outer.now())
+
+    def took(self, number: int, messages: Messages) -> None:
+        """Keeps this host's messages of a round; those of another round are not needed any more."""
+        self._taken = {number: messages}
+
+    def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
+        """Averages a round's fragment among the members and prepares its outer step; returns the digest of that.
+
+        Raises GroupFailed, and NotFinite.
+        """
+        self.server.shelf.expect(self.timeouts.reduce)
+        try:
+            digest = self._reduce(key, number, tuple(members), weights, name)
+        except (GroupFailed, NotFinite):
+            self.server.shelf.expect(0.0)
+            raise
+        self.server.shelf.expect(COMMIT_SECONDS)
+        return digest
+
+    def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
+        rank = [member.name for member in members].index(name)
+        fragment = self.schedule.round_fragment(number)
+        messages = self._taken.get(number) if weights[rank] > 0 else None
+        link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
+        group = json.dumps([member.name for member in members])  # a session is another after a restart
+        error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
+        try:
+            reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
+        except GroupFailed:
+            self.drop_group()
+            raise
+        prepared = self.outer.prepare(fragment, reduced, group)
+        if not prepared.finite:
+            raise NotFinite(f"the outer step of round {number} is not finite")
+        self._results[key] = prepared
+        return prepared.digest
+
+    def commit(self, key: str, outer: OuterRecord) -> None:
+        """Takes over a result, and serves it."""
+        self.outer.commit(self._results.pop(key), outer.round)
+        self._results.clear()
+        self._taken.clear()
+        self.publish(outer)
+
+    def discard(self, key: str) -> None:
+        """Forgets a result."""
+        self._results.pop(key, None)
+
+    def drop_group(self) -> None:
+        """Lets go of the group; all others in it know at once."""
+        with self._lock:
+            group, self._group = self._group, None
+            if self._building is not None:
+                self.server.mailbox.give_up(self._building)
+        if group is not None:
+            group[1].drop()
+
+    def publish(self, outer: OuterRecord) -> None:
+        """Serves the state as it is, under this record, to whoever heals."""
+        self._record = outer
+        leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
+        self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
+
+    def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
+        """Fetches this host's shards of the state of peers, beside the own ones. Raises TransferFailed."""
+        if self._fetcher is None:
+            expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
+            held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
+            self._fetcher = Fetcher(self.token, expected, held)
+        addresses = [source.hosts[self.host] for source in sources]
+        manifest = "/manifest/settled" if settled else "/manifest"
+        fetched = self._fetcher.fetch(addresses, self.timeouts.heal, manifest)
+        self.count.received += fetched.received_bytes
+        try:
+            self._offered = self.outer.check(fetched.arrays, fetched.versions)
+            return FetchedState(
+                OuterRecord.from_json(fetched.facts.get("outer")), self._offered.digest, fetched.settled
+            )
+        except ValueError as error:
+            raise DigestMismatch(f"what {', '.join(addresses)} gave is no state: {error}") from None
+
+    def install(self, outer: OuterRecord) -> None:
+        """Takes over what was fetched last, and serves it under this record."""
+        assert self._offered is not None
+        self.outer.take_over(self._offered)
+        self._offered = None
+        self._end_fetching()
+        self._results.clear()
+        self._taken.clear()
+        self.publish(outer)
+
+    def show(self, inner: InnerOptimizerState) -> None:
+        """Serves a copy of the inner optimizer's shards, in place of the last one."""
+        leaves = {name: ServedArray(array, inner.step) for name, array in inner.arrays.items()}
+        self.server.inner.publish(Snapshot(0, inner.step, leaves))
+
+    def inherit(self, source: str) -> int:
+        """Fetches the inner optimizer's shards that a peer's host serves; returns its steps. Raises TransferFailed."""
+        self._inner = None
+        fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
+        self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
+        return fetched.round
+
+    def inherited(self) -> InnerOptimizerState | None:
+        """What was fetched of a peer's inner optimizer; given once."""
+        inner, self._inner = self._inner, None
+        return inner
+
+    def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
+        """The group of these members: the one that there is, or a new one."""
+        with self._lock:
+            if self._group is not None and self._group[0] == members and not self._group[1].failure:
+                return self._group[1]
+        self.drop_group()
+        addresses, names = zip(*((member.hosts[self.host], member.name) for member in members), strict=True)
+        with self._lock:
+            self._building = key
+        try:
+            group = Group.build(key, rank, addresses, self.server, self.timeouts.reduce, names)
+        finally:
+            with self._lock:
+                self._building = None
+        with self._lock:
+            self._group = (members, group)
+        return group
+
+    def _end_fetching(self) -> None:
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.close()
+
+    def close(self) -> None:
+        """Leaves the group and stops serving."""
+        self._end_fetching()
+        with suppress(GroupFailed):
+            self.drop_group()
+        self.server.close()

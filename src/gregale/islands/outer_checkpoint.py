@@ -1,0 +1,149 @@
+"""The outer side of an island as it is saved: one folder a round, beside the checkpoints of the inner side.
+
+It lies on a disk or in an object store. `round-00000012` has the arrays one after the other, cut into files of 48 MiB
+(`1f2e3d4c-00000`, ...), and `manifest.json`, which says what they are, and their hashes. The files have a name by
+chance, the manifest is written last and whole, and it names them: so what is there counts, or is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+
+from gregale.atomic_files import os_error_text
+from gregale.checkpoint import parts
+from gregale.checkpoint.manifest import MANIFEST, digest_of
+from gregale.errors import UserError
+from gregale.islands.protocol.headers import OuterRecord
+from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
+from gregale.storage import StoragePath, StoreError, names, remove_tree, write_bytes
+
+_THREADS = 4  # arrays at once, which are read
+
+
+class SavedOuterState(NamedTuple):
+    """An outer side that was read."""
+
+    outer: OuterRecord
+    arrays: dict[str, np.ndarray]
+    versions: dict[str, int]
+    own: OwnLeaves
+
+
+def folder_of(directory: StoragePath, number: int) -> StoragePath:
+    """Where the outer side after `number` rounds is."""
+    return directory / f"round-{number:08d}"
+
+
+def write(
+    directory: StoragePath, outer: OuterRecord, leaves: Mapping[str, VersionedArray], own: OwnLeaves = NO_OWN_LEAVES
+) -> None:
+    """Writes the outer side of a round, whole or not at all; nothing if it is there already.
+
+    Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
+    this one is complete.
+    """
+    folder = folder_of(directory, outer.round)
+    if _is_of(folder, outer):
+        return
+    name_of_parts, part_bytes = uuid4().hex[:8], parts.PART_BYTES
+    whole = {**leaves, **{name: VersionedArray(array, 0) for name, array in own.arrays.items()}}
+    entries: list[list[Any]] = []
+
+    def contents() -> Iterator[np.ndarray]:
+        for name, held in whole.items():
+            array = np.asarray(held.array)
+            content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            entries.append([name, array.dtype.name, list(array.shape), held.version, digest_of(content.data)])
+            yield content
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        parts.write_parts(folder, name_of_parts, contents(), part_bytes)
+        groups = {str(index): group for index, group in own.groups.items()}
+        manifest = {"outer": outer.to_json(), "parts": name_of_parts, "part_bytes": part_bytes, "arrays": entries}
+        manifest |= {"own": sorted(own.arrays), "groups": groups}
+        write_bytes(folder / MANIFEST, json.dumps(manifest).encode())
+    except OSError:
+        _remove(folder, lambda name: name.startswith(name_of_parts))
+        raise
+    _remove(folder, lambda name: name != MANIFEST and not name.startswith(name_of_parts))
+
+
+def read(directory: StoragePath, number: int) -> SavedOuterState:
+    """Reads the outer side of a round; raises `UserError` if it is not there or damaged, or the store does not tell."""
+    folder = folder_of(directory, number)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        outer = OuterRecord.from_json(manifest["outer"])
+        if "parts" not in manifest:
+            raise ValueError("they were saved by an earlier version of Gregale, in another form")
+        name_of_parts, part_bytes = manifest["parts"], manifest["part_bytes"]
+        kinds = [(np.dtype(dtype), tuple(shape)) for _, dtype, shape, *_ in manifest["arrays"]]
+        starts = accumulate((dtype.itemsize * prod(shape) for dtype, shape in kinds), initial=0)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = pool.map(
+                lambda entry, kind, start: _array(folder, name_of_parts, part_bytes, entry, kind, start),
+                *(manifest["arrays"], kinds, starts),
+            )
+            arrays = {entry[0]: array for entry, array in zip(manifest["arrays"], found, strict=True)}
+        own = OwnLeaves(
+            {name: arrays.pop(name) for name in manifest.get("own", ())},
+            {int(index): group for index, group in manifest.get("groups", {}).items()},
+        )
+        return SavedOuterState(
+            outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own
+        )
+    except StoreError:  # no damage, and nothing is gained by beginning anew
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = os_error_text(error) if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"The outer parameters in {folder} cannot be read ({why}). Without them this island can go on only with "
+            f"those of its peers: give --fresh, and it joins them anew."
+        ) from error
+
+
+def keep_only(directory: StoragePath, numbers: Iterable[int]) -> None:
+    """Deletes the folders of all other rounds, as far as that can be done."""
+    kept = {folder_of(directory, number).name for number in numbers}
+    for name in names(directory):
+        if name.startswith("round-") and name not in kept:
+            with suppress(OSError, StoreError):
+                (directory / name / MANIFEST).unlink(missing_ok=True)  # first: what is left then counts for nothing
+                remove_tree(directory / name)
+
+
+def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
+    """An array that begins at a byte of the parts; raises ValueError if it is not what was written."""
+    dtype, shape = kind
+    content = np.empty(dtype.itemsize * prod(shape), np.uint8)
+    parts.read_parts(content, folder, own, part_bytes, start)
+    if digest_of(content.data) != entry[4]:
+        raise ValueError(f"{entry[0]} is not what was written")
+    return content.view(dtype).reshape(shape)
+
+
+def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
+    """Whether a folder has the outer side of this record."""
+    try:
+        return OuterRecord.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
+    except StoreError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _remove(folder: StoragePath, chosen: Callable[[str], bool]) -> None:
+    """Deletes some of the files of a folder, as far as that can be done."""
+    with suppress(OSError, StoreError):
+        for name in filter(chosen, names(folder)):
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""Requests to peers' servers, signed, with signed replies."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
+
+from gregale.atomic_files import os_error_text
+from gregale.distributed.signing import is_signed, sign
+from gregale.islands.transport.signing import canonical, digest
+
+LARGEST_REPLY_BYTES = 1 << 20
+IDLE_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS
+
+
+class PeerUnreachable(Exception):
+    """A peer did not answer, or not in time; or answered without the token's signature."""
+
+
+class Unsigned(PeerUnreachable):
+    """Somebody answered without the token's signature: it has another token, or is not who was asked."""
+
+
+class RequestRejected(Exception):
+    """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
+
+
+class PeerClient:
+    """A connection to a peer's server, for one request after the other. Use it in one thread, and close it.
+
+    - `address`: HOST:PORT/RECIPIENT, as `Server.address`; the recipient is signed
+    - `timeout_seconds`: for connecting, and for each wait for bytes
+    """
+
+    def __init__(self, address: str, token: bytes, timeout_seconds: float):
+        self.address, _, self._recipient = address.partition("/")
+        self._token, self._timeout_seconds = token, timeout_seconds
+        self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
+        self._used = time.monotonic()
+        self._pieces: Any = None
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        largest_reply_bytes: int = LARGEST_REPLY_BYTES,
+        wait_seconds: float | None = None,
+    ) -> dict:
+        """The JSON object of a signed reply, which may take `wait_seconds`. Raises PeerUnreachable or Refused."""
+        try:
+            response, nonce = self._send(method, path, body, wait_seconds)
+            length = int(response.headers.get("Content-Length") or 0)
+            if length > largest_reply_bytes:
+                self.close()
+                raise RequestRejected(
+                    f"{self.address} offers {length} bytes for {path}; at most {largest_reply_bytes} are expected"
+                )
+            content = response.read(length)
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
+        signature = response.headers.get("X-Signature", "")
+        if not is_signed(self._token, signature, b"reply", nonce.encode(), str(response.status).encode(), content):
+            raise Unsigned(
+                f"{self.address} answers without this fleet's signature: it has another token, or started again"
+            )
+        reply = json.loads(content)
+        if response.status != 200:
+            raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
+        return reply
+
+    def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
+        """Request pieces (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
+
+        Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
+        """
+        try:
+            response, _ = self._send("POST", "/pieces", canonical([list(piece) for piece in pieces]))
+            if response.status == 404:
+                response.read(LARGEST_REPLY_BYTES)
+                return False
+            if response.status != 200 or response.headers.get("Content-Length") != str(size):
+                raise OSError("it sends something other than the pieces that were requested")
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
+        self._pieces = response
+        return True
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target` with the next bytes of the requested pieces. They are not signed: check their hash.
+
+        Raises PeerUnreachable.
+        """
+        filled = 0
+        try:
+            while filled < len(target):
+                count = self._pieces.readinto(target[filled:])
+                if not count:
+                    raise OSError("the connection ended in the middle")
+                filled += count
+        except (OSError, HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
+
+    def connect(self) -> None:
+        """Open the connection ahead of its first request. Raises PeerUnreachable."""
+        try:
+            self._connection.connect()
+        except OSError as error:
+            raise self._unreachable(error) from None
+        self._used = time.monotonic()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send(self, method: str, path: str, body: bytes, wait_seconds: float | None = None) -> tuple[HTTPResponse, str]:
+        if time.monotonic() - self._used > IDLE_SECONDS:
+            self._connection.close()  # a server closes an idle connection; the next request opens another
+        if self._connection.sock is None:
+            self._connection.connect()
+        opened: Any = self._connection.sock  # `connect` has set it
+        opened.settimeout(self._timeout_seconds if wait_seconds is None else wait_seconds)
+        nonce, moment, hashed = secrets.token_hex(16), f"{time.time():.3f}", digest(body)
+        parts = self._recipient, method, path, moment, nonce, hashed
+        signature = sign(self._token, *(part.encode() for part in parts))
+        headers = {"X-Nonce": nonce, "X-Time": moment, "X-Body": hashed, "X-Signature": signature}
+        self._connection.request(method, path, body or None, headers)
+        response = self._connection.getresponse()
+        self._used = time.monotonic()
+        return response, nonce
+
+    def _unreachable(self, error: Exception) -> PeerUnreachable:
+        self.close()
+        return PeerUnreachable(f"{self.address} cannot be reached: {os_error_text(error)}")
+
+
+def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
+    """Sends a small JSON object to a peer; returns its reply. Raises PeerUnreachable or Refused."""
+    return post(address, token, "/message", message, timeout_seconds)
+
+
+def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: float) -> dict:
+    """Sends JSON to a path of a peer's server. Raises PeerUnreachable or Refused."""
+    peer = PeerClient(address, token, timeout_seconds)
+    try:
+        return peer.request("POST", path, canonical(message))
+    finally:
+        peer.close()
+
+
+def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
+    """What a peer's `status` returns. Raises PeerUnreachable or Refused."""
+    peer = PeerClient(address, token, timeout_seconds)
+    try:
+        return peer.request("GET", "/status")
+    finally:
+        peer.close()

@@ -1,0 +1,72 @@
+"""Where the members of a group find each other's sockets: a store of PyTorch's kind over the authenticated servers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gregale.islands.transport.client import PeerUnreachable, RequestRejected, post
+from gregale.islands.transport.server import Server
+
+RETRY_SECONDS = 0.1
+JOIN_SECONDS = 0.05  # between two looks at whether the group was given up
+
+
+def meeting_point(
+    distributed: Any, server: Server, group: str, hosts: Mapping[str, str], timeout_seconds: float
+) -> Any:
+    """A `torch.distributed.Store`: what a member sets is left in every peer's mailbox, and read from the own one.
+
+    `fault` tells which peer could not be reached, or has left nothing.
+
+    - `hosts`: the addresses of all members by their names, in the order of ranks
+    """
+    names, peers = list(hosts), {name: host for name, host in hosts.items() if host != server.address}
+    deadline = time.monotonic() + timeout_seconds
+
+    class MeetingPoint(distributed.Store):
+        fault = ""
+
+        def set(self, key: str, value: bytes) -> None:
+            server.mailbox.put(group, key, bytes(value))
+            message = {"group": group, "key": key, "value": bytes(value).hex()}
+            threads = [threading.Thread(target=self._leave, args=(name, message), daemon=True) for name in peers]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_given_up(group):
+                threads[0].join(JOIN_SECONDS)
+                threads = [thread for thread in threads if thread.is_alive()]
+            if server.mailbox.is_given_up(group):
+                self.fault = "it was given up"
+            if self.fault:
+                raise RuntimeError(self.fault)
+
+        def get(self, key: str) -> bytes:
+            value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
+            if value is None and server.mailbox.is_given_up(group):
+                self.fault = "it was given up"
+                raise RuntimeError(self.fault)
+            if value is None:
+                self.fault = f"{names[int(key.rpartition('/')[2])]} did not come within {timeout_seconds:g} s"
+                raise RuntimeError(self.fault)
+            return value
+
+        def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+            for key in keys:
+                self.get(key)
+
+        def _leave(self, name: str, message: dict) -> None:
+            peer = peers[name]
+            while True:
+                try:
+                    post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
+                    return
+                except (PeerUnreachable, RequestRejected) as error:
+                    if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
+                        self.fault = str(error) if name == peer else f"{name}: {error}"
+                        return
+                time.sleep(RETRY_SECONDS)
+
+    return MeetingPoint()

@@ -1,0 +1,169 @@
+"""The lighthouse: the coordinator's rules (`protocol.membership`) behind an authenticated server.
+
+    lighthouse = serve("127.0.0.1:29510", token, Quorum(minimum=1, join_seconds=2.0, heartbeat_seconds=2.0), say=print)
+    lighthouse.address                             # "127.0.0.1:29510"
+    lighthouse.close()
+
+Clients (`coordinator`) send signed requests to the server, whose name they learn first by a request to `ALIAS`. A
+heartbeat is answered at once; a question waits in its thread for its view. Whoever has no token is refused before that.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gregale.errors import UserError
+from gregale.islands.protocol.membership import Answer, Ask, Formed, Membership
+from gregale.islands.protocol.news import News
+from gregale.islands.transport.client import RequestRejected
+from gregale.islands.transport.listener import Rationed
+from gregale.islands.transport.server import Server
+from gregale.islands.transport.signing import canonical
+
+ALIAS = "lighthouse"
+TICK_SECONDS = 0.05
+LONGEST_NAME, LONGEST_REASON, LONGEST_WAIT_SECONDS = 100, 300, 10**6
+WHO_AT_ONCE, WHO_SECONDS = 100, 5.0  # lines about islands that come and go
+FIRST_IDS = 2**48  # from which the first id of a coordinator is drawn
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """When a view forms, and who counts: see `protocol.membership`."""
+
+    minimum: int
+    join_seconds: float
+    heartbeat_seconds: float
+
+
+@dataclass(eq=False)
+class Waiting:
+    """The thread of a question that waits for its answer."""
+
+    answered: threading.Event = field(default_factory=threading.Event)
+    reply: dict | bytes = field(default_factory=dict)
+
+
+class Lighthouse:
+    """A running coordinator. `address` is `host:port` for `Coordinator`."""
+
+    def __init__(self, bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None]):
+        self._membership = Membership(
+            quorum.minimum, quorum.join_seconds, quorum.heartbeat_seconds, 1 + secrets.randbelow(FIRST_IDS)
+        )
+        self._news, self._say = News(quorum.heartbeat_seconds), say
+        self._say_who = Rationed(say, WHO_AT_ONCE, WHO_SECONDS)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._waiting: dict[Ask, Waiting] = {}
+        self._server = Server(bind, token, self._take, self._greet, say, key="bind", alias=ALIAS)
+        self.address = f"{self._server.host}:{self._server.port}"
+        threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._closed.set()
+        self._server.close()
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for each in waiting:
+            each.answered.set()
+
+    def _greet(self) -> dict:
+        return {"recipient": self._server.recipient}
+
+    def _take(self, message: dict) -> dict | bytes:
+        """A member's message."""
+        name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
+        if message.get("kind") == "ask":
+            return self._ask(name, session, message)
+        with self._lock:
+            if message.get("kind") == "beat":
+                self._membership.beat(name, session, time.monotonic())
+                self._report(name, session, message)
+            elif message.get("kind") == "leave":
+                self._membership.leave(name, session)
+                self._news.leave(name)
+            else:
+                raise RequestRejected("unknown message")
+            self._tick()
+        return {}
+
+    def _report(self, name: str, session: str, message: dict) -> None:
+        round, stalled = message.get("round"), text_of(message, "stalled", LONGEST_REASON)
+        if type(round) is int and self._membership.healthy.get(name) == session:
+            self._tell(self._news.report(name, round, stalled, time.monotonic()), self._say)
+
+    def _ask(self, name: str, session: str, message: dict) -> dict | bytes:
+        number, seconds, header = message.get("number"), message.get("seconds"), message.get("header")
+        if not (isinstance(number, int) and isinstance(seconds, int | float) and isinstance(header, dict)):
+            raise RequestRejected("a question has a number, a header and seconds")
+        if not 0 <= seconds <= LONGEST_WAIT_SECONDS:
+            raise RequestRejected(f"a question waits for at most {LONGEST_WAIT_SECONDS} seconds")
+        now, waiting = time.monotonic(), Waiting()
+        ask = Ask(name, session, number, {**header, "name": name}, now + seconds)
+        with self._lock:
+            self._waiting[ask] = waiting
+            self._membership.ask(ask, now)
+            round = header.get("round")
+            if type(round) is int and self._membership.healthy.get(name) == session:
+                self._tell(self._news.note(round, now), self._say)
+            self._tick()
+        waiting.answered.wait()
+        return waiting.reply
+
+    def _tick(self) -> None:
+        """Hand out the answers that are due, and say what this leads to."""
+        now, refused = time.monotonic(), set[str]()
+        replies: dict[Formed, bytes] = {}
+        for answer in self._membership.tick(now):
+            waiting = self._waiting.pop(answer.ask)
+            waiting.reply = replies.setdefault(answer.view, reply_of(answer.view)) if answer.view else refusal(answer)
+            waiting.answered.set()
+            refused |= {answer.ask.name} if answer.refused else set()
+        self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_who)
+        self._tell(self._news.changes(self._membership.healthy, now), self._say_who)
+        self._tell(self._news.stall(self._membership.pending, now), self._say)
+
+    def _tell(self, lines: list[str], say: Callable[[str], None]) -> None:
+        for line in lines:
+            say(line)
+
+    def _run(self) -> None:
+        while not self._closed.wait(TICK_SECONDS):
+            with self._lock:
+                self._tick()
+
+
+def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
+    """Start a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
+
+    - `say`: gets the lines for its user
+
+    Raises UserError where the address cannot be had.
+    """
+    host, colon, port = bind.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 2**16):
+        raise UserError(f"bind is {bind!r}; it has to be HOST:PORT, as 127.0.0.1:29510.")
+    return Lighthouse(bind, token, quorum, say)
+
+
+def reply_of(view: Formed) -> bytes:
+    """The answer that all members of a view get."""
+    return canonical({"view": {"id": view.id, "headers": [ask.header for ask in view.asks]}})
+
+
+def refusal(answer: Answer) -> dict:
+    """The answer to a question that is in no view."""
+    return {"refused": answer.refused} if answer.refused else {}
+
+
+def text_of(message: dict, key: str, longest: int) -> str:
+    """A text of a message, of characters that a terminal shows."""
+    text = message.get(key)
+    if not isinstance(text, str) or len(text) > longest:
+        raise RequestRejected(f"a message has {key!r}, a text of at most {longest} characters")
+    return "".join(each if each.isprintable() else "?" for each in text)

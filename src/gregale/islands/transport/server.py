@@ -1,0 +1,259 @@
+"""Each host's own server: hands its state to joiners, takes small messages and tells how it does. HTTP, authenticated.
+
+    server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
+    server.publish(Snapshot(generation=0, round=4, leaves={"wte|0": Leaf(array, version=3)}, facts={"data": ...}))
+    server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
+    call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns what the peer's on_message returned
+    ask_status(peer, token, timeout_seconds=2.0)
+    server.close()
+
+A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
+and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `state.py`.
+
+A request without the token's signature gets an empty refusal: a request is signed over its recipient, method, path,
+time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
+recipient is the last part of `address`, a word that every server draws when it starts. So no other server takes a
+request that was captured on its way, and the same one does not take it twice, nor after a restart at the same port. A
+connection that has not brought a whole, signed request within `PATIENCE_SECONDS` is closed (`listener`). Replies are
+signed over the request's nonce, or are pieces whose hashes stand in a signed manifest. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase
+from typing import Any, cast
+
+from gregale.distributed.signing import is_signed, sign
+from gregale.errors import UserError
+from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
+from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
+from gregale.islands.transport.mailbox import Mailbox
+from gregale.islands.transport.signing import canonical, digest
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, piece_span
+
+__all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
+
+SEND_BYTES = 256 << 10
+POLL_SECONDS = 0.2  # between two looks at whether the server was closed
+SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
+LARGEST_BODY_BYTES = 1 << 20
+LARGEST_HEAD_BYTES = 8 << 10
+GREETING = "/status"
+
+
+class Server:
+    """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
+
+    `shelf` has the outer state, `inner` the inner optimizer for an island that joins.
+
+    - `on_message`: called in a thread of the server with a peer's JSON object; what it returns is the reply; may raise
+      Refused
+    - `status`: called for GET /status
+    - `complain`: gets a line for a refused request (at most a few a minute)
+    - `key`: of the setting that `bind` is
+    - `alias`: a recipient that clients know before they know the address: GET /status is taken for it too
+
+    Raises UserError where the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        token: bytes,
+        on_message: Callable[[dict], dict | bytes],
+        status: Callable[[], dict] = dict,
+        complain: Callable[[str], None] = lambda line: None,
+        key: str = "islands.bind",
+        alias: str | None = None,
+    ):
+        self.host, _, port = bind.partition(":")
+        self.token, self.on_message, self.status = token, on_message, status
+        self.shelf, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
+        self.nonces, self.complain = Nonces(), Rationed(complain)
+        self.recipient, self.alias = secrets.token_hex(8), alias
+        try:
+            self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
+        except OSError as error:
+            raise UserError(f"{key}: {bind} cannot be listened at ({error.strerror}).") from None
+        self.port = self._http.server_address[1]
+        self.address = f"{self.host}:{self.port}/{self.recipient}"
+        threading.Thread(
+            target=self._http.serve_forever, args=(POLL_SECONDS,), name="gregale-server", daemon=True
+        ).start()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replaces the state that is served. A joiner that has begun with the former one may finish it."""
+        self.shelf.publish(snapshot)
+
+    def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
+        return Handler(request, client_address, listener, self)
+
+    def close(self) -> None:
+        """Stops listening, and ends the connections that there are."""
+        self._http.shutdown()
+        self._http.server_close()
+        self._http.end_all()
+
+
+class Head:
+    """The lines of a request's headers, which the standard library bounds by 100 times 64 KiB only."""
+
+    def __init__(self, stream: BufferedIOBase):
+        self._stream, self._left = stream, LARGEST_HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        """Return the next line; raises `HTTPException` when there are too many bytes."""
+        line = self._stream.readline(min(size, self._left))
+        self._left -= len(line)
+        if not self._left:
+            raise HTTPException("the headers are too large")
+        return line
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a reply's body waits a round trip for the acknowledgement of its headers
+    timeout = PATIENCE_SECONDS
+    server: Listener
+    nonce = ""
+
+    def __init__(self, request: Any, client_address: Any, listener: Listener, owner: Server):
+        self.owner = owner
+        super().__init__(request, client_address, listener)
+
+    def parse_request(self) -> bool:
+        """Parse a request as the parent does, with a bound on all headers together."""
+        whole, self.rfile = self.rfile, cast(BufferedIOBase, Head(self.rfile))
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = whole
+
+    def do_GET(self) -> None:
+        self._answer(
+            {
+                "/manifest": lambda body: self._manifest(self.owner.shelf, 0.0),
+                "/manifest/settled": lambda body: self._manifest(self.owner.shelf, SETTLE_SECONDS),
+                "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
+                "/status": lambda body: self.owner.status(),
+            }
+        )
+
+    def do_POST(self) -> None:
+        self._answer({"/message": self._message, "/store": self.owner.mailbox.post})
+
+    def _answer(self, routes: dict[str, Callable[[bytes], dict | bytes]]) -> None:
+        try:
+            body = self._read_signed()
+            if (self.command, self.path) == ("POST", "/pieces"):
+                self._send_pieces(body)
+                return
+            if self.path not in routes:
+                raise RequestRejected("there is nothing at this path")
+            reply = routes[self.path](body)
+        except RequestRejected as refusal:
+            self.owner.complain(f"{self.client_address[0]} was refused: {refusal}")
+            self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
+        else:
+            self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
+        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+
+    def _read_signed(self) -> bytes:
+        """The body of a request with the token's signature."""
+        owner, header, self.nonce = self.owner, self.headers.get, ""
+        is_last, self.close_connection = self.close_connection, True  # until the request has proved good
+        nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
+        signed = (self.command, self.path, moment, nonce, hashed)
+        names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
+        signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
+        if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
+            raise RequestRejected(
+                "its signature is missing or wrong: it has another token, or was meant for another server"
+            )
+        if not self.server.admit(self.connection):
+            raise RequestRejected("there is no place for another connection")
+        self.nonce = nonce
+        apart = abs(time.time() - float(moment))
+        if apart > CLOCKS_APART_SECONDS:
+            raise RequestRejected(f"its clock is {apart:.0f} s away from this one: set them right")
+        if not owner.nonces.take(nonce):
+            raise RequestRejected("this request was here before")
+        length = header("Content-Length", "0")
+        if not (length.isdecimal() and int(length) <= LARGEST_BODY_BYTES):
+            raise RequestRejected(f"its body has {length} bytes; at most {LARGEST_BODY_BYTES} are taken")
+        body = self.rfile.read(int(length))
+        if digest(body) != hashed:
+            raise RequestRejected("its body is not the one that was signed")
+        self.close_connection = is_last
+        return body
+
+    def _manifest(self, shelf: SnapshotStore, wait_seconds: float) -> dict:
+        # Hashing a large state takes its time.
+        self.server.set_deadline(self.connection, float("inf"))
+        manifest = shelf.manifest(wait_seconds)
+        if manifest is None:
+            raise RequestRejected("there is no state here yet")
+        return manifest
+
+    def _message(self, body: bytes) -> dict | bytes:
+        self.server.set_deadline(self.connection, float("inf"))  # it may be told at the end of a step only
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise RequestRejected("a message is a JSON object")
+        return self.owner.on_message(message)
+
+    def _send_pieces(self, body: bytes) -> None:
+        """Reply with pieces one after the other: one request for many of them, so that the link never idles."""
+        shelf, arrays = self.owner.shelf, None
+        try:
+            wanted = [(str(name), int(index)) for name, index in json.loads(body)]
+            for shelf in (self.owner.shelf, self.owner.inner):
+                if (arrays := shelf.lend({name for name, _ in wanted})) is not None:
+                    break
+            spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
+        except (TypeError, ValueError) as error:
+            raise RequestRejected(f"pieces are requested as a list of [hash, index] ({error})") from None
+        if arrays is None:
+            self._reply(404, canonical({"refused": "an array is not here any more"}))
+            return
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
+        self.end_headers()
+        for (name, _), (start, stop) in zip(wanted, spans, strict=True):
+            shelf.keep(name, arrays[name])
+            self._send_all(bytes_of(arrays[name])[start:stop])
+        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+
+    def _send_all(self, content: bytes | memoryview) -> None:
+        for offset in range(0, len(content), SEND_BYTES):
+            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.connection.sendall(content[offset : offset + SEND_BYTES])
+
+    def _reply(self, code: int, body: bytes) -> None:
+        # Who has not shown that it has the token gets no signature, as there is no nonce, and no information.
+        self.send_response_only(code)
+        self.send_header("Content-Length", str(len(body)))
+        if self.nonce:
+            proof = sign(self.owner.token, b"reply", self.nonce.encode(), str(code).encode(), body)
+            self.send_header("X-Signature", proof)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self._send_all(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library calls for what is not HTTP."""
+        self.close_connection = True
+        self.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,189 @@
+"""What a server hands out of the state: a manifest, and bytes by their hash. Nothing is copied.
+
+The state is cut into pieces of `PIECE_BYTES`, each with its hash, so that a joiner can check and place every piece on
+its own, whichever source it came from. A leaf's name on the wire is the hash of its pieces' hashes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gregale.islands.transport.signing import digest
+
+PIECE_BYTES = 4 << 20
+# A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
+LEASE_SECONDS = 10.0
+FORMER_SNAPSHOTS = 2
+
+
+@dataclass(frozen=True)
+class ServedArray:
+    """One array of the state, and the round that changed it last."""
+
+    array: np.ndarray
+    version: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after a committed round; `facts` is small JSON that goes with it (position in the data, ...)."""
+
+    generation: int
+    round: int
+    leaves: dict[str, ServedArray]
+    facts: dict = field(default_factory=dict)
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def piece_hashes(array: np.ndarray) -> list[str]:
+    content = bytes_of(array)
+    return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+
+
+def piece_span(size: int, index: int) -> tuple[int, int]:
+    """Return the first byte of a piece of an array of `size` bytes, and the one behind its last. Raises ValueError."""
+    start = index * PIECE_BYTES
+    if not 0 <= start < size:
+        raise ValueError(f"an array of {size} bytes has no piece {index}")
+    return start, min(start + PIECE_BYTES, size)
+
+
+def leaf_hash(pieces: list[str]) -> str:
+    return digest("".join(pieces).encode())
+
+
+@dataclass
+class Served:
+    """A snapshot with its manifest, and when somebody last asked for something of it."""
+
+    manifest: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    asked: float
+
+
+class SnapshotStore:
+    """The snapshot that is handed out, and former ones that somebody is still fetching."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._hashing = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._served: list[tuple[Snapshot, Served]] = []
+        self._hashes: dict[str, tuple[np.ndarray, list[str]]] = {}
+        self._expecting = threading.Condition()
+        self._expected_until = 0.0
+
+    def expect(self, seconds: float) -> None:
+        """Note that a round is being made, which will publish another snapshot within so many seconds; 0: none is."""
+        with self._expecting:
+            self._expected_until = time.monotonic() + seconds
+            self._expecting.notify_all()
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Replaces the snapshot. Costs nothing: arrays are hashed when somebody asks for the manifest."""
+        new = snapshot.leaves
+        with self._lock:
+            self._snapshot = snapshot
+            self._hashes = {
+                name: known for name, known in self._hashes.items() if name in new and new[name].array is known[0]
+            }
+            self._forget()
+        self.expect(0.0)
+
+    def manifest(self, wait_seconds: float = 0.0) -> dict[str, Any] | None:
+        """Return the manifest of the newest snapshot; None before the first.
+
+        - `wait_seconds`: for so long at most it waits for the end of the round that is being made, if one is
+
+        `settled` in it says that no round is being made.
+        """
+        until = time.monotonic() + wait_seconds
+        with self._expecting:
+            while (now := time.monotonic()) < min(until, self._expected_until):
+                self._expecting.wait(min(until, self._expected_until) - now)
+            settled = now >= self._expected_until
+        manifest = self._manifest()
+        return None if manifest is None else manifest | {"settled": settled}
+
+    def _manifest(self) -> dict[str, Any] | None:
+        with self._hashing:
+            with self._lock:
+                snapshot = self._snapshot
+                for known, served in self._served:
+                    if known is snapshot:
+                        served.asked = time.monotonic()
+                        return served.manifest
+            if snapshot is None:
+                return None
+            served = self._describe(snapshot)
+            with self._lock:
+                self._served.append((snapshot, served))
+                self._forget()
+            return served.manifest
+
+    def lend(self, names: Collection[str]) -> dict[str, np.ndarray] | None:
+        """Return the arrays with these hashes; None unless the served snapshots have all of them."""
+        with self._lock:
+            found = {}
+            for name in names:
+                holder = next((served for _, served in reversed(self._served) if name in served.arrays), None)
+                if holder is None:
+                    return None
+                holder.asked = time.monotonic()
+                found[name] = holder.arrays[name]
+            return found
+
+    def keep(self, name: str, array: np.ndarray) -> None:
+        """Keep a lent array's snapshot for another `LEASE_SECONDS`."""
+        with self._lock:
+            for _, served in self._served:
+                if served.arrays.get(name) is array:
+                    served.asked = time.monotonic()
+
+    def _forget(self) -> None:
+        """Lets go of former snapshots that nobody asks for any more, and of the oldest if there are too many."""
+        former = [
+            (snapshot, served)
+            for snapshot, served in self._served
+            if snapshot is not self._snapshot and time.monotonic() - served.asked < LEASE_SECONDS
+        ]
+        newest = [pair for pair in self._served if pair[0] is self._snapshot]
+        self._served = former[-FORMER_SNAPSHOTS:] + newest
+
+    def _describe(self, snapshot: Snapshot) -> Served:
+        known, hashes = self._hashes, {}
+        leaves, arrays = {}, {}
+        for name, leaf in snapshot.leaves.items():
+            array, pieces = known.get(name, (None, []))
+            if array is not leaf.array:
+                pieces = piece_hashes(leaf.array)
+            hashes[name] = leaf.array, pieces
+            hashed = leaf_hash(pieces)
+            arrays[hashed] = leaf.array
+            leaves[name] = {
+                "dtype": leaf.array.dtype.name,
+                "shape": list(leaf.array.shape),
+                "version": leaf.version,
+                "bytes": leaf.array.nbytes,
+                "hash": hashed,
+                "pieces": pieces,
+            }
+        self._hashes = hashes
+        manifest = {
+            "generation": snapshot.generation,
+            "round": snapshot.round,
+            "piece_bytes": PIECE_BYTES,
+            "leaves": leaves,
+            "facts": snapshot.facts,
+        }
+        return Served(manifest, arrays, time.monotonic())

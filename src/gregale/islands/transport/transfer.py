@@ -1,0 +1,329 @@
+"""A joiner's side of healing: fetches a state from peers, in pieces, each with its hash, from all of them at once.
+
+    fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
+    fetched = fetcher.fetch(sources, timeout_seconds=60.0)
+    fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
+
+Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
+requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
+piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If
+the sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
+from gregale.islands.transport.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
+from gregale.islands.transport.signing import digest
+from gregale.islands.transport.snapshot_store import PIECE_BYTES, bytes_of, leaf_hash, piece_hashes, piece_span
+
+STREAMS = 2
+STALL_SECONDS = 5.0
+# A piece that is under way for so long is asked for from another source too, when nothing else is left to do.
+SLOW_SECONDS = 1.0
+LEAST_REQUEST_BYTES, MOST_REQUEST_BYTES = 256 << 10, 16 << 20
+MOST_REQUEST_PIECES = 4096  # their list has to fit into a request
+
+Piece = tuple[str, int]
+
+
+class TransferFailed(Exception):
+    """No source had all of the state, or not in time: one line with what each of them did."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A whole state of one round.
+
+    - `complaints`: one line for each source that was given up
+    - `settled`: the sources were not making a round that would replace it
+    """
+
+    generation: int
+    round: int
+    arrays: dict[str, np.ndarray]
+    versions: dict[str, int]
+    facts: dict
+    received_bytes: int
+    complaints: list[str]
+    settled: bool
+
+
+class Fetcher:
+    """Fetches the newest state that sources have, again and again: each time only what it does not have.
+
+    - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
+      allocated
+    - `held`: arrays that are here already: what has the right hash is not fetched
+    - `progress`: called with (bytes here, bytes in all) after each piece, from several threads in turn
+
+    Connections stay open between two fetches, and what a failed fetch has brought stays here.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        expected: Expected,
+        held: Mapping[str, np.ndarray] | None = None,
+        allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray] = np.zeros,
+        progress: Callable[[int, int], None] = lambda received, total: None,
+    ):
+        self._token, self._expected = token, expected
+        self._here = Here(dict(held or {}), {})
+        self._allocate, self._progress = allocate, progress
+        self._links: dict[str, list[PeerClient]] = {}
+
+    def fetch(self, sources: Sequence[str], timeout_seconds: float, manifest: str = "/manifest") -> Fetched:
+        """Fetch the newest state. Raises TransferFailed.
+
+        - `manifest`: path of the sources' manifest. `/manifest/settled` waits a few seconds for the end of the round
+          that the sources are making
+
+        A source that dies, stalls, is corrupt or is cut short is replaced by the others.
+        """
+        deadline, received = time.monotonic() + timeout_seconds, 0
+        complaints: dict[str, str] = {}
+        for source in sources:
+            peers = [PeerClient(source, self._token, STALL_SECONDS) for _ in range(STREAMS)]
+            self._links.setdefault(peers[0].address, peers)
+        wanted = [source.partition("/")[0] for source in sources]
+        while True:
+            usable = {address: self._links[address] for address in wanted if address not in complaints}
+            offers = ask_for_offers(usable, manifest, self._expected, complaints)
+            if not offers:
+                raise TransferFailed("; ".join(complaints.values()) or "there is no source")
+            chosen = choose(offers)
+            offer = chosen[0]
+            assembly = Assembly(offer, self._expected, self._here, self._allocate, self._progress)
+            run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
+            self._here, received = assembly.here(), received + assembly.received_bytes
+            if assembly.is_complete:
+                is_settled = all(each.settled for each in chosen)
+                lines, arrays = list(complaints.values()), assembly.arrays
+                return Fetched(
+                    offer.generation, offer.round, arrays, offer.versions, offer.facts, received, lines, is_settled
+                )
+            if time.monotonic() >= deadline:
+                raise TransferFailed("; ".join([f"not done after {timeout_seconds:g} s", *complaints.values()]))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in (peer for peers in self._links.values() for peer in peers):
+            peer.close()
+
+
+def fetch(
+    sources: Sequence[str],
+    token: bytes,
+    expected: Expected,
+    timeout_seconds: float,
+    held: Mapping[str, np.ndarray] | None = None,
+    manifest: str = "/manifest",
+) -> Fetched:
+    """Fetch a state once (see `Fetcher`). Raises TransferFailed."""
+    fetcher = Fetcher(token, expected, held)
+    try:
+        return fetcher.fetch(sources, timeout_seconds, manifest)
+    finally:
+        fetcher.close()
+
+
+def ask_for_offers(
+    links: Mapping[str, Sequence[PeerClient]], manifest: str, expected: Expected, complaints: dict[str, str]
+) -> list[StateManifest]:
+    """The manifests of all sources that have a good one; `complaints` gets a line for each other.
+
+    A source's first connection asks, while its others open.
+    """
+    offers: list[StateManifest] = []
+    largest = largest_manifest_bytes(expected)
+
+    def ask(peer: PeerClient) -> None:
+        try:
+            offers.append(read_manifest(peer.address, peer.request("GET", manifest, b"", largest), expected))
+        except (PeerUnreachable, RequestRejected) as error:
+            complaints[peer.address] = str(error)
+
+    def connect(peer: PeerClient) -> None:
+        with suppress(PeerUnreachable):  # its first request tries again
+            peer.connect()
+
+    jobs = [lambda peer=peers[0]: ask(peer) for peers in links.values()]
+    in_threads([*jobs, *(lambda peer=peer: connect(peer) for peers in links.values() for peer in peers[1:])])
+    return offers
+
+
+def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
+    """Fetches until all is there, no source is left, or the time is over."""
+
+    def run(peer: PeerClient) -> None:
+        try:
+            stream(peer, assembly, len(peers), lambda: time.monotonic() >= deadline or peer.address in complaints)
+        except (PeerUnreachable, RequestRejected) as error:
+            complaints[peer.address] = str(error)
+
+    in_threads([lambda peer=peer: run(peer) for peer in peers])
+
+
+def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
+    """One connection of `streams`: request after request, until there is nothing left to do for it."""
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    while not is_over() and not assembly.is_complete:
+        pieces = assembly.take(peer.address, streams)
+        if not pieces:
+            time.sleep(0.01)
+            continue
+        try:
+            wanted = [(assembly.names[name], index) for name, index in pieces]
+            if not peer.open_pieces(wanted, sum(assembly.size_of(piece) for piece in pieces)):
+                return  # it has a newer state now: `fetch` asks for manifests again
+            for piece in pieces:
+                if is_over() or assembly.is_complete:
+                    peer.close()
+                    return
+                target = buffer[: assembly.size_of(piece)]
+                peer.read_into(target)
+                if not assembly.put(piece, target):
+                    raise RequestRejected(
+                        f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave"
+                    )
+        finally:
+            assembly.give_back(pieces, peer.address)
+
+
+class Here(NamedTuple):
+    """Arrays that are here, and the hashes of the pieces of those that are known."""
+
+    arrays: dict[str, np.ndarray]
+    pieces: dict[str, tuple[str, ...]]
+
+
+class Assembly:
+    """The arrays that are being filled, and which pieces are missing or under way."""
+
+    def __init__(
+        self,
+        offer: StateManifest,
+        expected: Expected,
+        here: Here,
+        allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],
+        progress: Callable[[int, int], None],
+    ):
+        self.names = {name: leaf_hash(list(pieces)) for name, pieces in offer.pieces.items()}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.received_bytes = 0
+        self._offer, self._progress = offer, progress
+        self._lock = threading.Lock()
+        self._missing: list[Piece] = []
+        self._under_way: dict[Piece, dict[str, float]] = {}
+        for name, (shape, dtype) in expected.items():
+            held = here.arrays.get(name)
+            if held is not None and (held.shape, held.dtype) == (tuple(shape), dtype):
+                self._keep(name, held, here.pieces.get(name) or tuple(piece_hashes(held)), allocate)
+            else:
+                self.arrays[name] = allocate(tuple(shape), dtype)
+                self._missing += [(name, index) for index in range(len(offer.pieces[name]))]
+        self._missing.reverse()  # the last is taken first
+        self._total = sum(array.nbytes for array in self.arrays.values())
+        self._here = self._total - sum(self.size_of(piece) for piece in self._missing)
+        self._left = set(self._missing)
+
+    def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...], allocate: Callable) -> None:
+        """Keeps an array that is right, and the right pieces of one that is not; `held` is never written to."""
+        wanted = self._offer.pieces[name]
+        if found == wanted:
+            self.arrays[name] = held
+            return
+        array = self.arrays[name] = allocate(held.shape, held.dtype)
+        target = bytes_of(array)
+        for index, hashed in enumerate(wanted):
+            if found[index] == hashed:
+                span = slice(*piece_span(array.nbytes, index))
+                target[span] = bytes_of(held)[span]
+            else:
+                self._missing.append((name, index))
+
+    def here(self) -> Here:
+        """Return what is here, for the next fetch."""
+        incomplete = {name for name, _ in self._left}
+        pieces = {name: pieces for name, pieces in self._offer.pieces.items() if name not in incomplete}
+        return Here(self.arrays, pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._left
+
+    def size_of(self, piece: Piece) -> int:
+        name, index = piece
+        return min(PIECE_BYTES, self.arrays[name].nbytes - index * PIECE_BYTES)
+
+    def take(self, source: str, streams: int) -> list[Piece]:
+        """Pieces for a source to bring: an equal share for each of `streams`; [] while there is nothing to do.
+
+        Shares shrink towards the end, so that all streams end together.
+        """
+        now = time.monotonic()
+        with self._lock:
+            missing = sum(self.size_of(piece) for piece in self._missing)
+            share = min(max(missing / streams, LEAST_REQUEST_BYTES), MOST_REQUEST_BYTES)
+            pieces, size = [], 0
+            while self._missing and size < share and len(pieces) < MOST_REQUEST_PIECES:
+                pieces.append(self._missing.pop())
+                size += self.size_of(pieces[-1])
+            pieces = pieces or self._slow_pieces(source, now)
+            for piece in pieces:
+                self._under_way.setdefault(piece, {})[source] = now
+            return pieces
+
+    def _slow_pieces(self, source: str, now: float) -> list[Piece]:
+        """The last of the pieces that another source has not brought for long: it may still bring those before."""
+        slow = [
+            piece
+            for piece, begun in self._under_way.items()
+            if piece in self._left and source not in begun and len(begun) == 1
+            if now - min(begun.values()) > SLOW_SECONDS
+        ]
+        return slow[-1:]
+
+    def put(self, piece: Piece, content: memoryview) -> bool:
+        """Puts a piece in its place; False if it has the wrong hash."""
+        name, index = piece
+        if digest(content) != self._offer.pieces[name][index]:
+            return False
+        with self._lock:
+            if piece in self._left:
+                start = index * PIECE_BYTES
+                bytes_of(self.arrays[name])[start : start + len(content)] = content
+                self._left.remove(piece)
+                self._here += len(content)
+                self.received_bytes += len(content)
+                self._progress(self._here, self._total)
+        return True
+
+    def give_back(self, pieces: Sequence[Piece], source: str) -> None:
+        """The source has nothing to do with these pieces any more: each that is not in its place is missing again."""
+        with self._lock:
+            for piece in pieces:
+                begun = self._under_way[piece]
+                del begun[source]
+                if not begun:
+                    del self._under_way[piece]
+                    if piece in self._left:
+                        self._missing.append(piece)
+
+
+def in_threads(jobs: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job, daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,115 @@
+"""Which form of the operations a device gets: the one place that chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from gregale.errors import UserError
+from gregale.model.kernels.cpu.kernels import cpu_kernels
+from gregale.model.kernels.gpu import cudnn
+from gregale.model.kernels.kernels import Attend, Kernels
+from gregale.model.kernels.reference import PLAIN
+from gregale.model.kernels.tpu.blocks import LARGEST_HEAD_SIZE
+from gregale.model.kernels.tpu.kernels import tpu_kernels
+from gregale.model.kernels.tpu.splash import Splash
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What the operations are chosen for.
+
+    - `device`: one of those that compute, of JAX or described by a topology
+    - `rules`: `auto` (the platform's own, if it has any) or `plain`
+    - `dtype`: of activations
+    - `head_size`: width of a head of attention
+    - `cap`: what bounds its scores; None: nothing
+    """
+
+    device: Any
+    rules: str
+    dtype: jnp.dtype
+    head_size: int
+    cap: float | None = None
+
+    @property
+    def platform(self) -> str:
+        return self.device.platform
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A form of attention.
+
+    - `misfit(task)`: why it cannot be used, as the end of a sentence; None: it can
+    - `attend(task)`: what computes it
+    - `opaque`: see `Kernels`
+    """
+
+    misfit: Callable[[KernelRequest], str | None]
+    attend: Callable[[KernelRequest], Attend]
+    opaque: bool
+
+
+def _off_tpu(task: KernelRequest) -> str | None:
+    if task.platform != "tpu":
+        return f"it runs on TPUs, and the devices are of the platform {task.platform}"
+    if task.head_size > LARGEST_HEAD_SIZE:
+        return f"its blocks are for heads of {LARGEST_HEAD_SIZE} at most, and the model's are {task.head_size}"
+    return None
+
+
+def _off_cudnn(task: KernelRequest) -> str | None:
+    if task.platform != "gpu":
+        return f"it runs on NVIDIA GPUs, and the devices are of the platform {task.platform}"
+    if (most := cudnn.largest_head_size(task.device.compute_capability)) is None:
+        return f"it runs on NVIDIA GPUs, and the devices are {task.device.device_kind}"
+    if task.cap is not None:
+        return "it has no cap on scores, and the model has one (model.score_softcap)"
+    if task.dtype == jnp.float32:
+        return "it has no float32; compute.dtype: bfloat16 would work"
+    if task.head_size > most or task.head_size % cudnn.HEAD_SIZE_MULTIPLE:
+        return (
+            f"its heads are a multiple of {cudnn.HEAD_SIZE_MULTIPLE} wide and {most} at most on a "
+            f"{task.device.device_kind}, and the model's are {task.head_size}"
+        )
+    return None
+
+
+def _off_rules(task: KernelRequest) -> str | None:
+    if task.platform == "cpu" and task.rules == "auto":
+        return None
+    return "it is one of the CPU's rules of differentiation"
+
+
+OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_kernels}  # of platforms
+
+# Fastest first. `blocked` is not asked for by name: it is one of the rules (`compute.rules`).
+FORMS = {
+    "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
+    "cudnn": AttentionKernel(_off_cudnn, lambda task: cudnn.attend, opaque=True),
+    "blocked": AttentionKernel(_off_rules, lambda task: cpu_kernels().attend, opaque=False),
+    "xla": AttentionKernel(lambda task: None, lambda task: PLAIN.attend, opaque=False),
+}
+
+
+def kernels_for(task: KernelRequest, attention: str) -> Kernels:
+    """The operations for a task.
+
+    `attention`: the name of a form, or `auto`: the fastest that fits
+
+    Raises `UserError` if the form that is asked for by name does not fit.
+    """
+    name = _fastest(task) if attention == "auto" else attention
+    form = FORMS[name]
+    if (misfit := form.misfit(task)) is not None:
+        raise UserError(f"compute.attention is {name}, but {misfit}. `auto` would take {_fastest(task)} here.")
+    rules = OWN_RULES[task.platform]() if task.rules == "auto" and task.platform in OWN_RULES else PLAIN
+    return replace(rules, attention=name, opaque=form.opaque, attend=form.attend(task))
+
+
+def _fastest(task: KernelRequest) -> str:
+    return next(name for name, form in FORMS.items() if form.misfit(task) is None)

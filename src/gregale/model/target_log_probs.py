@@ -1,0 +1,99 @@
+"""The log-likelihood of each target, computed in blocks of tokens so that the full logits are never held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import Layout
+from gregale.model.execution import Execution
+from gregale.model.kernels.reference import capped
+
+
+def target_scores(
+    hidden: NamedArray,
+    head: NamedArray,
+    targets: NamedArray,
+    vocabulary: int,
+    execution: Execution,
+    cap: float | None = None,
+) -> tuple[NamedArray, NamedArray]:
+    """log softmax(hidden . head)[target] in float32, and whether the target is the likeliest token: [batch, position].
+
+    Of tokens that are equally likely the first is the likeliest. Written per device like `next_token_loss`: a device's
+    tokens go through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four numbers
+    a token are sent over `model`.
+
+    Arguments:
+    - `hidden`: [batch, position, embed]
+    - `head`: [embed, vocab], gathered over `data`
+    - `targets`: [batch, position], integers in [0, vocabulary)
+    - `vocabulary`: the first so many columns of the head are tokens, and the others have the probability 0
+    - `cap`: what bounds the logits, by tanh; None: nothing
+    """
+    Embed, Vocab = head.axes
+    hidden = hidden.rearrange((..., Embed))
+    tokens = hidden.axes[:-1]
+    layout = execution.layout
+    by_token = layout.spec(tokens, layout.compute)
+    in_specs = (*(layout.spec(axes, layout.compute) for axes in ((*tokens, Embed), (Embed, Vocab))), by_token)
+    score = HeadScores(Vocab, vocabulary, layout, execution.loss_block, cap)
+    sharded: Callable = jax.shard_map(
+        score, mesh=layout.mesh, in_specs=in_specs, out_specs=(by_token, by_token), check_vma=False
+    )
+    scores, likeliest = sharded(hidden.array, head.array, targets.rearrange(tokens).array)
+    names = tuple(axis.name for axis in tokens)
+    return NamedArray(scores, names), NamedArray(likeliest, names)
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """What one device computes.
+
+    - `vocabulary`: columns of the whole head that are tokens
+    - `block`: tokens whose logits are held at a time
+    """
+
+    Vocab: Axis
+    vocabulary: int
+    layout: Layout
+    block: int
+    cap: float | None = None
+
+    def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[batch, position, embed], [embed, vocab shard], [batch, position] -> [batch, position] twice."""
+        count = targets.size
+        size = min(self.block, count)
+        blocks = -(-count // size)
+
+        def cut(x: jax.Array) -> jax.Array:
+            filled = jnp.pad(x, [(0, blocks * size - count)] + [(0, 0)] * (x.ndim - 1))
+            return filled.reshape(blocks, size, *x.shape[1:])
+
+        def whole(x: jax.Array) -> jax.Array:
+            return x.reshape(-1)[:count].reshape(targets.shape)
+
+        parts = cut(hidden.reshape(count, -1)), cut(targets.reshape(-1))
+        scores, likeliest = jax.lax.map(lambda part: self.of_block(part[0], head, part[1]), parts)
+        return whole(scores), whole(likeliest)
+
+    def of_block(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Log-likelihood and likeliest, [block] each."""
+        axes, width = self.layout.mesh_axes((self.Vocab,), self.layout.compute), head.shape[1]
+        logits = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), self.cap)
+        first: Any = jax.lax.axis_index(axes) * width if axes else 0
+        columns = first + jnp.arange(width)
+        logits = jnp.where(columns < self.vocabulary, logits, -jnp.inf)
+        own_top, own_place = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
+        top = jax.lax.pmax(own_top, axes) if axes else own_top
+        place = jnp.where(own_top == top, own_place, self.Vocab.size)  # NaN is nowhere
+        place = jax.lax.pmin(place, axes) if axes else place
+        at_target = jnp.where(targets[:, None] == columns, logits, 0)
+        sums = (jnp.exp(logits - top[:, None]).sum(-1), at_target.sum(-1))
+        total, at_target = jax.lax.psum(sums, axes) if axes else sums
+        return at_target - top - jnp.log(total), place == targets

@@ -1,0 +1,195 @@
+"""`gregale islands`: a lighthouse and several islands on this machine, in one view, with a report at the end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gregale.data.sources.base import expand
+from gregale.errors import UserError
+from gregale.programs.command import Command
+from gregale.programs.island.timing import timing_of
+from gregale.programs.local_fleet.processes import LighthouseHandle, Member, end, make_token, start, start_lighthouse
+from gregale.programs.report.page import report_page
+from gregale.programs.watch.command import SECONDS, STORE_SECONDS, Screen, looks
+from gregale.programs.watch.run_poller import RunPoller
+from gregale.runs.config import TrainConfig
+from gregale.runs.history import read_history
+from gregale.runs.parsing import dump
+from gregale.runs.run_paths import RunPaths
+from gregale.settings import Settings, whole
+from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is_url, storage_path, write_bytes
+from gregale.web.files import write_page
+
+POLL_SECONDS = 0.5
+SHORT = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # a store is asked again soon, and signals do not wait for it
+
+
+@dataclass(frozen=True)
+class IslandsOptions(Settings):
+    """Options of the command, beside the configuration."""
+
+    count: int = field(default=2, metadata={"help": "number of islands", "range": whole(1, 64)})
+    fresh: bool = field(default=False, metadata={"help": "do not resume: set existing runs aside and start anew"})
+
+
+def main(options: IslandsOptions, config: TrainConfig) -> int:
+    """Runs a fleet until all its islands are complete, or until a signal; 0 if all are."""
+    config.sync.check_joins_islands()
+    folder = folder_of(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        screen = stack.enter_context(Screen())
+        fleet = Fleet(options, config, folder, screen)
+        stack.callback(fleet.end)
+        return fleet.run()
+
+
+def folder_of(config: TrainConfig) -> Path:
+    """Where a fleet's secret lies, and what its islands say: always on this machine."""
+    runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs, "runs"))
+    return runs / f"{config.name}.islands"
+
+
+class Fleet:
+    """The lighthouse and the islands of one command."""
+
+    def __init__(self, options: IslandsOptions, config: TrainConfig, folder: Path, screen: Screen):
+        self._options, self._folder, self._screen = options, folder, screen
+        self._islands = config.islands
+        self._token = folder / "token"
+        make_token(self._token)
+        self._stopped: str | None = None
+        self._config = self._written(config)
+        self._members: list[Member] = []
+        self._lighthouse: LighthouseHandle | None = None
+        self._name = config.name
+        self._runs: StoragePath = storage_path(expand(config.runs, "runs"))
+        self._followers: dict[str, RunPoller] = {}  # of the runs that have begun, by the island's name
+
+    def run(self) -> int:
+        """Starts all, shows them until they end, writes a report."""
+        old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            self._start()
+            self._watch()
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        return self._tell()
+
+    def end(self) -> None:
+        """Ends what still runs, the islands first."""
+        end([member.process for member in self._members])
+        if self._lighthouse is not None:
+            end([self._lighthouse.process])
+
+    def _stop(self, number: int, _) -> None:
+        """The first signal ends the fleet after its checkpoints; a second one of Ctrl-C does not wait."""
+        if self._stopped is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._stopped = signal.Signals(number).name
+
+    def _written(self, config: TrainConfig) -> Path:
+        """The configuration of all islands as a file."""
+        path = self._folder / "config.yaml"
+        number = max(config.islands.start, self._options.count)  # all of them are started at once
+        islands = replace(config.islands, name=None, start=number, token_file=str(self._token))
+        write_bytes(path, dump(replace(config, islands=islands)).encode())
+        return path
+
+    def _start(self) -> None:
+        output = self._folder / "lighthouse.log"
+        self._lighthouse = start_lighthouse(self._token, timing_of(self._islands), output)
+        names = [
+            f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
+        ]
+        for name in names:
+            self._members.append(self._started(name))
+        self._screen.message(
+            f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
+            f"What each says is in {self._folder}/<island>.log."
+        )
+
+    def _started(self, name: str) -> Member:
+        assert self._lighthouse is not None
+        run = self._runs / name
+        (run / "island.address").unlink(missing_ok=True)
+        command = [
+            *("island", str(self._config), "--name", name, "--islands.name", name),
+            *("--islands.lighthouse", self._lighthouse.address),
+            *("--islands.bind", "127.0.0.1"),
+            *(["--fresh"] if self._options.fresh else []),
+        ]
+        output = self._folder / f"{name}.log"
+        output.unlink(missing_ok=True)
+        return Member(name, run, output, start(command, output))
+
+    def _watch(self) -> None:
+        """Shows the fleet until all islands have ended."""
+        seconds = STORE_SECONDS if isinstance(self._runs, ObjectPath) else SECONDS
+        told: set[str] = set()
+        asked, shown = False, time.monotonic()
+        while any(member.process.poll() is None for member in self._members):
+            if self._stopped and not asked:
+                asked = True
+                self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
+                _signal_all(self._members, signal.SIGTERM)
+            self._tell_ended(told)
+            if time.monotonic() - shown >= seconds:
+                shown = time.monotonic()
+                self._show()
+            time.sleep(POLL_SECONDS)
+        self._show(is_last=True)
+        self._tell_ended(told)
+
+    def _show(self, is_last: bool = False) -> None:
+        """Shows the runs that have begun."""
+        for member in self._members:
+            path = replace(member.run, patience=SHORT) if isinstance(member.run, ObjectPath) else member.run
+            run = RunPaths(path)
+            with suppress(StoreError):  # out of order for now
+                if member.name not in self._followers and run.metrics.is_file():
+                    self._followers[member.name] = RunPoller(run)
+        if snapshots := looks(self._followers.values(), self._screen):
+            self._screen.show(snapshots, is_last)
+
+    def _tell_ended(self, told: set[str]) -> None:
+        """Says, once, how an island has ended."""
+        for member in self._members:
+            code = member.process.poll()
+            if code is None or member.name in told:
+                continue
+            told.add(member.name)
+            if code < 0:
+                self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
+            elif code and not self._stopped:
+                self._screen.message(f"{member.name} ended with exit code {code}: {member.last_lines()}")
+            else:
+                self._screen.message(f"{member.name}: {member.last_lines(1)}")
+
+    def _tell(self) -> int:
+        codes = [member.process.returncode for member in self._members]
+        try:
+            if histories := [read_history(follower.run) for follower in self._followers.values()]:
+                page = self._folder / "report.html"
+                write_page(page, report_page(histories, [], []))
+                self._screen.message(f"The report of the islands is in {page}.")
+        except (OSError, UserError) as error:
+            self._screen.message(f"The report of the islands could not be written: {error}")
+        if self._stopped:
+            self._screen.message(f"Stopped by {self._stopped}; the same command goes on.")
+            return 128 + signal.Signals[self._stopped]
+        return max((abs(code) for code in codes), default=0) and 1
+
+
+def _signal_all(members: list[Member], number: int) -> None:
+    for member in members:
+        if member.process.poll() is None:
+            member.process.send_signal(number)
+
+
+COMMAND = Command(main=main, options=IslandsOptions, config=TrainConfig, positional=("config",))

@@ -1,0 +1,46 @@
+"""The process that compiles a program for `gregale.programs.plan.memory_only_compile`, to be ended by it.
+
+    python -m gregale.programs.plan.compile_worker FOLDER PARENT
+
+FOLDER has the configuration and the request; the compiler's files come into it, and what the compiler says when it
+refuses the program. PARENT is the process that waits; when it is gone, so is this one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import haliax as hax
+import jax
+
+from gregale.atomic_files import write_bytes
+from gregale.distributed.parent_death import end_with_parent
+from gregale.programs.plan.compiling import DUMPED
+from gregale.programs.plan.devices import topology_target
+from gregale.programs.plan.memory_only_compile import CONFIG, DUMP, REFUSED, REQUEST
+from gregale.programs.plan.programs import lowerings
+from gregale.programs.plan.step import setup_for
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+
+
+def main(folder: Path) -> None:
+    """Compiles the program that the request names."""
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    target = topology_target(request["topology"], request["slices"], None)
+    setup = setup_for(load(TrainConfig, folder / CONFIG), request["tokens"], target)
+    lower = next(each.lower for each in lowerings(setup, target.backend) if each.name == request["program"])
+    with hax.axis_mapping({}):
+        lowered = lower()
+    try:
+        lowered.compile(compiler_options={"xla_dump_to": str(folder / DUMP), **DUMPED})
+    except jax.errors.JaxRuntimeError as error:
+        write_bytes(folder / REFUSED, str(error).encode())
+
+
+if __name__ == "__main__":
+    end_with_parent(signal.SIGKILL, int(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""What a page says of a run beside its charts: its figures at a glance, samples, configuration, machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from gregale.formatting import NONE, format_quantity, format_setting
+from gregale.programs.report.comparison import along, end_loss, last, least, median, method
+from gregale.programs.report.runs import ReportRun
+from gregale.runs.history import Sample
+from gregale.web import Html, cards, element, folded, table
+
+MOST_SAMPLES = 20  # steps whose samples are shown
+MOST_CHARACTERS = 4000  # of a text
+
+
+def glance(run: ReportRun) -> Html:
+    """The figures to be seen first."""
+    steps = run.config("steps")
+    done = f"{run.history.figures.last_step:,}" + (f" of {steps:,}" if type(steps) is int else "")
+    measured = [
+        ("loss at the end", end_loss(run), "nats a token"),
+        ("held-out loss", last("eval_loss")(run), "nats a token"),
+        ("least held-out loss", least("eval_loss")(run), "nats a token"),
+        ("bits per byte", last("bits_per_byte")(run), "nats a token"),
+        ("tokens", along("tokens")(run), ""),
+        ("tokens a second, median", median("tokens_per_second")(run), ""),
+        ("MFU, median", median("mfu")(run), "share"),
+        ("time", along("seconds")(run), "seconds"),
+        ("over the slow link", along("bytes")(run), "bytes"),
+    ]
+    known = [(name, format_quantity(value, unit)) for name, value, unit in measured if value is not None]
+    return cards([("steps", done), ("method", method(run)), *known])
+
+
+def samples_of(run: ReportRun) -> list[Html]:
+    """What the model wrote, step by step, the newest unfolded; of very many steps an even choice."""
+    samples = run.history.samples
+    if len(samples) > MOST_SAMPLES:
+        places = {round(place * (len(samples) - 1) / (MOST_SAMPLES - 1)) for place in range(MOST_SAMPLES)}
+        samples = [samples[place] for place in sorted(places)]
+    parts = [_sample(sample, sample is samples[-1]) for sample in reversed(samples)]
+    if len(run.history.samples) > MOST_SAMPLES:
+        told = f"{len(samples)} of {len(run.history.samples):,} steps are shown; samples.txt has all."
+        parts.append(element("p", told, class_="help"))
+    return parts
+
+
+def configuration(run: ReportRun, opened: bool) -> Html | None:
+    """All settings of a run."""
+    rows = [[element("code", key), format_setting(value)] for key, value in run.history.config.items()]
+    title = f"The {len(rows)} settings of {run.label}"
+    return folded(title, table(["setting", "value"], rows, label=title), opened=opened) if rows else None
+
+
+def machine(run: ReportRun) -> Html | None:
+    """Each start of the run: when, on what, by which versions."""
+    rows = [
+        [
+            f"{start.get('step', NONE)}",
+            start.get("time", NONE),
+            f"{start.get('devices', NONE)} {start.get('device_kind', '')}",
+            _sizes(start.get("mesh")),
+            f"gregale {start.get('gregale', NONE)}, jax {start.get('jax', NONE)}",
+            _pairs(start.get("kernels")),
+            _pairs(start.get("compiler_options")),
+        ]
+        for start in run.history.starts
+    ]
+    headings = ["after step", "time", "devices", "mesh", "versions", "kernels", "compiler options"]
+    return table(headings, rows, label="starts") if rows else None
+
+
+def changes(run: ReportRun) -> Html | None:
+    """With which other settings the run went on."""
+    rows = [
+        [f"{entry.get('step', NONE)}", entry.get("time", NONE), element("code", key), *_before_and_now(change)]
+        for entry in run.history.changes
+        if isinstance(entry.get("changes"), Mapping)
+        for key, change in entry["changes"].items()
+    ]
+    return table(["after step", "time", "setting", "before", "since"], rows, label="changes") if rows else None
+
+
+def beside_plan(run: ReportRun, plan: Mapping[str, Any]) -> Html:
+    """What `gregale plan --json` foretold, beside what the run has measured."""
+    seconds, tokens = median("step_seconds")(run), plan.get("tokens_per_step")
+    memory = max((value for name in _memory_names(run) if (value := last(name)(run)) is not None), default=None)
+    sent = run.axes.get("bytes")
+    sent_a_step = None if sent is None else sent.values[-1] / max(sent.steps[-1], 1)
+    bound, estimate = plan.get("roofline") or {}, plan.get("estimate") or {}
+    foretold = estimate.get("seconds") or bound.get("step_seconds_one_after_another")
+    configured = [each for each in (plan.get("methods") or {}).values() if each.get("configured")]
+    bytes_a_step = configured[0]["bytes_per_step"]["average"] if configured else None
+    rows = [
+        [
+            "time of a step",
+            *(format_quantity(each, "seconds") for each in (foretold, seconds)),
+            _ratio(seconds, foretold),
+        ],
+        [
+            "tokens a second",
+            format_quantity(tokens / foretold if tokens and foretold else None),
+            format_quantity(median("tokens_per_second")(run)),
+            _ratio(median("tokens_per_second")(run), tokens / foretold if tokens and foretold else None),
+        ],
+        [
+            "model FLOPs utilisation",
+            format_quantity(estimate.get("utilisation") or bound.get("mfu_bound"), "share"),
+            format_quantity(median("mfu")(run), "share"),
+            _ratio(median("mfu")(run), estimate.get("utilisation") or bound.get("mfu_bound")),
+        ],
+        [
+            "memory of a device at the peak",
+            format_quantity((plan.get("memory") or {}).get("peak"), "bytes"),
+            format_quantity(memory, "bytes"),
+            _ratio(memory, (plan.get("memory") or {}).get("peak")),
+        ],
+        [
+            "sent over the slow link in a step",
+            format_quantity(bytes_a_step, "bytes"),
+            format_quantity(sent_a_step, "bytes"),
+            _ratio(sent_a_step, bytes_a_step),
+        ],
+    ]
+    on = (
+        f"the plan is for {plan.get('devices')} devices ({plan.get('device_kind')}), compared with a {plan.get('chip')}"
+    )
+    return element(
+        "div",
+        table(["", "plan", "measured, median", "measured / plan"], rows, numbers=True, label="plan beside run"),
+        element("p", f"Of the run {run.label}; {on}.", class_="help"),
+    )
+
+
+def _memory_names(run: ReportRun) -> list[str]:
+    """The figures that tell of a device's memory."""
+    return [name for name in run.history.figures if "memory" in name and "host" not in name]
+
+
+def _ratio(measured: float | None, foretold: float | None) -> str:
+    return NONE if not measured or not foretold else f"{measured / foretold:.2f}"
+
+
+def _sample(sample: Sample, opened: bool) -> Html:
+    texts = (element("pre", _shortened(text), class_="text") for text in sample.texts)
+    return folded(f"Step {sample.step:,}", *texts, opened=opened)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+
+
+def _sizes(mesh: Any) -> str:
+    if not isinstance(mesh, Mapping):
+        return NONE
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1) or "one device"
+
+
+def _pairs(found: Any) -> str:
+    if not isinstance(found, Mapping) or not found:
+        return NONE
+    return ", ".join(
+        f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in found.items()
+    )
+
+
+def _before_and_now(change: Any) -> list[str]:
+    both = change if isinstance(change, list) and len(change) == 2 else [None, change]
+    return [format_setting(each) for each in both]

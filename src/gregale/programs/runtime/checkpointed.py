@@ -1,0 +1,111 @@
+"""What a run's checkpoint holds: the form of its state, and what is noted beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from gregale.axes.layout import Layout
+from gregale.data.preparation import Corpus
+from gregale.errors import UserError
+from gregale.methods.method import Method
+from gregale.programs.runtime.setup import Setup
+from gregale.training.state import TrainState, abstract_state
+
+
+def checkpointed(setup: Setup, method: Method, state: TrainState, step: int) -> TrainState:
+    """The state after `step` steps as a checkpoint holds it: complete without the replicas for who only evaluates."""
+    if not method.needs_full_state(step):
+        return state
+    join = jax.jit(lambda state: method.to_psdp(state).parameters, compiler_options=setup.compiler_options)
+    return state._replace(joined=join(state.method))
+
+
+def checkpoint_metadata(
+    setup: Setup, corpus: Corpus, method: Method, step: int, counted: Mapping[str, int]
+) -> dict[str, Any]:
+    """What is written beside a state after `step` steps, and read before it is restored.
+
+    - `method`: whose state it is
+    - `counted`: until then, by name: `replica_bytes` that a device has sent over `replica`, `examples` seen
+    """
+    return {
+        "data": corpus.fingerprint,
+        "validation": corpus.validation_fingerprints,
+        "method": method.name,
+        "joined": method.needs_full_state(step),
+        "replicas": replicas(setup.layout, method),
+        "mesh": dict(setup.layout.mesh.shape),
+        **counted,
+    }
+
+
+def noted(metadata: dict, key: str):
+    """What a checkpoint's metadata says; raises `UserError` if a version wrote it that did not note this."""
+    if key not in metadata:
+        raise UserError(
+            f"The checkpoint's metadata.json lacks `{key}` (it has: {', '.join(metadata) or 'nothing'}): another "
+            f"version of Gregale wrote it. Use that version, or start another run with a new name or with --fresh."
+        )
+    return metadata[key]
+
+
+def saved_by(setup: Setup, metadata: dict) -> Method:
+    """The method, of this set-up, whose state a checkpoint holds."""
+    return setup.method_named(noted(metadata, "method"))
+
+
+def checkpoint_template(setup: Setup, metadata: dict) -> TrainState:
+    """The abstract state that a checkpoint with this metadata holds.
+
+    Errors of quantised averages are left out if they are of another mesh: they are cut as it was.
+    """
+    method = saved_by(setup, metadata)
+    saved, now = noted(metadata, "replicas"), replicas(setup.layout, method)
+    if saved != now:
+        axis = method.replica_axes[0]
+        raise UserError(
+            f"mesh.{axis} is {now}, but the checkpoint is of DiLoCo with {saved} replicas, each with parameters and an "
+            f"optimizer of its own. Resume with mesh.{axis} {saved}; to change their number, first resume with "
+            f"sync.type psdp until the next checkpoint, which joins them."
+        )
+    state = abstract_state(method, setup.model)
+    return state if same_mesh(setup, metadata) else state._replace(method=method.without_error(state.method))
+
+
+def holds_more(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint holds more than `checkpoint_template`: joined parameters, errors of another mesh."""
+    return noted(metadata, "joined") or not same_mesh(setup, metadata)
+
+
+def evaluation_template(setup: Setup, metadata: dict) -> TrainState:
+    """The part of the abstract state that is needed of a checkpoint to evaluate it; the rest is None.
+
+    It fits any mesh, but where the replicas' own parameters are evaluated, which need one with as many of them.
+    """
+    method = saved_by(setup, metadata)
+    if setup.config.sync.evaluates_replicas:
+        return TrainState(None, method.eval_subset(checkpoint_template(setup, metadata).method), None, None)
+    if noted(metadata, "joined"):
+        return TrainState(None, None, None, None, abstract_state(setup.psdp, setup.model).method.parameters)
+    return TrainState(None, method.eval_subset(abstract_state(method, setup.model).method), None, None)
+
+
+def evaluated_model(setup: Setup, metadata: dict, state: TrainState):
+    """The model that is evaluated of a checkpoint, from what `evaluation_template` asked for."""
+    if state.joined is not None:
+        return setup.psdp.model_with(state.joined)
+    trained = jax.jit(saved_by(setup, metadata).eval_model, compiler_options=setup.compiler_options)
+    return trained(state.method)
+
+
+def same_mesh(setup: Setup, metadata: dict) -> bool:
+    """Whether a checkpoint was written on the mesh of this set-up."""
+    return noted(metadata, "mesh") == dict(setup.layout.mesh.shape)
+
+
+def replicas(layout: Layout, method: Method) -> int:
+    """How many replicas a method's state has, each by itself."""
+    return layout.mesh.shape[method.replica_axes[0]] if method.replica_axes else 1

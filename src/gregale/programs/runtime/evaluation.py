@@ -1,0 +1,108 @@
+"""The loss of a model on text that it was not trained on, in nats a token and in bits a byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gregale.data.examples import MORE_BYTES, Examples
+from gregale.data.preparation import Corpus
+from gregale.programs.runtime.batches import GlobalBatches
+from gregale.programs.runtime.setup import Setup
+
+
+class EvaluationText(NamedTuple):
+    """What is evaluated on; each example is scored once.
+
+    - `held_out`: what is held out of the training sources, or None
+    - `validation`: texts of their own, by name
+    """
+
+    held_out: Examples | None
+    validation: Mapping[str, Examples] = {}
+
+    @property
+    def first(self) -> Examples | None:
+        """The held-out text, or else the first validation source, if there is any."""
+        return self.held_out if self.held_out is not None else next(iter(self.validation.values()), None)
+
+
+def evaluation_text(corpus: Corpus) -> EvaluationText:
+    """What the runs on a corpus are evaluated on."""
+    return EvaluationText(corpus.held_out, corpus.validation)
+
+
+class Evaluator:
+    """Takes the loss on text; compiled once.
+
+    - `text`: at least one
+    - `token_bytes`: bytes of each token's piece, [tokens]; an example may have `more_bytes` of its targets
+    """
+
+    def __init__(self, setup: Setup, text: EvaluationText, token_bytes: np.ndarray):
+        self._setup, self._text = setup, text
+        execution = setup.evaluation_execution()
+        sizes = np.zeros(setup.Vocab.size, np.float32)
+        sizes[: len(token_bytes)] = token_bytes
+
+        def sums(model, batch):
+            more_bytes = batch[MORE_BYTES].array if MORE_BYTES in batch else 0
+            loss, weight = model.loss({key: batch[key] for key in batch if key != MORE_BYTES}, execution)
+            scored = (jnp.asarray(sizes)[batch["targets"].array] + more_bytes) * batch["loss_mask"].array
+            return loss, weight, scored.sum()
+
+        self._sums: Callable = jax.jit(
+            sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
+        )
+
+    def __call__(self, model, batches: int | None, at_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The figures over the first `batches` batches of each text, or over all; `at_batch` is called at each.
+
+        `eval_loss` (nats a token) and `bits_per_byte` are those of the held-out text or, if nothing is held out, over
+        the tokens of all validation sources; `eval_loss.NAME` and `bits_per_byte.NAME` those of one.
+        """
+        validation = {name: self._total(model, text, batches, at_batch) for name, text in self._text.validation.items()}
+        if self._text.held_out is None:
+            figures = figures_of(np.sum(list(validation.values()), axis=0))
+        else:
+            figures = figures_of(self._total(model, self._text.held_out, batches, at_batch))
+        for name, total in validation.items():
+            figures |= {f"{figure}.{name}": value for figure, value in figures_of(total).items()}
+        return figures
+
+    def _total(self, model, text: Examples, batches: int | None, at_batch: Callable[[], None]) -> np.ndarray:
+        """Sums over a text: loss in nats, targets, bytes of text that they stand for, float64 [3]."""
+        totals = (0.0, 0.0, 0.0)
+        axes = self._setup.batch_axes
+        with GlobalBatches(text, axes, self._setup.layout) as read:
+            for batch in islice(read, batches):
+                at_batch()
+                totals = jax.tree.map(jnp.add, totals, self._sums(model, batch))
+        return np.array([float(total) for total in totals])
+
+
+def in_words(figures: Mapping[str, float], held_out: bool, bits_digits: int) -> str:
+    """The figures in a line; `held_out`: whether the first are of held-out text."""
+    said = []
+    for key, loss in figures.items():
+        figure, _, name = key.partition(".")
+        if figure == "eval_loss":
+            bits = figures[key.replace(figure, "bits_per_byte", 1)]
+            label = f"{name}: " if name else "held-out loss " if held_out else "validation loss "
+            said.append(f"{label}{loss:.4f} nats a token, {bits:.{bits_digits}f} bits per byte")
+    return "; ".join(said)
+
+
+def figures_of(total: np.ndarray) -> dict[str, float]:
+    """The figures that sums [loss, targets, bytes] make; NaN where nothing was scored."""
+    loss, weight, scored = total.tolist()
+    return {
+        "eval_loss": loss / weight if weight else math.nan,
+        "bits_per_byte": loss / math.log(2) / scored if scored else math.nan,
+    }

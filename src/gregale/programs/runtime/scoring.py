@@ -1,0 +1,135 @@
+"""How likely a model finds texts, batched by length on the mesh."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from gregale.axes.layout import BATCH
+from gregale.data.tokenizers import Tokenizer
+from gregale.evaluation.tasks.continuations import NOTHING, Continuations, filled
+from gregale.model.attention import POSITION
+from gregale.programs.runtime.batches import Placement
+from gregale.programs.runtime.setup import Setup
+
+SHORTEST = 32  # tokens of a row; lengths are the context, its half, its quarter and so on
+IN_FLIGHT = 2  # batches that the devices have before the results of the first are waited for
+
+
+class Scored(NamedTuple):
+    """What a model finds of continuations.
+
+    - `log_likelihoods`: sums over the tokens that are scored, nats, float64 [continuation]
+    - `greedy`: whether each of these tokens is the likeliest, bool [continuation]
+    """
+
+    log_likelihoods: np.ndarray
+    greedy: np.ndarray
+
+
+class Shape(NamedTuple):
+    """Continuations that are scored by one compiled program.
+
+    - `rows`, `length`: of its batches
+    - `chosen`: the numbers of the continuations, int64
+    """
+
+    rows: int
+    length: int
+    chosen: np.ndarray
+
+
+class Scorer:
+    """Scores continuations with a run's model; a program is compiled for each of few lengths.
+
+    Probabilities are those of the tokenizer's tokens alone, or of all of a table that came with an imported model: what
+    a table is filled up with for the mesh has none.
+    """
+
+    def __init__(self, setup: Setup, tokenizer: Tokenizer):
+        self._setup = setup
+        execution = setup.evaluation_execution()
+        vocabulary = getattr(setup.config.model, "vocabulary", None) or tokenizer.vocabulary_size
+
+        def sums(model, batch: dict[str, NamedArray]) -> tuple[jax.Array, jax.Array]:
+            scores, likeliest = model.scores(batch, vocabulary, execution)
+            is_scored = batch["loss_mask"].array > 0
+            total = jnp.sum(jnp.where(is_scored, scores.array, 0), axis=1)
+            return total, jnp.all(likeliest.array | ~is_scored, axis=1)
+
+        self._sums: Callable = jax.jit(
+            sums, out_shardings=setup.layout.sharding((), {}), compiler_options=setup.compiler_options
+        )
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model is given at most."""
+        return self._setup.config.batch.sequence_length
+
+    def __call__(
+        self, model, continuations: Continuations, at_batch: Callable[[int, int], None] = lambda done, total: None
+    ) -> Scored:
+        """The scores of all continuations, in every process of the run, which all have to ask for them.
+
+        - `at_batch(done, total)`: called at each batch, with continuations
+        """
+        lengths = continuations.lengths
+        found = Scored(np.zeros(len(lengths)), np.zeros(len(lengths), bool))
+        done, waiting = 0, deque()
+
+        def take() -> None:
+            chosen, results = waiting.popleft()
+            for array, result in zip(found, results, strict=True):
+                array[chosen] = np.asarray(result)[: len(chosen)]
+
+        for shape in self.shapes(lengths):
+            for chosen, batch in self._batches(continuations, shape):
+                at_batch(done, len(lengths))
+                waiting.append((chosen, self._sums(model, batch)))
+                done += len(chosen)
+                if len(waiting) > IN_FLIGHT:
+                    take()
+        while waiting:
+            take()
+        at_batch(done, len(lengths))
+        return found
+
+    def shapes(self, lengths: np.ndarray) -> list[Shape]:
+        """The programs for continuations of these input lengths, longest first: what does not fit is found at once."""
+        layout, size = self._setup.layout, self._setup.config.batch.size
+        parts = prod(layout.mesh.shape[axis] for axis in layout.mesh_axes((BATCH,), layout.compute))
+        sizes = halves(self.context)
+        smallest = len(sizes) - 1 - np.searchsorted(sizes[::-1], np.minimum(lengths, self.context))
+        shapes = []
+        for number, length in enumerate(sizes):
+            chosen = np.flatnonzero(smallest == number)
+            if len(chosen):
+                rows = min(size * (self.context // length), -(-len(chosen) // parts) * parts)
+                shapes.append(Shape(rows, length, chosen))
+        return shapes
+
+    def _batches(
+        self, continuations: Continuations, shape: Shape
+    ) -> Iterator[tuple[np.ndarray, dict[str, NamedArray]]]:
+        """The numbers of each batch's continuations, and the batch; this process makes the rows of its devices."""
+        placement = Placement((Axis(BATCH, shape.rows), Axis(POSITION, shape.length)), self._setup.layout)
+        for first in range(0, len(shape.chosen), shape.rows):
+            chosen = shape.chosen[first : first + shape.rows]
+            mine = [continuations[chosen[row]] if row < len(chosen) else NOTHING for row in placement.rows]
+            rows = filled(mine, shape.length)
+            yield chosen, {name: placement.placed(array) for name, array in rows.items()}
+
+
+def halves(length: int) -> list[int]:
+    """A length, its half, and so on, rounded up, as long as they are no shorter than `SHORTEST`."""
+    found = [length]
+    while (half := -(-found[-1] // 2)) >= SHORTEST:
+        found.append(half)
+    return found

@@ -1,0 +1,117 @@
+"""Perplexity and bits per byte of documents, each token scored once by windows that slide over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gregale.data.stream import DocumentStream
+from gregale.data.tokenizers import Tokenizer
+from gregale.errors import UserError
+from gregale.evaluation.tasks.windows import SlidingWindows
+from gregale.programs.runtime.scoring import Scorer
+from gregale.programs.runtime.setup import Setup
+
+FIGURES = {"eval_loss": "nats a token", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
+
+
+class Documents(NamedTuple):
+    """Sums over the tokens of each document that are scored, [document]: losses in nats, tokens, bytes."""
+
+    losses: np.ndarray
+    tokens: np.ndarray
+    sizes: np.ndarray
+
+    @staticmethod
+    def joined(parts: Sequence[Documents]) -> Documents:
+        """Those of all parts."""
+        return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def figures(self) -> dict[str, float]:
+        """`eval_loss` (nats a token), `perplexity` and `bits_per_byte`, each followed by its standard error."""
+        loss, loss_error = ratio(self.losses, self.tokens)
+        bits, bits_error = ratio(self.losses / math.log(2), self.sizes)
+        perplexity = float(np.exp(loss))
+        return {
+            "eval_loss": loss,
+            "eval_loss_stderr": loss_error,
+            "perplexity": perplexity,
+            "perplexity_stderr": perplexity * loss_error,  # by the derivative of exp
+            "bits_per_byte": bits,
+            "bits_per_byte_stderr": bits_error,
+        }
+
+
+class SlidingEvaluation:
+    """Scores documents by windows of a stride.
+
+    - `stride`: tokens that a window scores
+    - `start`: tokens before every document; where there are none, the token that ends one
+
+    Raises `UserError` for a stride that is longer than the context.
+    """
+
+    def __init__(self, setup: Setup, tokenizer: Tokenizer, stride: int, start: Sequence[int]):
+        self._tokenizer, self._stride = tokenizer, stride
+        self._start = start or (tokenizer.end_of_document,)
+        self._scorer = Scorer(setup, tokenizer)
+        if stride > self._scorer.context:
+            raise UserError(
+                f"stride is {stride:,}, and the model's context (batch.sequence_length) is {self._scorer.context:,}: "
+                f"tokens between two windows would not be scored. A stride up to {self._scorer.context:,} works."
+            )
+
+    def __call__(
+        self,
+        model,
+        texts: Mapping[str, Sequence[DocumentStream]],
+        at_batch: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, Documents]:
+        """The sums over each document of some texts, by name; all are scored together, by the fewest programs.
+
+        - `at_batch(done, total)`: called at each batch, with windows
+        """
+        end, streams = self._tokenizer.end_of_document, [each for its in texts.values() for each in its]
+        windows = SlidingWindows(streams, self._scorer.context, self._stride, self._start, end)
+        losses = -self._scorer(model, windows, at_batch).log_likelihoods
+        by_document = np.bincount(windows.documents, losses, len(windows.sizes))
+        found = (by_document, windows.sizes, windows.text_bytes(self._tokenizer.token_bytes))
+        counts = [sum(len(each.starts) - 1 for each in its) for its in texts.values()]
+        parts = zip(*(np.split(array, np.cumsum(counts)[:-1]) for array in found), strict=True)
+        return {name: Documents(*part) for name, part in zip(texts, parts, strict=True)}
+
+
+def ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float]:
+    """sum a / sum b over n documents, and its standard error, by the linear terms of its expansion.
+
+        sqrt(n / (n - 1) * sum (a - r b)^2) / sum b,  r = sum a / sum b
+
+    The documents are the sample, so that tokens of one document need not be independent. Empty ones are none of them.
+    NaN without a document, and the standard error of one.
+    """
+    above, below = above[below > 0], below[below > 0]
+    if not (count := len(below)):
+        return math.nan, math.nan
+    value = above.sum() / below.sum()
+    if count == 1:
+        return float(value), math.nan
+    spread = ((above - value * below) ** 2).sum() * count / (count - 1)
+    return float(value), float(math.sqrt(spread) / below.sum())
+
+
+def in_words(figures: Mapping[str, float]) -> str:
+    """The figures of texts in a line."""
+    said = []
+    for name in dict.fromkeys(key.partition(".")[2] for key in figures):
+        its = {figure: f"{figure}.{name}" if name else figure for figure in FIGURES}
+        words = ", ".join(shown(figures, key, figure) for figure, key in its.items())
+        said.append(f"{name}: {words}" if name else words)
+    return "; ".join(said)
+
+
+def shown(figures: Mapping[str, float], key: str, figure: str) -> str:
+    error = figures[key.replace(figure, f"{figure}_stderr", 1)]
+    return f"{figures[key]:.4f}{f' ± {error:.4f}' if math.isfinite(error) else ''} {FIGURES[figure]}"

@@ -1,0 +1,132 @@
+"""A model's figures on tasks, in a run and by `gregale eval`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+from gregale.checkpoint.multihost import messages_of_all
+from gregale.data.special import taken_as_text
+from gregale.data.tokenizers import Tokenizer
+from gregale.errors import UserError
+from gregale.evaluation.tasks.continuations import encoded
+from gregale.evaluation.tasks.files import Task, read_tasks
+from gregale.evaluation.tasks.kinds import Pair, Score
+from gregale.programs.runtime.scoring import Scorer
+from gregale.programs.runtime.setup import Setup
+from gregale.runs.run_directory import RunDirectory
+
+ERROR = "_stderr"
+
+
+class TaskEvaluation:
+    """Takes the figures of some tasks; their text becomes tokens once, and equal texts are scored once.
+
+    - `start`: tokens before every context
+
+    Raises `UserError` for a question that cannot be scored, and if the files of the run's processes differ.
+    """
+
+    def __init__(self, setup: Setup, tasks: Sequence[Task], tokenizer: Tokenizer, start: Sequence[int]):
+        self._tasks = tasks
+        places: dict[Pair, str] = {}
+        for question in (question for task in tasks for question in task.questions):
+            for pair in question.pairs:
+                places.setdefault(pair, question.place)
+        self._numbers = {pair: number for number, pair in enumerate(places)}
+        self._continuations = encoded(list(places), tokenizer, start)
+        self._scorer = Scorer(setup, tokenizer)
+        for place, continuation in zip(places.values(), self._continuations, strict=True):
+            check_scored(place, continuation.scored, self._scorer.context)
+        tokens = hashlib.sha256(b"".join(each.tokens.tobytes() for each in self._continuations))
+        if len(set(messages_of_all(tokens.hexdigest()))) > 1:
+            raise UserError("evaluation.tasks: the files are not the same on all hosts of the run. Copy them anew.")
+
+    def __call__(self, model, at_batch: Callable[[int, int], None] = lambda done, total: None) -> dict[str, float]:
+        """The figures of all tasks, `acc.NAME` and so on, each followed by its standard error, `acc_stderr.NAME`.
+
+        - `at_batch(done, total)`: called at each batch
+        """
+        found = self._scorer(model, self._continuations, at_batch)
+        figures = {}
+        for task in self._tasks:
+            numbers = [[self._numbers[pair] for pair in question.pairs] for question in task.questions]
+            scores = [Score(found.log_likelihoods[its], found.greedy[its]) for its in numbers]
+            figures |= {f"{figure}.{task.name}": value for figure, value in task.figures(scores).items()}
+        return figures
+
+    @property
+    def cut(self) -> dict[str, int]:
+        """By task, how many questions have more in them than the model's context holds."""
+        is_cut = self._continuations.lengths > self._scorer.context
+        return {
+            task.name: sum(any(is_cut[self._numbers[pair]] for pair in each.pairs) for each in task.questions)
+            for task in self._tasks
+        }
+
+
+def check_scored(place: str, scored: int, context: int) -> None:
+    """Raises `UserError` for a continuation that is empty, or longer than the context."""
+    if not scored:
+        raise UserError(
+            f"{place}: nothing is left to score: a choice or answer is empty, or the tokenizer makes one token of it "
+            "and the end of the context. A space between them helps (`delimiter`)."
+        )
+    if scored > context:
+        raise UserError(
+            f"{place}: a choice or answer has {scored:,} tokens, and the model's context (batch.sequence_length) "
+            f"{context:,}. Shorten it, or leave it out."
+        )
+
+
+def start_of(run: RunDirectory, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that a run's model knows before every text: what its tokenizer puts there, if it came from the hub."""
+    return tokenizer.start if run.huggingface.is_dir() else ()
+
+
+def tasks_of(
+    setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
+) -> TaskEvaluation | None:
+    """The tasks that a run is evaluated on; None if its configuration names none. `report` is told what is cut."""
+    found = read_tasks(setup.config.evaluation.tasks)
+    if found and setup.config.evaluation.parse_special:
+        tokenizer = tokenizer.parsing_special()
+    return evaluation_on(found, setup, tokenizer, run, report) if found else None
+
+
+def evaluation_on(
+    tasks: Sequence[Task], setup: Setup, tokenizer: Tokenizer, run: RunDirectory, report: Callable[[str], None]
+) -> TaskEvaluation:
+    """The evaluation on tasks; `report` is told how many of their questions are longer than the context.
+
+    It is also told which names of special tokens are plain text in them.
+    """
+    texts = ["".join(pair) for task in tasks for question in task.questions for pair in question.pairs]
+    if said := taken_as_text(texts, tokenizer, "texts of the tasks"):
+        report(said)
+    evaluation = TaskEvaluation(setup, tasks, tokenizer, start_of(run, tokenizer))
+    for task in tasks:
+        if count := evaluation.cut[task.name]:
+            total = f"{count:,} of {len(task.questions):,}"
+            report(f"{task.name}: questions longer than the model's context, which are cut on the left: {total}.")
+    return evaluation
+
+
+def tasks_in_words(figures: Mapping[str, float | None]) -> str:
+    """The figures of tasks in a line; empty if there are none."""
+    said = [
+        f"{task} {', '.join(f'{figure} {words}' for figure, words in its.items())}"
+        for task, its in task_figures(figures).items()
+    ]
+    return f"tasks: {'; '.join(said)}" if said else ""
+
+
+def task_figures(figures: Mapping[str, float | None]) -> dict[str, dict[str, str]]:
+    """Of all figures those of tasks, by task and figure, in words: `0.312 ± 0.013`."""
+    found: dict[str, dict[str, str]] = {}
+    for key, value in figures.items():
+        figure, _, task = key.partition(".")
+        if figure + ERROR + "." + task in figures:
+            error = figures[f"{figure}{ERROR}.{task}"]
+            found.setdefault(task, {})[figure] = f"{value:.4g}" + (f" ± {error:.2g}" if error == error else "")
+    return found

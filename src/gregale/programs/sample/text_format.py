@@ -1,0 +1,126 @@
+"""Where texts begin and end: the tokens around a prompt, stop strings, and what is shown of a text until then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gregale.data.tokenizers import Tokenizer
+from gregale.huggingface.folder import GENERATION, read_json
+from gregale.runs.run_directory import RunDirectory
+
+END, STOP, COUNT, INTERRUPTED = "end", "stop", "tokens", "interrupted"  # by what a text has ended
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How a model's texts begin and end.
+
+    - `beginning`: tokens before each prompt
+    - `others`: tokens that end a text, beside the tokenizer's own
+    """
+
+    tokenizer: Tokenizer
+    beginning: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (self.tokenizer.end_of_document, *self.others)
+
+    def ids(self, prompt: str) -> list[int]:
+        """The tokens that a text begins with; of an empty one, that which ends the text before it."""
+        return [*self.beginning, *self.tokenizer.encode(prompt).tolist()] or [self.tokenizer.end_of_document]
+
+
+def form_of(run: RunDirectory, tokenizer: Tokenizer) -> TextFormat:
+    """As the texts were that the model was trained on.
+
+    Those of a run end with its end of document. A model that was imported, and not trained on, has what transformers
+    would give it: the tokens that its tokenizer puts before a text, and all ends of its generation config.
+    """
+    if not run.is_imported:
+        return TextFormat(tokenizer)
+    path = run.huggingface / GENERATION
+    saved: Any = read_json(path).get("eos_token_id") if path.is_file() else None
+    ends = saved if isinstance(saved, list) else [saved]
+    known = (end for end in ends if isinstance(end, int) and 0 <= end != tokenizer.end_of_document)
+    return TextFormat(tokenizer, tokenizer.start, tuple(known))
+
+
+class StopStrings:
+    """Finds where a text that comes in pieces has to end: before the string that is the first to be complete.
+
+    Of two that are complete with the same character it is the longer one. What could still become one is held back, so
+    that how a text is cut into pieces and tokens changes nothing.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self._strings, self._held = strings, ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """What of the text so far can be shown beside what was; once a string is found, what stands before it."""
+        self._held += piece
+        complete = [(at + len(each), -len(each), each) for each in self._strings if (at := self._held.find(each)) >= 0]
+        if complete:
+            end, _, self.found = min(complete)
+            return self._released(end - len(self.found))
+        longest = min(len(self._held), max(map(len, self._strings), default=0))
+        kept = (size for size in range(longest, 0, -1) if self._may_begin(self._held[-size:]))
+        return self._released(len(self._held) - next(kept, 0))
+
+    def finish(self) -> str:
+        """What was held back, if nothing was found."""
+        return "" if self.found is not None else self._released(len(self._held))
+
+    def _may_begin(self, end: str) -> bool:
+        return any(each.startswith(end) for each in self._strings)
+
+    def _released(self, size: int) -> str:
+        piece, self._held = self._held[:size], self._held[size:]
+        return piece
+
+
+class Continuation:
+    """A text as it comes, token by token, until a token or a stop string ends it or it has `count` tokens.
+
+    Attributes:
+        text: what is certain of it; neither the token nor the string that ended it is part of it.
+        tokens: how many were drawn for it, but for the one that ended it.
+        ended: by what (`END`, `STOP`, `COUNT`, `INTERRUPTED`); None while it goes on.
+    """
+
+    def __init__(self, form: TextFormat, count: int, stops: Sequence[str] = ()):
+        self.text, self.tokens, self.count = "", 0, count
+        self.ended: str | None = None
+        self._ends, self._stops = form.ends, StopStrings(stops)
+        self._decoder = form.tokenizer.stream()
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """More tokens; returns the text that they add for certain, in whole characters."""
+        before = len(self.text)
+        for token in tokens:
+            if self.ended is not None:
+                break
+            if token in self._ends:
+                self.finish(END)
+                break
+            self.tokens += 1
+            self.text += self._stops.push(self._decoder.push(token))
+            if self._stops.found is not None:
+                self.ended = STOP
+            elif self.tokens == self.count:
+                self.finish(COUNT)
+        return self.text[before:]
+
+    def finish(self, ended: str) -> str:
+        """Ends the text; returns what was held back."""
+        if self.ended is not None:
+            return ""
+        rest = self._stops.push(self._decoder.finish())
+        self.ended = ended if self._stops.found is None else STOP
+        rest += self._stops.finish()
+        self.text += rest
+        return rest

@@ -1,0 +1,152 @@
+"""Looks at a run again and again: what it has written, how it stands, what has happened since the last look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gregale.runs.history import Figures, FiguresReader
+from gregale.runs.run_paths import RunPaths
+from gregale.runs.run_summary import State, Summary, summary_of
+from gregale.storage.jsonl_reader import read_entries
+from gregale.tracking.metrics import EVALUATION, in_unit, metric_of
+
+Entry = Mapping[str, Any]
+
+LONGEST_LINE = 1000
+WINDOW = 200  # lines back from which the speed is taken
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at a moment.
+
+    - `starts`: the entries of starts.jsonl
+    - `silent_seconds`: since a line was seen to come; None before one was
+    - `stalled`: what an island says while its fleet commits no round; empty while it does
+    """
+
+    summary: Summary
+    figures: Figures
+    starts: tuple[Entry, ...] = ()
+    silent_seconds: float | None = None
+    stalled: str = ""
+
+    @property
+    def start(self) -> Entry:
+        """The newest start."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """Until the last step, at the speed of late, pauses included; None if that is not known."""
+        summary = self.summary
+        if summary.state is not State.RUNNING or summary.steps is None:
+            return None
+        seconds = seconds_a_step(self.figures)
+        return None if seconds is None else seconds * max(summary.steps - summary.step, 0)
+
+    def last(self, name: str) -> float | None:
+        """The newest value of a figure; None if there is none."""
+        column = self.figures.get(name)
+        return None if column is None or column.values[-1] != column.values[-1] else float(column.values[-1])
+
+
+def seconds_a_step(figures: Figures) -> float | None:
+    """What a step has taken of late, pauses for evaluations and checkpoints included, since the newest start."""
+    elapsed = figures.get("elapsed_seconds")
+    if elapsed is not None and np.isfinite(elapsed.values[-WINDOW:]).all():
+        values, steps = elapsed.values[-WINDOW:], elapsed.steps[-WINDOW:]
+        falls = (values[1:] < values[:-1]).nonzero()[0]  # each begins at 0
+        first = falls[-1] + 1 if len(falls) else 0
+        if steps[-1] > steps[first]:
+            return float((values[-1] - values[first]) / (steps[-1] - steps[first]))
+    seconds = figures.get("step_seconds")
+    return None if seconds is None or not seconds.values[-1] > 0 else float(seconds.values[-1])
+
+
+class RunPoller:
+    """Follows one run.
+
+    - `clock`: the time in seconds
+    """
+
+    def __init__(self, run: RunPaths, clock: Callable[[], float] = time.monotonic):
+        self.run = run
+        self._reader, self._clock = FiguresReader(run.metrics), clock
+        self._lines, self._came = -1, None
+        self._before: RunStatus | None = None
+
+    def poll(self) -> tuple[RunStatus, list[str]]:
+        """The run as it is now, and what has happened since the last look, in lines."""
+        summary, figures = summary_of(self.run), self._reader.read()
+        if figures.lines != self._lines:
+            self._came = None if self._lines < 0 else self._clock()
+            self._lines = figures.lines
+        silent = None if self._came is None else self._clock() - self._came
+        stalled = stalled_line(self.run) if summary.state is State.RUNNING else ""
+        now = RunStatus(summary, figures, read_entries(self.run.starts).entries, silent, stalled)
+        events = [] if self._before is None else happened(self._before, now)
+        self._before = now
+        return now, events
+
+
+def happened(before: RunStatus, now: RunStatus) -> list[str]:
+    """What lies between two looks: starts, evaluations, ends."""
+    name, events = now.summary.name, []
+    if len(now.starts) > len(before.starts):
+        events.append(f"{name} goes on after step {now.start.get('step', 0)}, on {devices(now.start)}.")
+    if (step := evaluated_step(now.figures)) > evaluated_step(before.figures):
+        figures = (each for each in evaluations(now.figures) if now.figures[each].steps[-1] == step)
+        words = (f"{each.replace('_', ' ')} {in_unit(each, now.last(each))}" for each in figures)
+        events.append(f"{name} step {step:,}: {', '.join(words)}")
+    if now.summary.state is not before.summary.state:
+        events.append(state_sentence(now.summary))
+    if now.stalled != before.stalled:
+        events.append(f"{name}: {now.stalled or 'Rounds go on.'}")
+    return events
+
+
+def stalled_line(run: RunPaths) -> str:
+    """What an island says while its fleet commits no round."""
+    try:
+        return run.stalled.read_bytes().decode(errors="replace")[:LONGEST_LINE]
+    except OSError:
+        return ""
+
+
+def evaluations(figures: Figures) -> list[str]:
+    """The names of the figures of evaluations, without their standard errors."""
+    found = ((name, metric_of(name)) for name in figures if "_stderr." not in name)
+    return [name for name, metric in found if metric is not None and metric.when == EVALUATION]
+
+
+def evaluated_step(figures: Figures) -> int:
+    """The step of the newest evaluation; 0 before the first."""
+    return max((int(figures[name].steps[-1]) for name in evaluations(figures)), default=0)
+
+
+def state_sentence(summary: Summary) -> str:
+    """How a run stands, in a sentence."""
+    at = f"step {summary.step:,}" + ("" if summary.steps is None else f" of {summary.steps:,}")
+    if summary.state is State.COMPLETE:
+        return f"{summary.name} is complete, {at}."
+    if summary.state is State.DAMAGED:
+        return f"{summary.name} is damaged, {at}: {summary.problem}"
+    if summary.state is State.STOPPED:
+        return f"{summary.name} has stopped, {at}; the command that started it goes on."
+    return f"{summary.name} is {summary.state}, {at}."
+
+
+def devices(start: Entry) -> str:
+    """On what a run was started: `8 TPU v5e (replica 2 x data 4)`."""
+    count, kind, mesh = (start.get(name) for name in ("devices", "device_kind", "mesh"))
+    if count is None:
+        return "devices that it did not name"
+    sizes = mesh.items() if isinstance(mesh, Mapping) else ()
+    shown = " x ".join(f"{axis} {size}" for axis, size in sizes if size != 1)
+    return f"{count} {kind}" + (f" ({shown})" if shown else "")

@@ -1,0 +1,267 @@
+"""The one configuration of a run: what the YAML file and the command line fill in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gregale.axes.mesh import MeshConfig
+from gregale.checkpoint.retention import CheckpointConfig
+from gregale.codecs.config import ReduceConfig
+from gregale.communication.pipeline.config import PipelineConfig
+from gregale.data.config import DataConfig
+from gregale.distributed.config import AUTO, DistributedConfig
+from gregale.errors import KeyedError, UserError
+from gregale.methods.config import PsdpConfig, SyncConfig
+from gregale.model.config import SHAPE, ComputeConfig, LlamaConfig, ModelConfig
+from gregale.optim.config import AdamWConfig, OptimizerConfig
+from gregale.runs.islands import IslandsConfig
+from gregale.settings import Fixed, Settings, at_least, check_name, check_path, shown, whole
+from gregale.storage import is_url, storage_path
+from gregale.tracking.choices import TrackerConfig, check_each_once
+
+
+@dataclass(frozen=True)
+class BatchConfig(Settings):
+    """What one step sees."""
+
+    size: int = field(
+        default=64,
+        metadata={
+            "help": "sequences in a step, of all replicas",
+            "range": whole(1, 1_000_000),
+            "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
+        },
+    )
+    sequence_length: int = field(
+        default=1024,
+        metadata={
+            "help": "tokens in a sequence",
+            "range": whole(1),
+            "aliases": ("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
+            "fixed": Fixed("examples are cut to this length, and others would repeat or leave out text"),
+        },
+    )
+    microbatches: int = field(
+        default=1,
+        metadata={
+            "help": "parts of a step's batch, computed one after the other",
+            "range": whole(1),
+            "aliases": ("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
+        },
+    )
+
+    @property
+    def tokens(self) -> int:
+        return self.size * self.sequence_length
+
+
+@dataclass(frozen=True)
+class SamplesConfig(Settings):
+    """Texts that the model continues at every evaluation, written to samples.txt."""
+
+    prompts: list[str] = field(
+        default_factory=list, metadata={"help": "beginnings for the model to continue", "aliases": ("prompt",)}
+    )
+    tokens: int = field(
+        default=128, metadata={"help": "tokens to add to each", "range": whole(1), "aliases": ("max_new_tokens",)}
+    )
+    temperature: float = field(
+        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+    )
+
+
+MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Settings):
+    """When and on how much the held-out loss is taken, and which tasks are scored with it."""
+
+    every: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps between evaluations; null: at the end only",
+            "range": whole(1),
+            "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
+        },
+    )
+    batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "held-out batches to evaluate on; null: all",
+            "range": whole(1),
+            "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
+        },
+    )
+    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
+    tasks: list[str] = field(
+        default_factory=list,
+        metadata={"help": "files of tasks (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
+    )
+    parse_special: bool = field(
+        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+    )
+
+
+@dataclass(frozen=True)
+class InspectConfig(Settings):
+    """Norms of parameters and gradients, update-to-weight ratios and the largest attention logits, layer by layer."""
+
+    every: int | None = field(
+        default=None,
+        metadata={
+            "help": "steps between them, each as long as a step; null: never",
+            "range": whole(1),
+        },
+    )
+    each: str = field(
+        default="layer",
+        metadata={"help": "of what there are norms: of each layer, or of each array", "choices": ("layer", "array")},
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig(Settings):
+    """A training run."""
+
+    name: str = field(
+        metadata={"help": "the run's name; its directory is runs/<name>", "aliases": ("run_name", "run_id")}
+    )
+    steps: int = field(
+        metadata={
+            "help": "length of the run in optimizer steps",
+            "range": whole(1),
+            "aliases": ("max_steps", "num_steps", "total_steps", "num_train_steps", "max_iters", "n_steps"),
+        }
+    )
+    seed: int = field(
+        default=0,
+        metadata={
+            "help": "of initial weights and data order",
+            "range": whole(0, 2**32 - 1),
+            "aliases": ("random_seed", "data_seed"),
+            "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
+        },
+    )
+    start_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "a run or an import to train on from; null: random",
+            "aliases": (
+                "init_from",
+                "from_pretrained",
+                "pretrained",
+                "model_name_or_path",
+                "load_from",
+                "initialize_from",
+            ),
+        },
+    )
+    runs: str = field(
+        default="runs",
+        metadata={
+            "help": "folder or URL of the run directories",
+            "aliases": ("output_dir", "out_dir", "save_dir", "log_dir"),
+        },
+    )
+    cpu_devices: int | None = field(
+        default=None,
+        metadata={"help": "simulate this many CPU devices", "range": whole(1, 4096)},
+    )
+    compilation_cache: str | None = field(
+        default=AUTO,
+        metadata={"help": "keeps compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: nothing"},
+    )
+    log_every: int = field(
+        default=1,
+        metadata={
+            "help": "steps between lines of metrics.jsonl",
+            "range": whole(1),
+            "aliases": ("logging_steps", "log_interval", "log_steps"),
+        },
+    )
+    max_skipped: int = field(
+        default=10, metadata={"help": "stop after this many non-finite steps in a row", "range": whole(1)}
+    )
+    mesh: MeshConfig = field(default=MeshConfig(), metadata={"help": "sizes of the mesh axes"})
+    model: ModelConfig = field(default=LlamaConfig(), metadata={"help": "the model's shape", "fixed": SHAPE})
+    compute: ComputeConfig = field(default=ComputeConfig(), metadata={"help": "how the model is computed"})
+    pipeline: PipelineConfig | None = field(
+        default=None, metadata={"help": "layers pipelined over mesh.stage; null: no pipeline"}
+    )
+    data: DataConfig = field(default=DataConfig(), metadata={"help": "what to train on"})
+    batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "what one step sees"})
+    optimizer: OptimizerConfig = field(
+        default=AdamWConfig(),
+        metadata={
+            "help": "the optimizer",
+            "aliases": ("optim", "optimizer_name"),
+            "fixed": Fixed("each optimizer keeps a state of its own kind"),
+        },
+    )
+    sync: SyncConfig = field(
+        default=PsdpConfig(), metadata={"help": "how replicas are kept together", "begins_anew": True}
+    )
+    reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
+    checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
+    evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss, and tasks"})
+    samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
+    inspect: InspectConfig = field(default=InspectConfig(), metadata={"help": "figures of each layer"})
+    trackers: list[TrackerConfig] = field(
+        default_factory=list, metadata={"help": "beside console and metrics.jsonl: tensorboard, wandb, trackio"}
+    )
+    distributed: DistributedConfig = field(
+        default=DistributedConfig(), metadata={"help": "how several processes find one another"}
+    )
+    islands: IslandsConfig = field(
+        default=IslandsConfig(), metadata={"help": "how sites that train apart are joined (`gregale island`)"}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise KeyedError(
+                "name",
+                f"is {shown(self.name)}",
+                "; it names a directory, so it has no '/' and does not begin with '.'.",
+            )
+        check_name("name", self.name)
+        check_path("runs", self.runs)
+        if self.compilation_cache is not None:
+            check_path("compilation_cache", self.compilation_cache)
+            if is_url(self.compilation_cache):
+                _check_store("compilation_cache", self.compilation_cache)
+        if (size := len(self.name.encode())) > MOST_NAME_BYTES:
+            raise KeyedError(
+                "name",
+                f"has {size} bytes ({self.name[:20]}...)",
+                f"; it names a directory, so it has at most {MOST_NAME_BYTES}.",
+            )
+        check_each_once(self.trackers)
+        self._check_evaluation()
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data.evaluates or bool(self.evaluation.tasks)
+
+    def _check_evaluation(self) -> None:
+        """Raises `UserError` if there is no text for what is to be evaluated."""
+        evaluation, asked = self.evaluation, ""
+        if evaluation.every is not None and not evaluation.tasks:
+            asked = f"evaluation.every is {evaluation.every}"
+        elif evaluation.bigram or self.reduce.measure:
+            asked = f"{'evaluation.bigram' if evaluation.bigram else 'reduce.measure'} is true"
+        if asked and not self.data.evaluates:
+            raise UserError(
+                f"{asked}, but there is no text to evaluate on: data.held_out is 0 and data.validation is empty. Hold "
+                f"out a part of the sources (data.held_out 0.02), name other text in data.validation, or leave it out."
+            )
+
+
+def _check_store(key: str, url: str) -> None:
+    """Raises `KeyedError` for a URL that names no folder in a store that is known."""
+    try:
+        storage_path(url)
+    except UserError as error:
+        raise KeyedError(key, f"is {shown(url)}", f". {error}") from None

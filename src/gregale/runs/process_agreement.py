@@ -1,0 +1,83 @@
+"""The settings and the text that all processes of a run need to have in common.
+
+The processes compare settings before JAX joins them (`gregale.distributed.settings_check`). They compare text over
+JAX, when it is tokenized.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import draccus
+import jax
+
+from gregale.checkpoint.multihost import messages_of_all, texts_of_all
+from gregale.data.config import VALIDATION
+from gregale.data.parts import json_sha256
+from gregale.data.preparation import Corpus
+from gregale.distributed.agreement import difference, from_text, in_words, to_text
+from gregale.distributed.liveness import process_label
+from gregale.distributed.settings_check import RULE
+from gregale.errors import UserError
+from gregale.evaluation.tasks.files import Task
+from gregale.runs.history import flat
+
+# What the processes of a run may differ in: what belongs to a host, what only process 0 reads, and paths of text, of a
+# tokenizer and of tasks, whose content is compared instead (`data_terms`). All else has to be the same.
+MAY_DIFFER = (
+    *("distributed.coordinator", "distributed.process", "distributed.token_file"),
+    *("islands.bind", "islands.token_file"),
+    *("compilation_cache", "data.cache", "data.local_cache", "data.workers", "trackers"),
+    *(f"data.{group}.*.{key}" for group in ("sources", "validation") for key in ("files", "exclude", "path")),
+    *("data.tokenizer.path", "evaluation.tasks"),
+)
+_DIGITS = 12  # of a digest
+
+
+def terms_of(settings: Any) -> dict[str, str]:
+    """Return all values of a configuration by dotted keys, and for mappings of sources their order."""
+    order = {"data.sources": ", ".join(settings.data.sources)} if hasattr(settings, "data") else {}
+    return order | {key: in_words(value) for key, value in flat(draccus.encode(settings)).items()}
+
+
+def process_terms(settings: Any) -> dict[str, str]:
+    """Return the values of a configuration that all processes of a run need to have in common."""
+    return {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Return whether a dotted key is of one of the patterns, in which `*` stands for any characters."""
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def data_terms(corpus: Corpus) -> dict[str, str]:
+    """Return what tells the text of a run from another: each source, the tokenizer, and all of it with its split."""
+    found = {
+        f"data.{key}": f"{len(store.tokens):,} tokens ({_digest(store.manifest['files'])})"
+        for key, store in sorted(corpus.stores.items())
+    }
+    return found | {"data.tokenizer": _digest(corpus.tokenizer.fingerprint), "data": _digest(corpus.fingerprint)}
+
+
+def is_trained_on(key: str) -> bool:
+    """Return whether a key of `data_terms` is of text to train on, not only to evaluate on."""
+    return not key.startswith(f"data.{VALIDATION}.")
+
+
+def agree_on_text(corpus: Corpus, tasks: Sequence[Task]) -> None:
+    """Compare the text of all processes; raise `UserError` in all of them if it differs."""
+    if jax.process_count() == 1:
+        return
+    scored = [[task.name, task.kind, repr(task.questions)] for task in tasks]
+    own = data_terms(corpus) | {"evaluation.tasks": f"{len(tasks)} files ({_digest(scored)})"}
+    if len(set(messages_of_all(_digest(own)))) == 1:
+        return
+    told = [json.loads(text) for text in texts_of_all(json.dumps([process_label(jax.process_index()), to_text(own)]))]
+    raise UserError(f"{difference({name: from_text(text) for name, text in told})}. {RULE}")
+
+
+def _digest(value: Any) -> str:
+    return json_sha256(value)[:_DIGITS]

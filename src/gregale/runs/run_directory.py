@@ -1,0 +1,175 @@
+"""A run's directory, on a disk or in an object store: its configuration, checkpoints, metrics and samples."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import gregale
+from gregale.checkpoint.manifest import MANIFEST
+from gregale.checkpoint.retention import committed_steps, folder_name
+from gregale.errors import UserError
+from gregale.runs.config import TrainConfig
+from gregale.runs.config_diff import Change, changes
+from gregale.runs.parsing import dump, load
+from gregale.runs.run_lock import LOCK
+from gregale.runs.run_paths import RunPaths, is_evaluation
+from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, write_bytes
+from gregale.storage.jsonl_reader import Entries, read_entries
+
+_AT_ONCE = RetryPolicy(seconds=5.0, silence_seconds=5.0)
+_COPYING_THREADS = 16
+
+_SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
+
+
+class RunDirectory(RunPaths):
+    """The places of one run, and what is read and written in them."""
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the evaluation of a step was written, in full, and was a number."""
+        return any(line["step"] == step and is_evaluation(line) for line in self.figures().entries)
+
+    def figures(self) -> Entries:
+        """Return the lines of metrics.jsonl, and what is wrong with the file."""
+        return read_entries(self.metrics, number="step")
+
+    def note_checkpoint(self, step: int) -> None:
+        """Notes that the checkpoint of a step was committed, the newest of the run."""
+        write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
+
+    def resume_hint(self) -> str:
+        """What the same command would begin with, in a sentence."""
+        folder = self.checkpoints
+        try:  # for a process that is about to end: a store that does not answer is not waited for
+            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, ObjectPath) else folder)
+        except StoreError:
+            return "The same command goes on from the newest checkpoint."
+        if not steps:
+            return "There is no checkpoint yet; the same command begins anew."
+        return f"The newest checkpoint is that of step {steps[-1]}; the same command goes on from there."
+
+    def check_checkpoints(self, steps: list[int]) -> str | None:
+        """Compares the steps whose checkpoints there are with the newest that was committed.
+
+        Returns what the user should know if newer ones are gone. Raises `UserError` if all are: starting anew would
+        delete what the run has written.
+        """
+        noted = self.recorded_checkpoint()
+        if noted is None or noted in steps:
+            return None
+        if not steps:
+            last = max((line["step"] for line in self.figures().entries), default=noted)
+            raise UserError(
+                f"{self.checkpoints} has no checkpoint any more, but this run has saved one at step {noted}. To start "
+                f"at step 0 again would delete the figures and samples of its {last} steps. Put a checkpoint back, or "
+                f"give --fresh, which sets the old run aside and begins anew."
+            )
+        newest = steps[-1]
+        if newest > noted or (self.checkpoints / folder_name(noted)).is_dir():
+            return None  # of a folder without a manifest tells who looks for the newest checkpoint
+        return (
+            f"The newest checkpoint, of step {noted}, is gone: going on from that of step {newest} repeats "
+            f"{noted - newest} steps."
+        )
+
+    def read_config(self) -> TrainConfig:
+        """The configuration of the run; raises `UserError` if there is no run here."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
+        return load(TrainConfig, self.config)
+
+    def check_trainable(self) -> None:
+        """Raises `UserError` if a model to start from is here."""
+        if self.is_imported:
+            raise UserError(
+                f"{self.path} is an imported model, not a run. To train it, give the run another `name`, and "
+                f"`--start_from {self.path}`."
+            )
+
+    def check_compatible(self, config: TrainConfig) -> None:
+        """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
+        if not self.config.is_file():
+            return
+        fixed = [change for change in changes(self.read_config(), config) if change.fixed]
+        if fixed:
+            found = "; ".join(f"{change} ({change.fixed.why})" for change in fixed if change.fixed)
+            raise UserError(
+                f"{self.path} holds a run that cannot go on with this configuration: {found}. To go on with it, "
+                f"restore these keys, others may change; to start a new run, change `name`, or give --fresh, which "
+                f"sets the old run aside."
+            )
+
+    def write_samples(self, step: int, texts: list[str]) -> None:
+        """Puts the samples of a step behind those of earlier steps in samples.txt, whole or not at all.
+
+        Those of this step and of later ones go: a killed process wrote them, and the steps are repeated.
+        """
+        before = self.samples.read_bytes() if self.samples.is_file() else b""
+        superseded = (match.start() for match in _SAMPLE.finditer(before) if int(match[1]) >= step)
+        kept = before[: next(superseded, len(before))]
+        after = kept + "".join(f"--- step {step}\n{text}\n" for text in texts).encode()
+        if after != before:
+            write_bytes(self.samples, after)
+
+    def record_changes(self, step: int, changed: Sequence[Change]) -> None:
+        """Adds a line to changes.jsonl: from which step on which keys have which other values; none if nothing has."""
+        if not changed:
+            return
+        self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
+
+    def record_start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Adds a line to starts.jsonl: with what the run goes on after a step."""
+        self._add(self.starts, step, facts)
+
+    def _add(self, path: StoragePath, step: int, facts: Mapping[str, Any]) -> None:
+        """Puts a line behind those of a file, whole or not at all."""
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
+        before = path.read_bytes() if path.is_file() else b""
+        end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have taken it away
+        write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Writes config.yaml, first under a temporary name."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_bytes(self.config, dump(config).encode())
+
+    def archive(self) -> StoragePath | None:
+        """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
+        if not self.path.exists():
+            return None
+        path, name = self.path, _free_name(self.path)
+        if isinstance(path, ObjectPath):
+            _move(path, path.with_name(name))
+        else:
+            path.rename(path.with_name(name))
+            (path.with_name(name) / LOCK).unlink(missing_ok=True)
+        return path.with_name(name)
+
+
+def _free_name(path: StoragePath) -> str:
+    number = 1
+    while path.with_name(f"{path.name}.old-{number}").exists():
+        number += 1
+    return f"{path.name}.old-{number}"
+
+
+def _move(folder: ObjectPath, to: ObjectPath) -> None:
+    """Has the store copy all objects of a run but its lock, and deletes them then: a store renames nothing.
+
+    Killed before the last copy is made, it leaves the run as it was, and another command takes the next free name.
+    Killed later, it leaves a whole copy, and of the run what the same command sets aside too.
+    """
+    names = [name for name in folder.files_below() if name != LOCK]
+    with ThreadPoolExecutor(_COPYING_THREADS) as pool:
+        list(pool.map(lambda name: (folder / name).copy_to(to / name), names))
+        # Manifests go first: of the checkpoints that are left none is in parts, and counts.
+        first = [name for name in names if name.endswith(MANIFEST)]
+        for group in (first, [name for name in names if name not in set(first)]):
+            list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), group))

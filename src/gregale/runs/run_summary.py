@@ -1,0 +1,257 @@
+"""A run in a few figures: how it stands, how far it is, what it has come to. It imports no JAX.
+
+    for summary in summaries(place("runs")):
+        summary.name, summary.state, summary.step, summary.loss
+
+Only the end of metrics.jsonl is read, and of checkpoints what is noted about them.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gregale.atomic_files import os_error_text
+from gregale.checkpoint.manifest import MANIFEST, read_records
+from gregale.checkpoint.retention import METADATA, committed_steps, folder_name
+from gregale.errors import UserError
+from gregale.runs.history import LARGEST, flat
+from gregale.runs.parsing import read_yaml
+from gregale.runs.run_lock import is_being_trained
+from gregale.runs.run_paths import RunPaths, is_evaluation
+from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, read_range, status
+from gregale.storage.jsonl_reader import Entry, entry_of
+
+_TAIL_BYTES = 1 << 18  # at first; then more, as far as the last step and the last evaluation are
+_MOST_TAIL_BYTES = 1 << 24
+_THREADS = 16
+_OF_A_RUN = {"starts.jsonl", "metrics.jsonl", "checkpoints", "huggingface", "lock"}
+
+
+class State(StrEnum):
+    """How a run stands."""
+
+    RUNNING = "running"  # a process trains it
+    COMPLETE = "complete"  # all its steps are done, saved and evaluated
+    STOPPED = "stopped"  # the same command would go on with it
+    DAMAGED = "damaged"  # the newest checkpoint, its configuration or figures are lost in part
+    IMPORTED = "imported"  # no run but a model to start from
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a few figures; None where there is none (yet).
+
+    - `problem`: what is damaged, in a sentence
+    - `step`, `steps`: done, as far as they were logged, and asked for
+    - `loss`, `tokens`, `tokens_per_second`, `mfu`: of the last step that was logged
+    - `eval_loss`, `bits_per_byte`: of the last evaluation
+    - `method`: its `sync.type`, and the codec if averages are quantised
+    - `bytes_sent`: by a device over `replica`, by an island over the network since it was started last
+    - `saved`: the step of the newest checkpoint
+    - `began`: when it was started first, ISO 8601
+    """
+
+    name: str
+    path: str
+    state: State
+    problem: str | None = None
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    bits_per_byte: float | None = None
+    method: str | None = None
+    tokens: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    bytes_sent: float | None = None
+    saved: int | None = None
+    began: str | None = None
+
+
+def summaries(folder: StoragePath) -> list[Summary]:
+    """The runs in a folder, by name; the folder itself, if it is one.
+
+    Raises `UserError` if there is no such folder.
+    """
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; runs lie in a folder, such as runs/, or are one, such as runs/NAME.")
+    if isinstance(folder, Path) and not folder.is_dir():
+        raise UserError(f"{folder} does not exist, so there are no runs in it. `gregale train` makes runs/NAME.")
+    names = _names(folder)
+    if "config.yaml" in names and _OF_A_RUN & set(names):
+        return [summary_of(RunPaths(folder))]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda name: _summary_in(folder / name), names)
+        return [summary for summary in found if summary is not None]
+
+
+def _summary_in(folder: StoragePath) -> Summary | None:
+    """None: it is no run."""
+    here = set(_names(folder))
+    is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
+    try:
+        return summary_of(RunPaths(folder)) if is_run else None
+    except OSError as error:
+        return Summary(folder.name, str(folder), State.DAMAGED, f"It cannot be read: {os_error_text(error)}.")
+
+
+def summary_of(run: RunPaths) -> Summary:
+    """A run's figures as they are now."""
+    is_running = is_being_trained(run.path)  # first: what a run leaves when it ends is there then
+    config, problem = _config(run)
+    step, evaluation, torn = last_entries(run.metrics)
+    saved = run.recorded_checkpoint()
+    done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
+    if is_running:
+        state, problem = State.RUNNING, None
+    elif run.is_imported and not done:
+        state = State.IMPORTED
+    else:
+        problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {torn}." if torn else None)
+        complete = _is_complete(run, config, saved, evaluation)
+        state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
+    sent = _number(step, "network_bytes_sent")
+    return Summary(
+        name=run.path.absolute().name,
+        path=str(run.path),
+        state=state,
+        problem=problem,
+        step=done,
+        steps=steps if type(steps) is int else None,
+        loss=_number(step, "loss"),
+        eval_loss=_number(evaluation, "eval_loss"),
+        bits_per_byte=_number(evaluation, "bits_per_byte"),
+        method=_method(config),
+        tokens=_number(step, "tokens"),
+        tokens_per_second=_number(step, "tokens_per_second"),
+        mfu=_number(step, "mfu"),
+        bytes_sent=_number(step, "replica_bytes") if sent is None else sent,
+        saved=saved,
+        began=_began(run),
+    )
+
+
+class Tail(NamedTuple):
+    """The end of metrics.jsonl.
+
+    - `step`, `evaluation`: the last line of either kind, empty if there is none
+    - `damage`: whole lines that are none, in words
+    """
+
+    step: Entry
+    evaluation: Entry
+    damage: str | None
+
+
+def last_entries(metrics: StoragePath) -> Tail:
+    """What stands at the end of the file, as far back as both kinds of lines are."""
+    found = status(metrics)
+    size, tail = (found.size if found else 0), _TAIL_BYTES
+    while True:
+        try:
+            content = read_range(metrics, max(size - tail, 0), size) if size else b""
+        except FileNotFoundError:
+            content = b""
+        lines = content.split(b"\n")[0 if tail >= size else 1 : -1]
+        entries = [entry for line in reversed(lines) if (entry := entry_of(line, "step")) is not None]
+        torn = len(lines) - len(entries)
+        step = next((entry for entry in entries if "loss" in entry), {})
+        evaluation = next((entry for entry in entries if "loss" not in entry), {})
+        if (step and evaluation) or tail >= min(size, _MOST_TAIL_BYTES):
+            return Tail(step, evaluation, f"{torn} damaged lines among the last {len(lines)}" if torn else None)
+        tail *= 8
+
+
+def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
+    """What is wrong with the newest checkpoint by the names and sizes of its files; None: nothing, or there is none.
+
+    - `noted`: the step of the newest one that was ever committed
+    """
+    if noted is None:
+        return None
+    there = committed_steps(run.checkpoints)
+    if not there:
+        return f"{run.checkpoints} has no checkpoint any more, but one of step {noted} was saved."
+    if noted not in there:
+        newer = there[-1] > noted
+        return None if newer else f"The newest checkpoint, of step {noted}, is gone; there is one of step {there[-1]}."
+    folder = run.checkpoints / folder_name(noted)
+    try:
+        wanted = {name: each["bytes"] for name, each in json.loads((folder / MANIFEST).read_bytes())["files"].items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, StoreError):
+            raise
+        return f"{folder / MANIFEST} cannot be read, so the checkpoint of step {noted} cannot."
+    sizes = {name: each.size for name, each in files_below(folder).items()}
+    bad = [name for name, size in wanted.items() if sizes.get(name) != size]
+    return f"{folder}: {len(bad)} files are gone or not whole, {bad[0]} among them." if bad else None
+
+
+def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: Entry) -> bool:
+    """Whether the last step is done, saved and evaluated: an island's is the one after which its fleet was complete."""
+    steps = config.get("steps")
+    if saved is None or type(steps) is not int:
+        return False
+    evaluates = bool(config.get("data.held_out") or config.get("evaluation.tasks"))
+    evaluates = evaluates or any(key.startswith("data.validation.") for key in config)
+    if evaluates and not (evaluation.get("step") == saved and is_evaluation(evaluation)):
+        return False
+    if config.get("islands.lighthouse") is None:
+        return saved >= steps
+    return _is_of_a_complete_fleet(run.checkpoints / folder_name(saved))
+
+
+def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
+    """Whether an island's checkpoint was saved when the fleet had made all its rounds, as it says itself."""
+    try:
+        name = next(each for each in read_records(folder) if each.rpartition("/")[2] == METADATA)
+        return json.loads((folder / name).read_bytes())["islands"]["complete"] is True
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return False
+
+
+def _config(run: RunPaths) -> tuple[Entry, str | None]:
+    """The configuration by dotted keys, and why it cannot be read."""
+    try:
+        return flat(read_yaml(run.config)[0]), None
+    except StoreError:
+        raise
+    except UserError as error:
+        return {}, str(error)
+
+
+def _method(config: Entry) -> str | None:
+    method, codec = config.get("sync.type"), config.get("reduce.codec")
+    quantised = method is not None and codec not in (None, "none")
+    return f"{method}, {codec}" if quantised else None if method is None else str(method)
+
+
+def _began(run: RunPaths) -> str | None:
+    """When the run was started for the first time."""
+    try:
+        first = entry_of(run.starts.read_bytes().partition(b"\n")[0])
+    except FileNotFoundError:
+        return None
+    return None if first is None or "time" not in first else str(first["time"])
+
+
+def _number(entry: Entry, name: str) -> float | None:
+    """A figure of a line; None if it is no number."""
+    value: Any = entry.get(name)
+    return value if type(value) in (int, float) and abs(value) < LARGEST else None
+
+
+def _names(folder: StoragePath) -> list[str]:
+    """What is right below a folder; nothing if it is none."""
+    if isinstance(folder, ObjectPath):
+        return folder.names()
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []

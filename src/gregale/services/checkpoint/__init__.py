@@ -1,8 +1,0 @@
-"""Checkpoints: asynchronous, atomic, checked by checksums, restored under any other mesh.
-
-`gregale.services.checkpoint.store` has `Checkpoints`; it is not imported here, because it loads JAX.
-"""
-
-from gregale.services.checkpoint.retention import CheckpointConfig
-
-__all__ = ["CheckpointConfig"]

@@ -1,0 +1,43 @@
+"""The machinery of configuration: what a field states, how plain values become configuration classes, and help."""
+
+from gregale.settings.settings import (
+    DECAY,
+    LARGEST_FLOAT,
+    LARGEST_WHOLE,
+    SMALLEST_FLOAT,
+    Fixed,
+    Range,
+    RemovedKey,
+    Settings,
+    above,
+    at_least,
+    between,
+    check_name,
+    check_path,
+    did_you_mean,
+    restated,
+    shortened,
+    shown,
+    whole,
+)
+
+__all__ = [
+    "DECAY",
+    "LARGEST_FLOAT",
+    "LARGEST_WHOLE",
+    "SMALLEST_FLOAT",
+    "Fixed",
+    "Range",
+    "RemovedKey",
+    "Settings",
+    "above",
+    "at_least",
+    "between",
+    "check_name",
+    "check_path",
+    "did_you_mean",
+    "restated",
+    "shortened",
+    "shown",
+    "whole",
+]

@@ -1,0 +1,219 @@
+"""The fields of a configuration class as dotted keys, with their types in words: for help and for error messages."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import draccus
+
+from gregale.settings import Fixed, Range
+
+TYPE = draccus.CHOICE_TYPE_KEY
+REQUIRED = MISSING
+
+WORDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null", Any: "anything"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One dotted key: its type in words, its default (`REQUIRED` if there is none) and what its field states.
+
+    - `help`, `range`, `aliases`, `fixed`: see `gregale.settings`; choices are words of the type
+    - `choice`: what has to be chosen for this key to exist or have this default (`optimizer.type lion`), if anything
+    """
+
+    key: str
+    type: str
+    default: Any
+    help: str
+    range: Range | None = None
+    aliases: tuple[str, ...] = ()
+    fixed: Fixed | None = None
+    choice: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """The help text with the range, for people to read."""
+        return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
+
+
+def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
+    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from.
+
+    A field whose metadata has `keys_of` is one entry: below it are the keys of another field, which are listed there.
+    """
+    for each in fields(config_class):
+        kind = types_of(config_class)[each.name]
+        entry = _entry(join(prefix, each.name), kind, each, default_of(each, default))
+        if "keys_of" in each.metadata:
+            yield replace(entry, help=f"{entry.help}; keys as in {each.metadata['keys_of']}")
+        else:
+            begins_anew = "begins_anew" in each.metadata  # see `gregale.runs.config_diff`
+            for found in _entries_of_field(entry, kind):
+                yield replace(found, fixed=None) if begins_anew else found
+
+
+def section_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any] | None:
+    """Return the class of the section at a dotted key, or the registry of its classes, and its default.
+
+    None if a value is there, as lists and mappings of names are: only their elements are sections.
+    """
+    kind, default = _type_at(config_class, path)
+    section = next(filter(is_dataclass, _members(kind)), None)
+    return None if section is None else (section, default)
+
+
+def is_list_at(config_class: type, path: Sequence[str]) -> bool:
+    """Return whether the value at a dotted key is a list."""
+    kind, _ = _type_at(config_class, path)
+    return any(get_origin(each) in (list, tuple) for each in _members(kind))
+
+
+def _type_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any]:
+    """Return the type and the default at a dotted key; (None, `REQUIRED`) if nothing is there."""
+    kind, default = config_class, REQUIRED
+    for name in path:
+        kind, default = _below(kind, name, default)
+    return kind, default
+
+
+def _below(kind: Any, name: str, default: Any) -> tuple[Any, Any]:
+    """The type and the default of what lies below a type under a name; (None, `REQUIRED`) if nothing does."""
+    for each in _members(kind):
+        if is_dataclass(each):
+            classes = [each, *choices(each).values()] if is_registry(each) else [each]
+            found = [(owner, inner) for owner in classes for inner in fields(owner) if inner.name == name]
+            if found:
+                owner, inner = found[0]
+                return types_of(owner)[name], default_of(inner, default)
+        elif get_origin(each) is dict:
+            return get_args(each)[1], REQUIRED
+    return None, REQUIRED
+
+
+def _members(kind: Any) -> Sequence[Any]:
+    return get_args(kind) if is_union(kind) else (kind,)
+
+
+@cache
+def types_of(config_class: type) -> dict[str, Any]:
+    """The types of a class's fields by name; resolving them takes longer than all else here."""
+    return get_type_hints(config_class)
+
+
+def _entry(key: str, kind: Any, each: Field, value: Any) -> Entry:
+    stated = each.metadata
+    words = type_name(kind, stated.get("choices", ()))
+    return Entry(
+        key, words, value, stated.get("help", ""), stated.get("range"), stated.get("aliases", ()), stated.get("fixed")
+    )
+
+
+def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:
+    inner, below = _nested(kind)
+    if inner is None:
+        yield entry
+        return
+    if is_registry(inner):
+        yield from _entries_of_registry(replace(entry, key=entry.key + below), inner)
+        return
+    if inner is not kind:
+        yield entry
+    yield from entries(inner, entry.key + below, entry.default)
+
+
+def _entries_of_registry(entry: Entry, registry: Any) -> Iterator[Entry]:
+    """The choice itself, the keys that all choices share, then what each choice adds or gives another default."""
+    key, value = entry.key, entry.default
+    known = choices(registry)
+    default = choice_name(registry, value)
+    yield replace(entry, key=join(key, TYPE), type=" | ".join(known), default=REQUIRED if default is None else default)
+    shared = list(entries(registry, key, value if isinstance(value, registry) else REQUIRED))
+    yield from shared
+    chosen: dict[Entry, list[str]] = {}
+    for name, choice in known.items():
+        for entry in entries(choice, key, value if type(value) is choice else REQUIRED):
+            if entry not in shared:
+                chosen.setdefault(entry, []).append(name)
+    for entry, names in chosen.items():
+        only = f"{join(key, TYPE)} {', '.join(names)}" if len(names) < len(known) else ""
+        yield replace(entry, choice=entry.choice or only)
+
+
+def _nested(kind: Any) -> tuple[Any, str]:
+    """The configuration class inside a type, and what stands for an element in its dotted key."""
+    if is_dataclass(kind):
+        return kind, ""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_union(kind):
+        found = [_nested(argument) for argument in arguments]
+        return next((each for each in found if each[0] is not None), (None, ""))
+    if origin in (list, tuple) and arguments and is_dataclass(arguments[0]):
+        return arguments[0], ".0"
+    if origin is dict and is_dataclass(arguments[1]):
+        return arguments[1], ".<name>"
+    return None, ""
+
+
+def type_name(kind: Any, words: Collection[str] = ()) -> str:
+    """A type in words: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
+
+    `words` are the choices of a text.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is str and words:
+        return " | ".join(words)
+    if kind in WORDS:
+        return WORDS[kind]
+    if is_union(kind):
+        return " | ".join(type_name(argument, words) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(str(argument) for argument in arguments)
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+        return f"list of {type_name(arguments[0], words)}"
+    if origin is tuple:
+        return f"[{', '.join(type_name(argument) for argument in arguments)}]"
+    if origin is dict:
+        return f"mapping of names to {type_name(arguments[1])}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(kind.__members__)
+    return "mapping"
+
+
+def default_of(each: Field, owner: Any = REQUIRED) -> Any:
+    """The default of a field; where its owner is given by default itself, the owner's value."""
+    if owner is not REQUIRED and hasattr(owner, each.name):
+        return getattr(owner, each.name)
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def is_registry(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, draccus.ChoiceRegistry)
+
+
+def choices(registry: Any) -> dict[str, type]:
+    """Name -> class of what may stand where `registry` is asked for: all its choices, or itself if it is one."""
+    return {name: choice for name, choice in registry.get_known_choices().items() if issubclass(choice, registry)}
+
+
+def choice_name(registry: Any, value: Any = REQUIRED) -> str | None:
+    """The choice that a value has made, else the registry's default; None if it has none."""
+    known = choices(registry)
+    made = next((name for name, choice in known.items() if choice is type(value)), None)
+    if made is None and len(known) == 1:
+        return next(iter(known))
+    return made or registry.default_choice_name()
+
+
+def join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)

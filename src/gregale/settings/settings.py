@@ -1,0 +1,211 @@
+"""What a field of a configuration states about itself, once: its range, its choices, other names, what it fixes.
+
+The statements are metadata of a dataclass field, beside its help text:
+
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak", "range": at_least(0), "aliases": ("lr",)})
+
+- `range`: a `Range`; also of each element of a list or a mapping, and of an optional number that is there
+- `choices`: the words that a text may be
+- `aliases`: what others call it, for who writes that
+- `fixed`: a `Fixed`, if a run that goes on from a checkpoint may not change it
+
+A class may name keys of earlier versions, each with its old default and what to do without it:
+
+    removed_keys: ClassVar = {"warmup": RemovedKey(0, "`schedule.warmup` takes its place")}
+
+A class that derives from `Settings` checks ranges and choices when it is made, from YAML or in Python. Help, docs and
+error messages read the same metadata (`gregale.settings.config_schema`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+from gregale.errors import KeyedError
+from gregale.streams import printable
+
+# Numbers end as int32 and float32 on the device, where less than the smallest normal float is 0.
+LARGEST_WHOLE = 2**31 - 1
+LARGEST_FLOAT = 3.4e38
+SMALLEST_FLOAT = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that make sense: from `minimum` to `maximum`, and those of `also`. NaN and infinities never do.
+
+    - `above`, `below`: whether minimum and maximum themselves are left out
+    """
+
+    minimum: float
+    maximum: float
+    above: bool = False
+    below: bool = False
+    also: tuple[float, ...] = ()
+
+    def __contains__(self, number: float) -> bool:
+        if number in self.also:
+            return True
+        size = 0 if abs(number) < SMALLEST_FLOAT else number  # comparisons with NaN are false
+        over = size > self.minimum if self.above else size >= self.minimum
+        return bool(over and (size < self.maximum if self.below else size <= self.maximum))
+
+    def words(self, largest: bool = False) -> str:
+        """`at least 1`; with `largest` also a bound that is only what the type of the number holds."""
+        span = f"from {_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'above' if self.above else 'at least'} {_bound(self.minimum)}"
+        under = f"{'below' if self.below else 'at most'} {_bound(self.maximum)}"
+        return self._said(over, under, span, " and ", largest)
+
+    def signs(self) -> str:
+        """`>= 1`, for tables."""
+        span = f"{_bound(self.minimum)} to {_bound(self.maximum)}"
+        over = f"{'>' if self.above else '>='} {_bound(self.minimum)}"
+        under = f"{'<' if self.below else '<='} {_bound(self.maximum)}"
+        return self._said(over, under, span, ", ", largest=False)
+
+    def _said(self, over: str, under: str, span: str, joint: str, largest: bool) -> str:
+        is_bound = largest or self.maximum not in (LARGEST_WHOLE, LARGEST_FLOAT)
+        both = f"{over}{joint}{under}" if self.above or self.below else span
+        return (both if is_bound else over) + "".join(f" or {_bound(number)}" for number in self.also)
+
+
+def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:
+    """Whole numbers from `minimum` on."""
+    return Range(minimum, maximum, also=also)
+
+
+def at_least(minimum: float) -> Range:
+    return Range(minimum, LARGEST_FLOAT)
+
+
+def above(minimum: float) -> Range:
+    return Range(minimum, LARGEST_FLOAT, above=True)
+
+
+def between(minimum: float, maximum: float) -> Range:
+    """Both included."""
+    return Range(minimum, maximum)
+
+
+DECAY = Range(0, 1, below=True)  # of a moving average: b in `b * old + (1 - b) * new`
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key that a run cannot change when it goes on from a checkpoint.
+
+    - `why`: what would become of the state
+    - `at`: only changes from or to this value are meant
+    """
+
+    why: str
+    at: Any = ...
+
+    def forbids(self, before: Any, now: Any) -> bool:
+        return before != now and (self.at is ... or self.at in (before, now))
+
+
+@dataclass(frozen=True)
+class RemovedKey:
+    """A key of earlier versions. Saved configurations may hold its default; any other value is refused.
+
+    - `default`: that it had
+    - `instead`: how the program behaves now, for the message
+    """
+
+    default: Any
+    instead: str
+
+
+class Settings:
+    """A configuration dataclass whose fields are checked against what they state.
+
+    - `removed_keys`: keys of earlier versions, by name
+    """
+
+    removed_keys: ClassVar[Mapping[str, RemovedKey]] = {}
+
+    def __post_init__(self):
+        check(self)
+
+
+def check(settings: Any) -> None:
+    """Raises `KeyedError` for the first value of a dataclass that is out of its range or is no choice of its field."""
+    for each in fields(settings):
+        for key, value in _values(each.name, getattr(settings, each.name)):
+            if (wanted := each.metadata.get("range")) is not None and value not in wanted:
+                raise KeyedError(key, f"is {shown(value)}", f"; it has to be {_needed(wanted, value, each)}.")
+            if (choices := each.metadata.get("choices")) is not None and value not in choices:
+                near = did_you_mean(get_close_matches(str(value), choices))
+                raise KeyedError(key, f"is {shown(value)}", f".{near} Valid choices: {', '.join(choices)}.")
+
+
+def check_name(key: str, name: str) -> None:
+    """Raises `KeyedError` for a name that cannot be shown in a terminal or given on a command line as it is."""
+    if name.startswith("-"):
+        raise KeyedError(key, f"is {shown(name)}", "; what begins with '-' is an option to every command.")
+    if printable(name) != name:
+        wrong = next(each for each in name if printable(each) != each)
+        raise KeyedError(key, f"is {shown(name)}", f"; the character U+{ord(wrong):04X} in it controls terminals.")
+
+
+def check_path(key: str, path: str) -> None:
+    """Raises `KeyedError` for what the system takes for no path at all."""
+    if not path:
+        raise KeyedError(key, "is empty", "; give a folder or a file, `.` is the folder that you are in.")
+    if "\0" in path:
+        raise KeyedError(key, f"is {shown(path)}", ": no path has a character of code 0.")
+
+
+def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
+    """The field of a base class with another default in a subclass, and another meaning if `help` is given."""
+    (each,) = (each for each in fields(owner) if each.name == name)
+    return field(default=default, metadata={**each.metadata, **({"help": help} if help else {})})
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    named = " or ".join(f"`{name}`" for name in near)
+    return f" Did you mean {named}?" if named else ""
+
+
+def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What is there of a value: itself, or all its elements, with their keys."""
+    if isinstance(value, list | tuple | dict):
+        for name, element in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _values(f"{key}.{name}", element)
+    elif value is not None:
+        yield key, value
+
+
+def _needed(wanted: Range, value: float, each: Any) -> str:
+    """A range in words, with what null would mean where it is allowed."""
+    _, _, null = str(each.metadata.get("help", "")).partition("null: ")
+    return wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
+
+
+def shown(value: float | str) -> str:
+    """A number or a text as a person wrote it, unless it goes on for too long (Python refuses 4,300 digits)."""
+    if isinstance(value, str):
+        return repr(shortened(value))
+    return _shown_number(value)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """Text that fits into a message."""
+    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
+
+
+def _shown_number(number: float) -> str:
+    if isinstance(number, int):
+        digits = 1 + int(abs(number).bit_length() * math.log10(2))
+        return str(number) if digits <= 40 else f"a whole number of about {digits} digits"
+    return repr(number).removesuffix(".0")
+
+
+def _bound(number: float) -> str:
+    return f"{int(number):,}" if abs(number) < 1e15 and number == int(number) else f"{number:g}"

@@ -1,0 +1,190 @@
+"""Trackers on request, each an optional extra; none of them asks for a login."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import draccus
+
+from gregale.errors import KeyedError, UserError, install_hint
+from gregale.settings import Settings
+from gregale.tracking.console import Console
+from gregale.tracking.jsonl import JsonlTracker
+from gregale.tracking.tracker import Guarded, RunInfo, Tracker, Trackers, Values, finite
+
+_WANDB_MODES = ("auto", "online", "offline")
+
+
+@dataclass(frozen=True)
+class TrackerConfig(Settings, draccus.ChoiceRegistry):
+    """A tracker beside the console and `metrics.jsonl`.
+
+    Attributes:
+        package: what it needs to have installed, and the name of the extra that installs it.
+    """
+
+    package: ClassVar[str]
+    extra: ClassVar[str]
+
+    def open(self, run: RunInfo) -> Tracker:
+        """Starts tracking a run."""
+        raise AssertionError("only the choices are opened")
+
+
+class _TensorBoardTracker:
+    def __init__(self, run: RunInfo):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.files / "tensorboard"), purge_step=run.resumed_from + 1)
+
+    def log(self, step: int, values: Values) -> None:
+        for name, value in finite(values).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@TrackerConfig.register_subclass("tensorboard")
+@dataclass(frozen=True)
+class TensorBoardConfig(TrackerConfig):
+    """Event files in the run directory's `tensorboard/`."""
+
+    package: ClassVar[str] = "tensorboardX"
+    extra: ClassVar[str] = "tensorboard"
+
+    def open(self, run: RunInfo) -> Tracker:
+        return _TensorBoardTracker(run)
+
+
+class _SessionTracker:
+    """What W&B's and trackio's modules have in common: `log` takes a dictionary and a step."""
+
+    def __init__(self, session: Any):
+        self._session = session
+
+    def log(self, step: int, values: Values) -> None:
+        self._session.log(finite(values), step=step)
+
+    def close(self) -> None:
+        self._session.finish()
+
+
+@TrackerConfig.register_subclass("wandb")
+@dataclass(frozen=True)
+class WandbConfig(TrackerConfig):
+    """Weights & Biases. A resumed run is a second session in the group that has the run's name."""
+
+    package: ClassVar[str] = "wandb"
+    extra: ClassVar[str] = "wandb"
+
+    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
+    entity: str | None = field(default=None, metadata={"help": "the user or team, null for the login's own"})
+    mode: str = field(
+        default="auto",
+        metadata={
+            "help": "online, offline (files in the run directory), or auto: online with a login, else offline",
+            "choices": _WANDB_MODES,
+        },
+    )
+
+    def open(self, run: RunInfo) -> Tracker:
+        wandb = importlib.import_module(self.package)
+
+        session = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=run.name,
+            group=run.name,
+            dir=str(run.files),
+            config=dict(run.config),
+            mode=self._possible_mode(wandb),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        return _SessionTracker(session)
+
+    def _possible_mode(self, wandb: Any) -> str:
+        """Offline without a login, even when online was asked for: W&B would stop and ask for one."""
+        wanted = os.environ.get("WANDB_MODE", "online") if self.mode == "auto" else self.mode
+        if wanted == "online" and not wandb.login(prompt=False, verify=False):
+            return "offline"
+        return wanted
+
+
+@TrackerConfig.register_subclass("trackio")
+@dataclass(frozen=True)
+class TrackioConfig(TrackerConfig):
+    """trackio, into its local database; `trackio show` displays it."""
+
+    package: ClassVar[str] = "trackio"
+    extra: ClassVar[str] = "trackio"
+
+    project: str = field(default="gregale", metadata={"help": "the project that the run is filed under"})
+
+    def open(self, run: RunInfo) -> Tracker:
+        trackio = importlib.import_module(self.package)
+
+        trackio.init(project=self.project, name=run.name, config=dict(run.config), resume="allow")
+        return _SessionTracker(trackio)
+
+
+def check_each_once(configs: Sequence[TrackerConfig]) -> None:
+    """Raises `KeyedError` if a tracker is named twice: both would write to the same place."""
+    first: dict[str, int] = {}
+    for number, config in enumerate(configs):
+        name = TrackerConfig.get_choice_name(type(config))
+        if name in first:
+            raise KeyedError(
+                f"trackers.{number}.type",
+                f"is {name}",
+                f", and so is trackers.{first[name]}.type; leave one of them out.",
+            )
+        first[name] = number
+
+
+def check_installed(configs: Sequence[TrackerConfig]) -> None:
+    """Checks that the chosen trackers can be opened.
+
+    Raises:
+        UserError: a package is missing; names the extra that installs it.
+    """
+    for config in configs:
+        if importlib.util.find_spec(config.package) is None:
+            name = TrackerConfig.get_choice_name(type(config))
+            raise UserError(
+                f"trackers: {name} needs the package {config.package}, which is not installed. "
+                f"{install_hint(config.extra)} Or leave {name} out of trackers."
+            )
+
+
+def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Console, is_writer: bool) -> Trackers:
+    """The console, `metrics.jsonl` of the run, and the chosen trackers.
+
+    Args:
+        configs: the chosen ones.
+        run: the run; its directory exists.
+        console: what is shown; the caller closes it.
+        is_writer: whether this process writes; the others get trackers that do nothing.
+
+    Raises:
+        UserError: the package of a chosen tracker is missing.
+    """
+    if not is_writer:
+        return Trackers([])
+    check_installed(configs)
+    jsonl = JsonlTracker(run.directory / "metrics.jsonl", run.resumed_from, console.message)
+    others = (_opened(config, run, console) for config in configs)
+    return Trackers([console, jsonl, *filter(None, others)], flush=jsonl.flush)
+
+
+def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Tracker | None:
+    """A tracker that never ends the run; None if it cannot be opened: its network may be away when a run goes on."""
+    try:
+        return Guarded(config.open(run), console.message)
+    except Exception as error:
+        name = TrackerConfig.get_choice_name(type(config))
+        console.message(f"{name} does not open, and the run goes on without it: {type(error).__name__}: {error}")
+        return None

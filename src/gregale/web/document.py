@@ -1,0 +1,165 @@
+"""A page as one file: styles, scripts, data and markup, and a policy that lets nothing else run or be loaded."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from gregale.web.charts import Chart, Spans, _points
+from gregale.web.library import uplot
+from gregale.web.markup import Html, element, joined
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis that the reader can choose for the lines of runs; `unit` as of `Lines`."""
+
+    key: str
+    label: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run, of which lines over the page's axes are drawn.
+
+    - `axes`: by key of an `Axis` steps and what the axis has there; in between it is interpolated
+    """
+
+    label: str
+    axes: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+
+class Page:
+    """A page to which parts are added.
+
+    - `runs`, `axes`: of the lines that have no axis of their own; the first axis is shown first
+    - `live_seconds`: of a page that is served, after how long it asks for itself again; None: it never does
+    """
+
+    def __init__(
+        self,
+        title: str,
+        about: str = "",
+        runs: Sequence[Run] = (),
+        axes: Sequence[Axis] = (),
+        live_seconds: float | None = None,
+    ):
+        self._title, self._about, self._runs, self._axes = title, about, tuple(runs), tuple(axes)
+        self._live_seconds = live_seconds
+        self._parts: list[Html] = []
+        self._charts: dict[str, Any] = {}
+
+    def add(self, *parts: Html | None) -> None:
+        """Adds parts at the end."""
+        self._parts += [part for part in parts if part is not None]
+
+    def chart(self, chart: Chart) -> Html:
+        """The place where a chart is drawn."""
+        assert chart.key not in self._charts, chart.key
+        self._charts[chart.key] = chart.to_json()
+        says = element("p", chart.help, class_="help") if chart.help else None
+        legend = _legend(chart) if isinstance(chart, Spans) else None
+        return element(
+            "figure",
+            element("figcaption", element("h3", chart.title), says),
+            element("div", class_="plot", role="img", aria_label=chart.title),
+            legend,
+            class_=f"chart {type(chart).__name__.lower()}",
+            data_chart=chart.key,
+        )
+
+    def charts(self, *charts: Chart) -> Html:
+        """Several charts, side by side where there is room."""
+        return element("div", *(self.chart(each) for each in charts), class_="charts")
+
+    def html(self) -> str:
+        """The whole file."""
+        scripts = [uplot()[0], _own("page.js")]
+        head = joined(
+            [
+                Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+                Html(f'<meta http-equiv="Content-Security-Policy" content="{self._policy(scripts)}">'),
+                Html('<meta name="generator" content="gregale"><meta name="color-scheme" content="light dark">'),
+                element("title", self._title),
+                element("style", Html(uplot()[1]), Html(_own("page.css"))),
+            ]
+        )
+        heading = element("header", element("h1", self._title), element("p", self._about), self._controls())
+        data = {
+            "axes": [{"key": each.key, "label": each.label, "unit": each.unit} for each in self._axes],
+            "runs": [
+                {"label": run.label, "axes": {key: _points(*of_axis) for key, of_axis in run.axes.items()}}
+                for run in self._runs
+            ],
+            "charts": self._charts,
+            "live": self._live_seconds,
+        }
+        body = joined(
+            [
+                heading,
+                element("main", *self._parts),
+                element("script", Html(_inert(data)), type="application/json", id="data"),
+                *(element("script", Html(script)) for script in scripts),
+            ]
+        )
+        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+    def _policy(self, scripts: Sequence[str]) -> str:
+        """Only these scripts run, and nothing is loaded from anywhere; a page that is served may ask for itself."""
+        digests = " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+        )
+        rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+        itself = "" if self._live_seconds is None else " connect-src 'self';"
+        return f"default-src 'none'; script-src {digests};{itself} {rest}"
+
+    def _controls(self) -> Html:
+        """What the reader can choose: of lines axis, scales and smoothing, of all pages the colours."""
+        chosen = []
+        if self._axes:
+            chosen.append(_select("x", "Over", [(each.key, each.label) for each in self._axes]))
+        if any(each["kind"] == "lines" for each in self._charts.values()):
+            chosen += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
+        if self._runs:
+            slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
+            chosen.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))
+        chosen.append(_select("theme", "Colours", [("auto", "as the system"), ("light", "light"), ("dark", "dark")]))
+        return element("form", *chosen, element("button", "Whole range", type="button", id="reset"), id="controls")
+
+
+def _select(key: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
+    return element(
+        "label", label, element("select", *(element("option", name, value=each) for each, name in options), id=key)
+    )
+
+
+def _checkbox(key: str, label: str) -> Html:
+    return element("label", Html(f'<input type="checkbox" id="{key}">'), label)
+
+
+def _legend(chart: Spans) -> Html:
+    kinds = (
+        element("span", Html(f'<span class="swatch c{place}" aria-hidden="true"></span>'), kind)
+        for place, kind in enumerate(chart.kinds)
+    )
+    return element("div", *kinds, element("output", ""), class_="kinds")
+
+
+def _inert(data: Any) -> str:
+    """JSON that ends no script element and begins no comment, whatever stands in its texts."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+@cache
+def _own(name: str) -> str:
+    return resources.files("gregale.web").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,43 @@
+"""Settings that have to agree: as text, and what differs between them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.distributed.agreement import difference, from_text, in_words, to_text
+
+
+def test_equal_terms_do_not_differ():
+    assert difference({"a": {"seed": "0"}, "b": {"seed": "0"}, "c": {"seed": "0"}}) == ""
+
+
+def test_the_first_key_is_told_with_its_values_and_whose_they_are_and_other_keys_by_name():
+    found = {
+        "a": {"steps": "9", "seed": "0", "x": "1"},
+        "b": {"steps": "9", "seed": "5"},
+        "c": {"steps": "9", "x": "1"},
+    }
+    wanted = "seed is 0 in a, but 5 in b, but not set in c; also different: x"
+    assert difference(found) == wanted
+
+
+def test_of_many_members_and_keys_the_first_are_named():
+    keys = [f"k{number}" for number in range(8)]
+    found = {f"p{number}": dict.fromkeys(keys, "1" if number < 7 else "2") for number in range(8)}
+    holders = "p0, p1, p2, p3, p4 and 2 more, but 2 in p7"
+    assert difference(found) == f"k0 is 1 in {holders}; also different: k1, k2, k3, k4, k5 and 2 more"
+
+
+def test_a_message_is_one_line_whatever_keys_and_values_are():
+    text = difference(
+        {"a": {"data.sources.a\x1b[1m.separator": "\n\n"}, "b": {"data.sources.a\x1b[1m.separator": "x" * 999}}
+    )
+    assert text.isprintable()
+    assert len(text) < 200
+
+
+@pytest.mark.parametrize("text", ["y", "[1]", '{"a": 1}', "[" * 100_000], ids=lambda text: text[:9])
+def test_terms_travel_as_text_and_anything_else_differs_from_them(text):
+    terms = {"steps": "9", "samples.prompts": in_words(["a", "b\n"])}
+    assert from_text(to_text(terms)) == terms
+    assert difference({"a": terms, "b": from_text(text)}) != ""

@@ -1,0 +1,74 @@
+"""The flags that XLA gets for CPU devices, and the memory that JAX takes of a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import pytest
+
+from gregale.distributed.config import DistributedConfig
+from gregale.distributed.devices import (
+    PATIENCE,
+    WITHOUT_PARALLEL_LOOPS,
+    WITHOUT_YNN,
+    WITHOUT_YNN_BEFORE,
+    by_cluster,
+    start_devices,
+    with_flags,
+)
+from gregale.errors import UserError
+
+
+def test_flags_are_added_and_a_users_own_stand():
+    assert with_flags("", 1).split() == [PATIENCE, WITHOUT_YNN]
+    own = f"--xla_dump_to=here {WITHOUT_YNN}dot"
+    assert with_flags(own, 1).split() == [*own.split(), PATIENCE]
+    assert with_flags(with_flags(own, 1), 1) == with_flags(own, 1)
+
+
+def test_a_version_that_may_not_know_a_flag_does_not_get_it(monkeypatch: pytest.MonkeyPatch):
+    assert jax.__version_info__ < WITHOUT_YNN_BEFORE, (
+        "does it know the flag, and is it still of use? Then raise the bound"
+    )
+    monkeypatch.setattr(jax, "__version_info__", WITHOUT_YNN_BEFORE)
+    assert with_flags("", 1) == PATIENCE
+
+
+@pytest.mark.parametrize(("devices", "processors", "whole"), [(1, 1, False), (4, 8, False), (8, 8, True), (8, 2, True)])
+def test_loops_are_whole_where_devices_are_as_many_as_processors(monkeypatch, devices, processors, whole):
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    assert (WITHOUT_PARALLEL_LOOPS in with_flags("", devices).split()) == whole
+
+
+@pytest.mark.parametrize(("devices", "threads"), [(1, None), (8, "24")])
+def test_one_device_has_as_many_threads_as_jax_gives_it(monkeypatch: pytest.MonkeyPatch, devices, threads):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    monkeypatch.setattr(jax.config, "update", lambda key, value: None)  # JAX has begun
+    start_devices(devices, DistributedConfig())
+    assert os.environ.get("PJRT_NPROC") == threads
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "0.92"), ("0.5", "0.5")])
+def test_jax_takes_most_of_a_gpu_unless_the_environment_says_otherwise(monkeypatch, given, found):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", given or "")
+    if given is None:
+        monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    start_devices(None, DistributedConfig())
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == found
+
+
+def test_slurm_tells_who_is_who(monkeypatch):
+    facts = {"JOB_ID": "4711", "STEP_NODELIST": "node[007-009],x", "NTASKS": "12", "PROCID": "5", "LOCALID": "1"}
+    for name, value in facts.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("JAX_COORDINATOR_PORT", raising=False)
+    found = by_cluster(DistributedConfig("auto", join_seconds=7))
+    assert found == DistributedConfig("node007:62055", 12, 5, join_seconds=7)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "here:1")
+    assert by_cluster(DistributedConfig("auto")).coordinator == "here:1"
+
+
+def test_without_a_cluster_nobody_knows(monkeypatch):
+    with pytest.raises(UserError, match="JAX finds no cluster here"):
+        by_cluster(DistributedConfig("auto"))

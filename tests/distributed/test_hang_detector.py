@@ -1,0 +1,100 @@
+"""Which of several processes hangs, by where their main threads are."""
+
+from __future__ import annotations
+
+import pytest
+
+from gregale.distributed.hang_detector import OTHER_WORK, Phase, Progress, ThreadProgress, find_hung
+
+SECONDS = 60.0
+NOW = 1_000_000.0
+
+
+def named(places) -> dict[str, ThreadProgress]:
+    return {
+        f"process {process}": ThreadProgress(steps, Phase(doing), waits, since=NOW - stood)
+        for process, steps, doing, waits, stood in places
+    }
+
+
+def test_a_place_is_told_as_text():
+    progress = Progress()
+    assert ThreadProgress.parse(str(progress.place)) == progress.place == ThreadProgress(0, Phase.PREPARING, False, 0)
+    progress.at(801, Phase.TRAINING)
+    with progress.waiting():
+        assert (
+            progress.place == ThreadProgress.parse(str(progress.place)) == ThreadProgress(801, Phase.TRAINING, True, 1)
+        )
+    progress.still()
+    assert progress.place == ThreadProgress(801, Phase.TRAINING, False, 3)
+
+
+HANGS = {
+    "its data do not come": (
+        [(0, 802, "training", True, 61), (1, 801, "training", False, 62), (2, 802, "training", True, 61)],
+        "process 1 hangs: it has been for 62 s in step 801.",
+    ),
+    "its device does not end": (
+        [(0, 802, "training", True, 61), (1, 801, "training", True, 62)],
+        "process 1 hangs: it has been for 62 s in step 801, waiting for devices.",
+    ),
+    "no device ends": (
+        [(0, 802, "training", True, 61), (1, 802, "training", True, 62)],
+        "All 2 processes hang: they have been for 61 s in step 802, waiting for their devices.",
+    ),
+    "it evaluates for ever": (
+        [(0, 801, "training", True, 700), (1, 800, "evaluating", False, 10 * 60 + 1)],
+        "process 1 hangs: it has been for 601 s evaluating after 800 steps.",
+    ),
+    "it compiles for ever": (
+        [(0, 1, "compiling", False, 601), (1, 2, "training", True, 610)],
+        "process 0 hangs: it has been for 601 s in step 1, which it compiles.",
+    ),
+    "it saves for ever, and another one has ended": (
+        [(0, 900, "ending", False, 9999), (1, 900, "saving", False, 601)],
+        "process 1 hangs: it has been for 601 s saving after 900 steps.",
+    ),
+    "several": (
+        [(number, 801 + (number > 5), "training", number > 5, 61) for number in range(8)],
+        "process 0, process 1, process 2 and 3 more hang: they have been for 61 s in step 801.",
+    ),
+}
+
+GO_ON = {
+    "a slow step": [(0, 802, "training", True, 59), (1, 801, "training", False, 59)],
+    "one waits, the other has just begun": [(0, 802, "training", True, 61), (1, 801, "training", False, 1)],
+    "one compiles, the others have what they need in their cache": [
+        (0, 2, "training", True, 500),
+        (1, 1, "compiling", False, 599),
+    ],
+    "one waits without saying so while the other evaluates": [
+        (0, 801, "training", False, 61),
+        (1, 800, "evaluating", False, 65),
+    ],
+    "one evaluates, the other waits": [(0, 801, "training", True, 599), (1, 800, "evaluating", False, 599)],
+    "one saves": [(0, 801, "training", True, 599), (1, 800, "saving", False, 599)],
+    "the first step of all": [(0, 1, "compiling", True, 599), (1, 1, "compiling", True, 599)],
+    "one prepares its data for a day": [(0, 0, "preparing", False, 86400), (1, 801, "compiling", True, 86000)],
+    "the end": [(0, 900, "ending", False, 86400), (1, 900, "ending", False, 86400)],
+}
+
+
+@pytest.mark.parametrize(("places", "sentence"), HANGS.values(), ids=HANGS)
+def test_who_hangs_is_named(places, sentence):
+    assert find_hung(named(places), NOW, SECONDS) == sentence
+
+
+@pytest.mark.parametrize("places", GO_ON.values(), ids=GO_ON)
+def test_work_that_takes_its_time_is_not_a_hang(places):
+    assert find_hung(named(places), NOW, SECONDS) is None
+
+
+def test_every_work_has_its_patience():
+    assert {doing: doing.timeout(1) for doing in Phase} == {
+        "preparing": float("inf"),
+        "compiling": OTHER_WORK,
+        "training": 1,
+        "evaluating": OTHER_WORK,
+        "saving": OTHER_WORK,
+        "ending": float("inf"),
+    }

@@ -1,0 +1,34 @@
+"""A joiner's inner optimizer is that of the peer, to the last bit, on its own mesh."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from gregale.islands import inner_optimizer_state
+from gregale.methods.schedule import Schedule
+from gregale.training.stepper import Stepper
+from tests.mesh.support import layout_of
+from tests.methods.islands import Member, island_on, on_one_device, rows
+
+
+@pytest.mark.parametrize("shape", [{}, {"data": 2, "model": 2}])
+def test_the_optimizer_of_a_peer_is_taken_over(shape):
+    schedule = Schedule(4, layers=3)
+    island = island_on(layout_of(**shape), schedule) if shape else on_one_device(schedule)
+    step = Stepper(island, island.inner.model)
+    peer, joiner = Member(island, step), Member(island, step)
+    for number in range(1, 4):
+        peer.train(rows(number, 1), number)
+    theirs, own = peer.state.method.psdp, joiner.state.method.psdp
+    arrays = inner_optimizer_state.on_host(theirs)
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == inner_optimizer_state.expected(own)
+    taken = inner_optimizer_state.taken_over(own, arrays)
+    same = jax.tree.map(
+        lambda x, y: np.array_equal(x, y), (taken.sharded, taken.gathered), (theirs.sharded, theirs.gathered)
+    )
+    assert all(jax.tree.leaves(same))
+    assert taken.parameters is own.parameters
+    places = jax.tree.map(lambda x, y: x.sharding == y.sharding, taken, own)
+    assert all(jax.tree.leaves(places))

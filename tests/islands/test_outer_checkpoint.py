@@ -1,0 +1,149 @@
+"""The outer side of an island as it is saved: what is read is what was written, and damage is found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gregale.checkpoint import parts
+from gregale.errors import UserError
+from gregale.islands import outer_checkpoint
+from gregale.islands.protocol.headers import Generation, OuterRecord
+from gregale.islands.protocol.ledger import LeasePolicy, LeaseReport, Ledger, advance
+from gregale.methods.island_outer import OwnLeaves, VersionedArray
+from gregale.storage import StoragePath, StoreError, names, storage_path
+from tests.disk import largest_file
+from tests.stores import Fault, proxied
+
+LEDGER = advance(Ledger(), [LeaseReport("a", "s", 3)], LeasePolicy(8, 4))
+OUTER = OuterRecord(Generation(2, "name"), 7, "digest", "key", 3, LEDGER)
+LEAVES = {
+    "0/theta/w|0,1": VersionedArray(np.arange(12, dtype=np.float32).reshape(3, 4), 7),
+    "0/optimizer/count": VersionedArray(np.array(5, np.int32), 7),
+    "1/theta/nothing|": VersionedArray(np.zeros((0, 2), np.float32), 4),
+    "1/theta/turned|": VersionedArray(np.arange(6, dtype=np.int64).reshape(2, 3).T, 4),
+}
+OWN = OwnLeaves({"0/second/w|/scales": np.arange(4, dtype=ml_dtypes.bfloat16)}, {0: "a, b"})
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch) -> None:
+    """Arrays begin and end anywhere in a part."""
+    monkeypatch.setattr(parts, "PART_BYTES", 20)
+
+
+@pytest.fixture(params=["disk", "s3"])
+def directory(request, tmp_path) -> StoragePath:
+    return tmp_path / "outer" if request.param == "disk" else request.getfixturevalue("s3") / "outer"
+
+
+def write(directory: StoragePath, outer: OuterRecord = OUTER, leaves: dict[str, VersionedArray] = LEAVES) -> None:
+    outer_checkpoint.write(directory, outer, leaves, OWN)
+
+
+def part_names(directory: StoragePath) -> list[str]:
+    return [name for name in names(outer_checkpoint.folder_of(directory, 7)) if name != outer_checkpoint.MANIFEST]
+
+
+def test_it_comes_back(directory):
+    write(directory)
+    saved = outer_checkpoint.read(directory, 7)
+    assert saved.outer == OUTER
+    assert saved.versions == {name: held.version for name, held in LEAVES.items()}
+    for name, held in LEAVES.items():
+        assert saved.arrays[name].dtype == held.array.dtype
+        np.testing.assert_array_equal(saved.arrays[name], held.array)
+    assert saved.own.groups == OWN.groups
+    np.testing.assert_equal(saved.own.arrays, OWN.arrays)
+    assert len(part_names(directory)) == 6, "108 bytes"
+
+
+def test_what_is_there_is_not_written_again(directory):
+    write(directory)
+    before = part_names(directory)
+    write(directory)
+    assert part_names(directory) == before
+
+
+def test_what_a_killed_process_left_does_not_count_and_goes(directory):
+    folder = outer_checkpoint.folder_of(directory, 7)
+    folder.mkdir(parents=True)
+    (folder / "0badc0de-00000").write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        outer_checkpoint.read(directory, 7)
+    write(directory)
+    assert outer_checkpoint.read(directory, 7).outer == OUTER
+    assert len(part_names(directory)) == 6
+
+
+def test_a_round_of_a_lost_fleet_is_written_over_by_the_one_that_was_made_anew(directory):
+    write(directory, leaves={name: VersionedArray(held.array + 1, 7) for name, held in LEAVES.items()})
+    again = replace(OUTER, generation=Generation(3, "other"))
+    write(directory, again)
+    saved = outer_checkpoint.read(directory, 7)
+    assert saved.outer == again
+    np.testing.assert_array_equal(saved.arrays["0/theta/w|0,1"], LEAVES["0/theta/w|0,1"].array)
+    assert len(part_names(directory)) == 6
+
+
+def test_a_disk_that_is_full_keeps_the_old_round_and_nothing_of_the_new(tmp_path):
+    write(tmp_path)
+    before = part_names(tmp_path)
+    with largest_file(10), pytest.raises(OSError, match="File too large"):
+        write(tmp_path, replace(OUTER, generation=Generation(3, "other")))
+    assert outer_checkpoint.read(tmp_path, 7).outer == OUTER
+    assert part_names(tmp_path) == before
+
+
+def test_a_store_that_fails_keeps_the_old_round_and_is_no_damage(s3, s3_endpoint, monkeypatch):
+    write(s3)
+    with proxied(s3_endpoint) as (endpoint, proxy):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        proxy.faults[:] = [Fault("expired", 1000, "PUT", outer_checkpoint.MANIFEST)]
+        with pytest.raises(StoreError, match="the store refused access"):
+            write(s3, replace(OUTER, generation=Generation(3, "other")))
+        proxy.faults[:] = [Fault("denied", 1000, "GET", "-00001")]
+        with pytest.raises(StoreError, match="the store refused access"):
+            outer_checkpoint.read(s3, 7)
+        proxy.faults.clear()
+        assert outer_checkpoint.read(storage_path(str(s3)), 7).outer == OUTER
+
+
+@pytest.mark.parametrize("name", ["part", outer_checkpoint.MANIFEST])
+@pytest.mark.parametrize("damage", [lambda b: b[:-3], lambda b: b[:8] + b"\xff" + b[9:], lambda b: b""])
+def test_damage_is_found(directory, name, damage):
+    write(directory)
+    path = outer_checkpoint.folder_of(directory, 7) / (part_names(directory)[1] if name == "part" else name)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match="cannot be read"):
+        outer_checkpoint.read(directory, 7)
+
+
+def test_a_round_that_is_not_there(directory):
+    with pytest.raises(UserError, match="round-00000003"):
+        outer_checkpoint.read(directory, 3)
+
+
+def test_one_of_an_earlier_version_is_named_as_such(tmp_path):
+    folder = outer_checkpoint.folder_of(tmp_path, 7)
+    folder.mkdir(parents=True)
+    (folder / outer_checkpoint.MANIFEST).write_text(
+        json.dumps({"outer": OUTER.to_json(), "arrays": []}), encoding="utf-8"
+    )
+    (folder / "arrays.bin").touch()
+    with pytest.raises(
+        UserError, match=r"round-00000007 .* saved by an earlier version of Gregale.* give --fresh, and"
+    ):
+        outer_checkpoint.read(tmp_path, 7)
+
+
+def test_others_are_deleted(directory):
+    for number in (5, 6, 7):
+        write(directory, replace(OUTER, round=number))
+    outer_checkpoint.keep_only(directory, [6, 7])
+    assert names(directory) == ["round-00000006", "round-00000007"]
+    outer_checkpoint.keep_only(directory / "nothing", [6, 7])

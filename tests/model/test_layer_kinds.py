@@ -1,0 +1,66 @@
+"""Stacks of several kinds: cut into stretches, scanned as a plain loop over the layers computes."""
+
+from __future__ import annotations
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+
+from gregale.axes.layout import LAYERS
+from gregale.model.config import REMAT
+from gregale.model.execution import named
+from gregale.model.layer_kinds import Stretch, stretches
+from tests.mesh.support import one_device
+
+WINDOWS, FULL = 0, 1
+GEMMA_3 = (*[WINDOWS] * 5, FULL) * 2 + (WINDOWS,) * 2
+QWEN_2 = (WINDOWS,) * 3 + (FULL,) * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ((0,) * 32, [((0,), 32)]),
+        ((0, 1) * 13, [((0, 1), 13)]),
+        (GEMMA_3, [((0,), 2), ((0, 0, 0, 1, 0, 0), 2)]),
+        (QWEN_2, [((0,), 3), ((1,), 2)]),
+        ((0,), [((0,), 1)]),
+    ],
+)
+def test_a_stack_is_cut_so_that_few_layers_are_compiled(kinds, expected):
+    assert stretches(kinds) == tuple(Stretch(*each) for each in expected)
+
+
+@pytest.mark.parametrize("kinds", [GEMMA_3, QWEN_2], ids=["pattern and rest", "two halves"])
+@pytest.mark.parametrize(("remat", "unroll"), [*((remat, 1) for remat in REMAT), ("full", 4), ("none", 99)])
+def test_scanned_layers_equal_a_loop(kinds, remat, unroll):
+    """Carry, outs and gradients, by every policy; no kind is decided on by the program."""
+    Layers, Embed = Axis(LAYERS, len(kinds)), Axis("embed", 3)
+    weights = hax.random.normal(jax.random.key(0), (Layers, Embed))
+    x = hax.random.normal(jax.random.key(1), (Embed,))
+    run = one_device(remat=remat, unroll=unroll)
+
+    def block(x, weight, kind, place):
+        x = hax.tanh(named(x * weight, "attention") + kind)
+        return x, (x, place * 2)
+
+    def scanned(weights, x):
+        x, (outs, places) = run.scan_layers(block, kinds, x, weights, jnp.arange(len(kinds)))
+        return hax.sum(hax.square(outs)).scalar() + hax.sum(x).scalar(), (outs.array, places)
+
+    def looped(weights, x):
+        found = []
+        for place, kind in enumerate(kinds):
+            x, _ = block(x, weights[LAYERS, place], kind, place)
+            found.append(x.array)
+        outs = jnp.stack(found)
+        return jnp.sum(jnp.square(outs)) + hax.sum(x).scalar(), (outs, 2 * jnp.arange(len(kinds)))
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(each, argnums=(0, 1), has_aux=True))(weights, x) for each in (scanned, looped)
+    )
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), found, expected)
+    assert "cond" not in str(jax.make_jaxpr(scanned)(weights, x))

@@ -1,0 +1,247 @@
+"""The configuration of a run: its mistakes, its way through YAML, and which of its fields a run may change."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from typing import Any, get_args
+
+import jax
+import pytest
+
+from gregale.checkpoint.leaves import arrays_by_name
+from gregale.cli import PROGRAMS
+from gregale.codecs.config import ReduceConfig
+from gregale.data.config import DataConfig
+from gregale.data.sources import TextSource
+from gregale.data.tokenizers import BpeConfig
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig, SyncConfig
+from gregale.model.config import ComputeConfig, LlamaConfig
+from gregale.model.scaling import Llama3Scaling
+from gregale.optim.config import AdamWConfig, LionConfig, OptimizerConfig, SgdConfig
+from gregale.optim.schedules import ConstantSchedule
+from gregale.runs.config import (
+    BatchConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    SamplesConfig,
+    TrainConfig,
+)
+from gregale.runs.config_diff import changes
+from gregale.runs.parsing import dump, load
+from gregale.settings import Settings
+from gregale.settings.config_schema import choices, entries, is_registry, type_name, types_of
+from gregale.tracking.choices import TensorBoardConfig, WandbConfig
+
+BASE = TrainConfig("a", 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainConfig("", 1), "name is ''; it names a directory"),
+        (lambda: TrainConfig("a/b", 1), "name is 'a/b'"),
+        (lambda: TrainConfig(".a", 1), "name is '.a'"),
+        (lambda: TrainConfig("--fresh", 1), "name is '--fresh'; what begins with '-' is an option"),
+        (lambda: TrainConfig("a\x1b[2Jb", 1), "name is 'a\\x1b[2Jb'; the character U+001B in it controls terminals."),
+        (lambda: TrainConfig("a\nb", 1), "name is 'a\\nb'; the character U+000A"),
+        (lambda: TrainConfig("a\u202eb", 1), "name is 'a\\u202eb'; the character U+202E"),
+        (lambda: TrainConfig("a", 1, runs=""), "runs is empty; give a folder"),
+        (lambda: DataConfig(sources={"": TextSource()}), "sources has a source whose name is empty"),
+        (lambda: DataConfig(validation={"": TextSource()}), "validation has a source whose name is empty"),
+        (
+            lambda: TrainConfig("a", 1, trackers=[TensorBoardConfig(), WandbConfig(), TensorBoardConfig()]),
+            "trackers.2.type is tensorboard, and so is trackers.0.type; leave one of them out.",
+        ),
+        (lambda: DistributedConfig("a:1", 2, 2), "process is 2; the 2 processes have the numbers 0 to 1."),
+        (lambda: DistributedConfig("here"), "coordinator is 'here'; it has to be HOST:PORT"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_value_names_its_key(make, message):
+    with pytest.raises(UserError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every is 5, but there is no text to evaluate on"),
+        ({"evaluation": EvaluationConfig(bigram=True)}, "evaluation.bigram is true, but there is no text"),
+        ({"reduce": ReduceConfig(codec="int8", measure=True)}, "reduce.measure is true, but there is no text"),
+    ],
+)
+def test_an_evaluation_needs_text(asked, message):
+    nothing = replace(BASE.data, held_out=0.0)
+    with pytest.raises(UserError, match=message):
+        replace(BASE, data=nothing, **asked)
+    replace(BASE, data=nothing)
+    replace(BASE, data=replace(nothing, validation={"news": TextSource()}), **asked)
+
+
+def test_every_key_says_what_it_means():
+    assert [entry.key for entry in entries(TrainConfig) if not entry.help] == []
+
+
+def test_every_choice_comes_back_from_yaml(tmp_path):
+    configs = [BASE]
+    configs += [replace(BASE, optimizer=choice()) for choice in OptimizerConfig.get_known_choices().values()]
+    configs += [replace(BASE, sync=choice()) for choice in SyncConfig.get_known_choices().values()]
+    configs.append(replace(BASE, samples=SamplesConfig(["a: b", ""]), evaluation=EvaluationConfig(every=3)))
+    for config in configs:
+        (tmp_path / "config.yaml").write_text(dump(config))
+        assert load(TrainConfig, tmp_path / "config.yaml") == config
+
+
+def forbidden(before: TrainConfig, now: TrainConfig) -> list[str]:
+    return [str(change) for change in changes(before, now) if change.fixed]
+
+
+def test_what_may_change_forbids_nothing_and_is_told():
+    changed = replace(
+        BASE,
+        steps=20,
+        runs="elsewhere",
+        cpu_devices=4,
+        mesh=replace(BASE.mesh, replica=2),
+        compute=ComputeConfig(remat="none"),
+        batch=BatchConfig(size=32, microbatches=2),
+        optimizer=AdamWConfig(learning_rate=0.5, betas=(0.8, 0.9), clip_norm=None, schedule=ConstantSchedule()),
+        data=replace(BASE.data, cache="other", workers=3, validation={"news": TextSource()}),
+        evaluation=EvaluationConfig(every=5),
+        samples=SamplesConfig(["a"]),
+        distributed=DistributedConfig("host:1", 2, 1),
+    )
+    assert forbidden(BASE, changed) == []
+    told = [str(change) for change in changes(BASE, changed)]
+    assert len(told) == 20
+    for part in (
+        "steps 10 -> 20",
+        "batch.size 64 -> 32",
+        "optimizer.learning_rate 0.001 -> 0.5",
+        "optimizer.schedule.type cosine -> constant",
+        "optimizer.betas [0.9, 0.95] -> [0.8, 0.9]",
+        "optimizer.clip_norm 1.0 -> null",
+    ):
+        assert part in told
+
+
+def test_what_fixes_the_state_is_forbidden():
+    changed = replace(
+        BASE,
+        seed=1,
+        model=LlamaConfig(layers=2, mlp=64, init_scale=0.1, rotary_scaling=Llama3Scaling()),
+        batch=BatchConfig(sequence_length=32),
+        optimizer=LionConfig(),
+    )
+    assert [found.split()[0] for found in forbidden(BASE, changed)] == [
+        "seed",
+        "model.layers",
+        "model.mlp",
+        "model.rotary_scaling",
+        "batch.sequence_length",
+        "optimizer.type",
+    ]
+    assert "optimizer.type adamw -> lion" in forbidden(BASE, changed)
+
+
+def test_what_orders_the_data_is_forbidden_and_where_it_lies_is_not():
+    def of(**changes: Any) -> TrainConfig:
+        source = TextSource(files=("a/*.txt",), **changes)
+        return replace(BASE, data=replace(BASE.data, sources={"text": source}))
+
+    assert forbidden(of(), of(weight=2.0)) == ["data.sources.text.weight 1.0 -> 2.0"]
+    moved = replace(of(), data=replace(of().data, sources={"text": TextSource(files=("b/*.txt",))}, workers=2))
+    assert forbidden(of(), moved) == []
+    assert forbidden(of(), replace(of(), data=replace(of().data, shuffle=False))) == ["data.shuffle true -> false"]
+    other = replace(of(), data=replace(of().data, tokenizer=BpeConfig(), held_out=0.0))
+    assert [found.split()[0] for found in forbidden(of(), other)] == [
+        "data.tokenizer.type",
+        "data.tokenizer.vocabulary",
+        "data.held_out",
+    ]
+
+
+def test_another_way_to_keep_replicas_together_begins_anew():
+    def of(momentum: float) -> TrainConfig:
+        return replace(BASE, sync=DilocoConfig(outer=SgdConfig(momentum=momentum)))
+
+    assert [str(change) for change in changes(of(0.9), of(0.0))] == ["sync.outer.momentum 0.9 -> 0.0"]
+    assert forbidden(of(0.9), of(0.0)) == []
+    assert forbidden(of(0.9), BASE) == []
+
+
+def test_a_momentum_is_there_or_not():
+    with_momentum, without = (replace(BASE, optimizer=SgdConfig(momentum=momentum)) for momentum in (0.9, 0.0))
+    assert forbidden(with_momentum, without) == ["optimizer.momentum 0.9 -> 0.0"]
+    assert forbidden(with_momentum, replace(BASE, optimizer=SgdConfig(momentum=0.5))) == []
+
+
+ANOTHER = {
+    "learning_rate": 0.03,
+    "schedule": ConstantSchedule(warmup=2),
+    "weight_decay": 0.0,
+    "decay": "all",
+    "clip_norm": None,
+    "betas": (0.5, 0.6),
+    "epsilon": 1e-3,
+    "nesterov": "other",
+    "momentum": 0.5,
+    "iterations": 2,
+    "rms": None,
+    "adamw_learning_rate": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", OptimizerConfig.get_known_choices())
+def test_what_may_change_of_an_optimizer_leaves_the_form_of_its_state(name):
+    """So a checkpoint of before can be restored: the same arrays under the same names."""
+    parameters = {"matrix": jax.ShapeDtypeStruct((4, 8), "float32"), "scale": jax.ShapeDtypeStruct((4,), "float32")}
+
+    def arrays(config: OptimizerConfig) -> dict:
+        optimizer = config.build(parameters, steps=100)
+        state = jax.eval_shape(lambda: (optimizer.sharded.init(parameters), optimizer.gathered.init(parameters)))
+        return {key: (leaf.shape, leaf.dtype) for key, leaf in arrays_by_name(state).items()}
+
+    config = OptimizerConfig.get_known_choices()[name]()
+    for each in fields(config):
+        value = not getattr(config, each.name) if ANOTHER[each.name] == "other" else ANOTHER[each.name]
+        assert value != getattr(config, each.name) or each.name == "weight_decay"
+        assert arrays(replace(config, **{each.name: value})) == arrays(config), each.name
+
+
+def stated(config_class: Any) -> list[Any]:
+    """All fields of a configuration with their class, each once, of all choices."""
+    found: dict[Any, list] = {}
+    waiting = [config_class]
+    while waiting:
+        kind = waiting.pop()
+        waiting += [argument for argument in get_args(kind) if argument is not kind]
+        if is_registry(kind):
+            waiting += [choice for choice in choices(kind).values() if choice not in found]
+        if is_dataclass(kind) and kind not in found:
+            found[kind] = list(fields(kind))
+            waiting += types_of(kind).values()
+    return [(kind, each) for kind, own in found.items() for each in own]
+
+
+CONFIGS = [TrainConfig, *(import_module(program.module).COMMAND.options for program in PROGRAMS.values())]
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_every_number_states_its_range_and_is_checked_against_it(config_class):
+    for kind, each in stated(config_class):
+        words = type_name(types_of(kind)[each.name]).replace("[", " ").replace(",", " ").split()
+        if {"int", "float"} & set(words) and "mapping" not in words:
+            assert "range" in each.metadata, (kind, each.name)
+        if {"range", "choices"} & set(each.metadata):
+            assert issubclass(kind, Settings), kind
+
+
+def test_no_two_keys_beside_one_another_have_a_name_in_common():
+    for entry in entries(TrainConfig):
+        for other in entries(TrainConfig):
+            if entry.key != other.key and entry.key.rpartition(".")[0] == other.key.rpartition(".")[0]:
+                assert not set(entry.aliases) & {*other.aliases, other.key.rpartition(".")[2]}, (entry.key, other.key)

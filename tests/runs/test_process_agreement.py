@@ -1,0 +1,118 @@
+"""Processes compare their settings over real sockets, the others of which are played by this test."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+import gregale
+from gregale.distributed import settings_check
+from gregale.distributed.agreement import to_text
+from gregale.distributed.config import DistributedConfig
+from gregale.distributed.liveness import EXIT_CODE, Peer
+from gregale.distributed.settings_check import agree, source_digest, version_terms
+from gregale.errors import UserError
+from gregale.programs.island.agreement import MUST_AGREE
+from gregale.runs.config import TrainConfig
+from gregale.runs.process_agreement import MAY_DIFFER, matches, process_terms
+from gregale.settings.config_schema import entries
+from gregale.tracking.choices import WandbConfig
+
+CONFIG = TrainConfig("tiny", 4)
+
+OWN = {**version_terms(), **process_terms(CONFIG)}
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[[int], tuple[Future[None], Peer]]]:
+    """`meet(number)`: process `number` compares its settings in a thread; the process at the other end."""
+    with ThreadPoolExecutor(1) as threads:
+        ours, theirs = socket.socketpair()
+
+        def start(number: int) -> tuple[Future[None], Peer]:
+            config = DistributedConfig("127.0.0.1:1", 2, number, timeout_seconds=20.0)
+            peer = Peer(ours, f"process {1 - number} (there, pid 7)", time.monotonic())
+            other = Peer(theirs, "", time.monotonic())
+            other.connection.settimeout(20.0)
+            return threads.submit(agree, [peer], config, process_terms(CONFIG)), other
+
+        yield start
+        for connection in (ours, theirs):
+            connection.close()
+
+
+def test_process_0_tells_the_others_that_all_agree_and_hears_what_comes_next(meet):
+    call, other = meet(0)
+    other.tell(f"settings {to_text(OWN)}\nalive 1")
+    call.result(20)
+    assert other.line() == "agreed "
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("the version of Gregale", "999"), ("the digest of Gregale's source", "0"), ("steps", "5")]
+)
+def test_process_0_tells_the_others_what_differs(meet, key, value):
+    call, other = meet(0)
+    other.tell(f"settings {to_text(OWN | {key: value})}")
+    with pytest.raises(UserError) as refused:
+        call.result(20)
+    assert f"{key} is {OWN[key]} in process 0 (" in str(refused.value)
+    assert f"), but {value} in process 1 (there, pid 7). All processes of a run need" in str(refused.value)
+    assert other.line() == f"no {refused.value}"
+
+
+def test_the_others_end_with_what_process_0_tells_them(meet):
+    call, other = meet(1)
+    assert (other.line() or "").startswith('settings {"the version of Gregale":')
+    other.tell("no seed is another")
+    with pytest.raises(UserError, match=r"^seed is another$"):
+        call.result(20)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_whose_version_does_not_compare_settings_is_named(meet, number):
+    call, other = meet(number)
+    other.tell("alive 0 0")
+    with pytest.raises(UserError, match=rf"^process {1 - number} \(there, pid 7\) runs another version of Gregale"):
+        call.result(20)
+
+
+def test_one_that_goes_while_settings_are_compared_is_lost(meet, capfd):
+    call, other = meet(0)
+    other.connection.close()
+    with pytest.raises(SystemExit) as ended:
+        call.result(20)
+    assert ended.value.code == EXIT_CODE
+    assert "process 1 (there, pid 7) was lost while" in capfd.readouterr().err
+
+
+def test_what_belongs_to_a_host_may_differ():
+    trackers = [WandbConfig()]
+    there = DistributedConfig("10.0.0.1:1", 2, 1, token_file="there")
+    other = dataclasses.replace(CONFIG, compilation_cache=None, trackers=trackers, distributed=there)
+    here = dataclasses.replace(CONFIG, distributed=DistributedConfig("10.0.0.2:1", 2, 0))
+    assert process_terms(here) == process_terms(other)
+
+
+@pytest.mark.parametrize("pattern", [*MAY_DIFFER, *MUST_AGREE])
+def test_every_pattern_is_of_a_key(pattern):
+    keys = {"data.sources", *(entry.key.replace("<name>", "words") for entry in entries(TrainConfig))}
+    keys |= {key.replace("sources", "validation") for key in keys}
+    keys |= {key.partition(".0.")[0] for key in keys}
+    assert any(matches(key, [pattern]) for key in keys)
+
+
+def test_two_checkouts_of_one_version_are_told_apart(tmp_path, monkeypatch):
+    digests = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "module.py").write_text(text)
+        monkeypatch.setattr(gregale, "__file__", str(tmp_path / "__init__.py"))
+        settings_check.source_digest.cache_clear()
+        digests.add(source_digest())
+    settings_check.source_digest.cache_clear()
+    assert len(digests) == 2

@@ -1,0 +1,239 @@
+"""How a run stands, by what it has left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gregale.atomic_files import LockHeld, acquire, is_held
+from gregale.errors import UserError
+from gregale.runs.run_lease import LeaseRecord
+from gregale.runs.run_lock import SILENCE_SECONDS, is_being_trained, training
+from gregale.runs.run_paths import RunPaths
+from gregale.runs.run_summary import State, last_entries, summaries, summary_of
+from gregale.storage import ObjectPath
+from tests.runs.runs import step_line, write_lines, write_run
+
+
+def state_of(run) -> State:
+    return summary_of(RunPaths(run)).state
+
+
+def written(path: Path, lease: LeaseRecord, age_seconds: float = 0.0) -> None:
+    """A lease whose file nobody has locked."""
+    path.write_bytes(lease.to_bytes())
+    os.utime(path, (time.time() - age_seconds,) * 2)
+
+
+def test_a_run_in_a_few_figures(tmp_path):
+    run = write_run(tmp_path / "a", 10, saved=10, evaluated=True, reduce={"codec": "int4"})
+    found = summary_of(RunPaths(run))
+    assert (found.name, found.state, found.problem) == ("a", State.COMPLETE, None)
+    assert (found.step, found.steps, found.saved) == (10, 10, 10)
+    assert (found.loss, found.eval_loss, found.bits_per_byte) == (3.9, 3.5, 2.0)
+    assert (found.method, found.tokens, found.bytes_sent) == ("psdp, int4", 2560, 10_000)
+    assert found.began == "2026-11-22T10:00:00+00:00"
+
+
+def test_what_an_island_has_sent_is_over_the_network(tmp_path):
+    run = write_run(tmp_path / "a", 0)
+    write_lines(run, step_line(1, replica_bytes=10, network_bytes_sent=7))
+    assert summary_of(RunPaths(run)).bytes_sent == 7
+
+
+def test_figures_that_are_no_numbers_are_none(tmp_path):
+    run = write_run(tmp_path / "a", 3)
+    line = '{"step": 4, "loss": NaN, "tokens": "4", "mfu": -Infinity, "tokens_per_second": 1e999, "replica_bytes": 1'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}{"0" * 400}}}\n{{"step": 1{"0" * 400}, "loss": 1.0}}\n')
+    found = summary_of(RunPaths(run))
+    assert (found.step, found.loss, found.tokens, found.mfu, found.tokens_per_second, found.bytes_sent) == (
+        4,
+        *[None] * 5,
+    )
+    assert "1 damaged lines" in str(found.problem)
+
+
+@pytest.mark.parametrize(
+    ("left", "state"),
+    [
+        ({"done": 10, "saved": 10, "evaluated": True}, State.COMPLETE),
+        ({"done": 10, "saved": 10, "evaluated": False}, State.STOPPED),  # before its evaluation was written
+        ({"done": 10, "saved": 10, "evaluated": False, "data": {"held_out": 0, "validation": {}}}, State.COMPLETE),
+        ({"done": 10, "saved": 8, "evaluated": True}, State.STOPPED),
+        ({"done": 7, "saved": 4}, State.STOPPED),
+        ({"done": 0}, State.STOPPED),
+    ],
+)
+def test_complete_or_stopped(tmp_path, left, state):
+    assert state_of(write_run(tmp_path / "a", **left)) is state
+
+
+def test_a_run_with_tasks_alone_is_complete_when_they_are_scored(tmp_path):
+    tasks = {"data": {"held_out": 0, "validation": {}}, "evaluation": {"every": None, "tasks": ["a.jsonl"]}}
+    run = write_run(tmp_path / "a", 10, saved=10, **tasks)
+    assert state_of(run) is State.STOPPED
+    write_lines(run, {"step": 10, "acc.a": 0.5, "acc_stderr.a": 0.1})
+    assert state_of(run) is State.COMPLETE
+
+
+NO_TEXT = {"held_out": 0, "validation": {}}
+
+
+@pytest.mark.parametrize(("done", "left"), [(10, {"evaluated": True}), (9, {"data": NO_TEXT})])
+@pytest.mark.parametrize("steps", [9, 20])
+def test_an_island_is_complete_with_its_fleet_whatever_its_own_steps(tmp_path, steps, done, left):
+    """Whether its last step was logged (not each of them may be), and whether it was its turn to evaluate after it."""
+    others = {"steps": steps, "evaluation": {"every": 5}, "islands": {"lighthouse": "a:1"}, **left}
+    for name, metadata, state in (
+        ("of an earlier version", {}, State.STOPPED),
+        ("left", {"islands": {"complete": False}}, State.STOPPED),
+        ("complete", {"islands": {"complete": True}}, State.COMPLETE),
+    ):
+        assert state_of(write_run(tmp_path / name, done, saved=10, metadata=metadata, **others)) is state, name
+
+
+def test_an_island_whose_last_evaluation_was_not_written_has_stopped(tmp_path):
+    metadata, others = {"islands": {"complete": True}}, {"islands": {"lighthouse": "a:1"}}
+    assert state_of(write_run(tmp_path / "a", 10, saved=10, metadata=metadata, **others)) is State.STOPPED
+
+
+def test_who_holds_the_lock_trains(tmp_path):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    with training(run):
+        assert state_of(run) is State.RUNNING
+    assert state_of(run) is State.STOPPED
+
+
+def test_a_killed_process_trains_no_more(tmp_path):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    program = f"from gregale.atomic_files import acquire, sign; f = acquire({str(run / 'lock')!r}); sign(f); input()"
+    held = subprocess.Popen([sys.executable, "-c", f"{program}; print()"], stdin=subprocess.PIPE)
+    until = time.monotonic() + 60
+    while not ((run / "lock").exists() and (run / "lock").read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert state_of(run) is State.RUNNING
+    held.kill()
+    held.wait()
+    assert (run / "lock").exists()
+    assert state_of(run) is State.STOPPED
+
+
+@pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * SILENCE_SECONDS, False)])
+def test_of_another_host_the_touches_count(tmp_path, age, trained):
+    written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), host="elsewhere", machine="elsewhere"), age)
+    assert is_being_trained(tmp_path) is trained
+    written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), pid=2**22 + 1), age)
+    assert not is_being_trained(tmp_path)
+
+
+def test_who_looks_whether_a_lock_is_held_keeps_nobody_from_it(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    assert not path.exists()
+    path.touch()
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        with pytest.raises(LockHeld):
+            acquire(path)
+        monkeypatch.setattr("gregale.atomic_files.time.sleep", lambda _: looking.close())
+        acquire(path).close()
+
+
+@pytest.mark.parametrize("store", ["s3", "gs"])
+def test_in_a_store_who_counts_trains(store, request):
+    folder: ObjectPath = request.getfixturevalue(store)
+    assert not is_being_trained(folder)
+    with training(folder):
+        assert is_being_trained(folder)
+    dead = replace(LeaseRecord.of_this_process(), pid=2**22 + 1)
+    (folder / "lock").write_bytes(dead.to_bytes())
+    assert not is_being_trained(folder), "a process of this machine that is gone"
+    (folder / "lock").write_bytes(replace(dead, machine="elsewhere").to_bytes())
+    assert is_being_trained(folder), "written a moment ago"
+
+
+def test_runs_in_a_store(s3, tmp_path):
+    run = write_run(tmp_path / "a", 10, saved=10, evaluated=True)
+    for path in run.rglob("*"):
+        if path.is_file():
+            (s3 / path.relative_to(tmp_path).as_posix()).write_bytes(path.read_bytes())
+    (found,) = summaries(s3)
+    assert replace(found, path="") == replace(summary_of(RunPaths(run)), path="")
+
+
+def broken(run: Path, how: str) -> None:
+    newest = run / "checkpoints" / "step-00000004"
+    if how == "config":
+        (run / "config.yaml").write_text("steps: [")
+    if how == "no config":
+        (run / "config.yaml").unlink()
+    if how == "cut":
+        (newest / "arrays").write_bytes(b"abc")
+    if how == "gone":
+        shutil.rmtree(run / "checkpoints")
+    if how == "manifest":
+        (newest / "manifest.json").write_text("{")
+    if how == "figures":
+        write_lines(run, step_line(8))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "lo\n{"step": 10')
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("config", "config.yaml, line 1"),
+        ("no config", "there is no such configuration file"),
+        ("cut", "step-00000004: 1 files are gone or not whole, arrays among them"),
+        ("gone", "has no checkpoint any more, but one of step 4 was saved"),
+        ("manifest", "so the checkpoint of step 4 cannot"),
+        ("figures", "metrics.jsonl has 1 damaged lines among the last 9"),
+    ],
+)
+def test_damage_is_told(tmp_path, how, said):
+    run = write_run(tmp_path / "a", 7, saved=4)
+    broken(run, how)
+    (found,) = summaries(tmp_path)
+    assert found.state is State.DAMAGED
+    assert said in str(found.problem)
+    assert found.step == (8 if how == "figures" else 7)
+    with training(run):
+        assert state_of(run) is State.RUNNING, "its files may be another process's work in progress"
+
+
+def test_only_as_much_of_the_metrics_is_read_as_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("gregale.runs.run_summary._TAIL_BYTES", 1000)
+    write_lines(tmp_path, {"step": 3, "eval_loss": 1.0}, *(step_line(step) for step in range(4, 200)))
+    found = last_entries(tmp_path / "metrics.jsonl")
+    assert (found.step["step"], found.evaluation["step"], found.damage) == (199, 3, None)
+    assert last_entries(tmp_path / "none.jsonl") == ({}, {}, None)
+
+
+def test_what_is_a_run(tmp_path):
+    write_run(tmp_path / "a", 1)
+    (tmp_path / "fleet.islands").mkdir()
+    (tmp_path / "fleet.islands" / "config.yaml").write_text("name: fleet")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / "lock").touch()
+    (tmp_path / "model" / "huggingface").mkdir(parents=True)
+    (tmp_path / "model" / "huggingface" / "model.safetensors").touch()
+    (tmp_path / "model" / "config.yaml").write_text("steps: 1")
+    with training(tmp_path / "begun"):
+        found = {each.name: each.state for each in summaries(tmp_path)}
+    assert found == {"a": State.STOPPED, "begun": State.RUNNING, "model": State.IMPORTED}
+    assert [each.name for each in summaries(tmp_path / "a")] == ["a"]
+    with pytest.raises(UserError, match="does not exist"):
+        summaries(tmp_path / "none")

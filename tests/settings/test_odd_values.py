@@ -1,0 +1,97 @@
+"""Every key of every command with values that nobody means: a configuration comes of it, or one paragraph."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from gregale.cli import PROGRAMS
+from gregale.errors import UserError
+from gregale.methods.config import DilocoConfig
+from gregale.runs.config import TrainConfig
+from gregale.runs.parsing import load
+from gregale.settings.config_schema import Entry, entries
+
+ODD = [
+    *("0", "-1", "1", "2", "0.5", "-0.0", "1e-320", "1e308", "1e400", "2147483648", "18446744073709551616"),
+    *("-9223372036854775808", "12345678901234567890", "9" * 400, "9" * 5000, ".nan", ".inf", "-.inf", "nan"),
+    *("null", "true", "", "a", "\u00e9\U0001f409", '"\\0"', '"\\ud800"', "2024-02-31", "!!bool maybe", "x" * 300),
+    *("[]", "[1, 2]", "[null]", "{}", "{a: 1}", "{type: text}", "{", "&a [*a]", "a: b: c"),
+]
+COMMANDS = {name: import_module(program.module).COMMAND for name, program in PROGRAMS.items()}
+CLASSES = {"keys of a run": TrainConfig, **{name: command.options for name, command in COMMANDS.items()}}
+NEEDED = {"name": "odd", "steps": "1000", "run": "odd", "source": "odd", "target": "odd"}
+
+
+def given(config_class: type, entry: Entry) -> list[str]:
+    """What else has to be given for a key to exist: the fields without a default, and choices."""
+    arguments = [f"--{each.name}={NEEDED[each.name]}" for each in fields(config_class) if each.name in NEEDED]
+    if entry.key.startswith("sync."):
+        arguments.append("--sync.type=streaming_diloco")
+    chosen, _, names = entry.choice.partition(" ")
+    if chosen and chosen != "sync.type":
+        arguments.append(f"--{named(chosen)}={names.split(', ')[0]}")
+    elif entry.key.startswith("data.sources.<name>.") and not entry.key.endswith("type"):
+        arguments.append("--data.sources.web.type=text")
+    return arguments
+
+
+def named(key: str) -> str:
+    return key.replace("<name>", "web")
+
+
+def as_yaml(key: str, value: str) -> str:
+    *above, last = named(key).split(".")
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(above)]
+    return "\n".join([*lines, f"{'  ' * len(above)}{last}: {value}"]) + "\n"
+
+
+def use(config: TrainConfig) -> None:
+    """What is cheap of setting a run up, and its way through a file."""
+    config.optimizer.build_schedule(config.optimizer.learning_rate, config.steps)
+    if isinstance(config.sync, DilocoConfig):
+        config.sync.outer.build_schedule(config.sync.outer.learning_rate, config.steps)
+        config.sync.schedule(layers=12)
+    config.mesh.sizes(8)
+    config.reduce.first_codec(), config.reduce.second_codec()
+    if config.pipeline is not None:
+        config.pipeline.schedule(2)
+
+
+def outcome(config_class: type, path: Path | None, arguments: list[str]) -> str:
+    """The paragraph; empty if there is a configuration; a traceback for anything else."""
+    try:
+        config = load(config_class, path, arguments)
+        if isinstance(config, TrainConfig):
+            use(config)
+    except UserError as error:
+        return str(error)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_no_value_of_any_key_ends_in_a_traceback(name, tmp_path):
+    """Each key on the command line; in a file the first of each type and range, since a file only nests keys."""
+    config_class, path = CLASSES[name], tmp_path / "odd.yaml"
+    loaded, in_files = 0, set()
+    for entry in entries(config_class):
+        others = given(config_class, entry)
+        is_in_file = (entry.type, entry.range) not in in_files
+        in_files.add((entry.type, entry.range))
+        for value in ODD:
+            ways = [(None, [*others, f"--{named(entry.key)}={value}"])]
+            if is_in_file:
+                path.write_text(as_yaml(entry.key, value), encoding="utf-8")
+                ways.append((path, [other for other in others if not other.startswith(f"--{named(entry.key)}=")]))
+            for file, arguments in ways:
+                found = outcome(config_class, file, arguments)
+                assert "\n" not in found, (entry.key, value[:40], file, found)
+                assert len(found) < 1500, (entry.key, value[:40], file, found)
+                loaded += not found
+    assert loaded or not list(entries(config_class))
