@@ -28,11 +28,11 @@ from tests.programs.tiny import (
     write_inputs,
 )
 
-HOSTS, DEVICES, STEPS = 2, 4, 32
+HOSTS, STEPS = 2, 32  # each host has one device
 SETTINGS = [
-    *["--steps", str(STEPS), "--cpu_devices", str(DEVICES), "--checkpoint.every", "4", "--checkpoint.keep_last", "2"],
+    *["--steps", str(STEPS), "--cpu_devices", str(HOSTS), "--checkpoint.every", "4", "--checkpoint.keep_last", "2"],
     # Two numbers have one sum in whatever order; the norm that clips would add up four, which gloo does in its own.
-    *["--mesh.replica", "2", "--mesh.data", "2", "--mesh.model", "1", "--optimizer.clip_norm", "null"],
+    *["--mesh.replica", "2", "--mesh.data", "1", "--mesh.model", "1", "--optimizer.clip_norm", "null"],
     *["--batch.microbatches", "1", "--data.held_out", "0"],
 ]
 
