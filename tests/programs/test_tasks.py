@@ -18,7 +18,7 @@ from gregale.evaluation.tasks.files import read_tasks
 from gregale.programs.runtime.scoring import Scorer, halves
 from gregale.programs.runtime.sliding_window import SlidingEvaluation
 from gregale.programs.runtime.trained_model import open_trained
-from tests.data.tasks.test_windows import stream_of
+from tests.evaluation.tasks.test_windows import stream_of
 from tests.huggingface.hub import CONTEXT, made
 from tests.programs.tiny import WORDS, lines
 

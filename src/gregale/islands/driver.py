@@ -15,6 +15,7 @@ from threading import Condition, RLock, Thread
 from typing import Any
 
 from gregale.errors import UserError
+from gregale.islands import trainer_command as commands
 from gregale.islands.data_leases import DataLeases
 from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
@@ -27,16 +28,6 @@ from gregale.islands.protocol.member import Member
 from gregale.islands.protocol.trainer_side import TrainerSide
 from gregale.islands.round_log import RoundLog
 from gregale.islands.stalls import Stalls
-from gregale.islands.trainer_command import (
-    ApplyRound,
-    CopyInnerState,
-    Down,
-    Finish,
-    LoadOuterState,
-    RoundPacing,
-    TrainerCommand,
-    WaitTimers,
-)
 from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.coordinator import CoordinatorClient
 from gregale.islands.view_poller import ViewPoller
@@ -60,14 +51,14 @@ class Driver:
     coordinator: CoordinatorClient
     worker: HostGroup
     leases: DataLeases
-    pace: RoundPacing
+    pace: commands.RoundPacing
     token: bytes
     report: Callable[[str, bool], None]
     record: Callable[[dict[str, Any]], None]
     note_stalled: Callable[[str | None], None] = lambda line: None
     stop_asked: Callable[[], bool] = lambda: False
     steps: int = 0
-    seconds: WaitTimers = field(default_factory=WaitTimers)
+    seconds: commands.WaitTimers = field(default_factory=commands.WaitTimers)
 
     def __post_init__(self):
         self._lock = RLock()
@@ -106,12 +97,10 @@ class Driver:
         with self._lock:
             self._trainer.stepped()
 
-    def order(self, starved: bool = False) -> TrainerCommand | None:
+    def order(self, starved: bool = False) -> commands.TrainerCommand | None:
         """Return the trainer's next command; None: take a step.
 
-        It waits only where `RoundPacing.waits` is true, or before the start.
-
-        - `starved`: waits until there is something to train on too
+        It waits only where `RoundPacing.waits` is true, before the start, and if `starved` until there are data.
 
         Raises `UserError` if the fleet refuses this island.
         """
@@ -162,10 +151,10 @@ class Driver:
         with self._lock:
             return self._trainer.undecided_steps
 
-    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
+    def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
         """Takes the message of a round; `fetch_down` waits until it is on the host."""
         with self._lock:
-            count = self._trainer.departed(number, self.round, time.monotonic())
+            count = self._trainer.message_sent(number, self.round, time.monotonic())
             self._book.begin()
 
         def down() -> None:
@@ -227,19 +216,17 @@ class Driver:
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
 
-    # Orders.
-
-    def _order(self, starved: bool) -> TrainerCommand | None:
+    def _order(self, starved: bool) -> commands.TrainerCommand | None:
         trainer, number = self._trainer, self.round
         starved = starved and self.leases.is_empty()
         is_last = self._leaving or starved
         if (arrival := trainer.arrival(is_last)) is not None:
             return arrival
         if self._is_copy_wanted:
-            return CopyInnerState()
+            return commands.CopyInnerState()
         complete = number >= self.pace.rounds and trainer.all_arrived()
         if self._left or complete:
-            return Finish(complete)
+            return commands.Finish(complete)
         return trainer.message(number, time.monotonic(), lambda: self.post(protocol.RoundDue(None)), is_last, starved)
 
     def _must_wait(self, starved: bool) -> bool:
@@ -282,7 +269,7 @@ class Driver:
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
-                self._ended(outer, LoadOuterState(outer.round, self.worker.install(outer)), 0.0, healed=True)
+                self._ended(outer, commands.LoadOuterState(outer.round, self.worker.install(outer)), 0.0, healed=True)
             case protocol.Publish(outer):
                 self._take_over(outer)
                 self.worker.publish(outer)
@@ -299,14 +286,18 @@ class Driver:
         place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
         if weight:
             self._recovery.contributed()
-        self._ended(outer, ApplyRound(outer.round - 1, weight, place), weight)
+        self._ended(outer, commands.ApplyRound(outer.round - 1, weight, place), weight)
 
     def _ended(
-        self, outer: OuterRecord, order: ApplyRound | LoadOuterState, weight: float, healed: bool = False
+        self,
+        outer: OuterRecord,
+        order: commands.ApplyRound | commands.LoadOuterState,
+        weight: float,
+        healed: bool = False,
     ) -> None:
         """A round, or healing, has ended: this is the island's state now."""
         self._take_over(outer)
-        self._trainer.decided(order, time.monotonic())
+        self._trainer.round_decided(order, time.monotonic())
         self._book.end(outer, weight, healed)
         self.stalls.went_on(time.monotonic(), outer, healed)
 
@@ -318,7 +309,7 @@ class Driver:
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
-            self._trainer.decided(LoadOuterState(self.round, inherits), time.monotonic())
+            self._trainer.round_decided(commands.LoadOuterState(self.round, inherits), time.monotonic())
             self._changed.notify_all()
 
     def _take_over(self, outer: OuterRecord) -> None:

@@ -56,7 +56,7 @@ class Follower:
         """The first example of the next batch."""
         return self._grants.get()
 
-    def departed(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
+    def message_sent(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
         """Takes this host's messages of a round."""
         del used
 

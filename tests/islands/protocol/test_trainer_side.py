@@ -40,13 +40,13 @@ class Side(TrainerSide):
 
     def sends(self, number: int, weight: float | None = 1.0) -> None:
         self.handover.want()
-        self.departed(number, number, self.now)
+        self.message_sent(number, number, self.now)
         if weight is not None:
             self.handover.arrive(m.MessageReady(number, weight, 0))
 
     def commits(self, number: int, weight: float = 1.0) -> None:
         self.handover.forget()
-        self.decided(ApplyRound(number, weight), self.now)
+        self.round_decided(ApplyRound(number, weight), self.now)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Trainer:
 
     def decided(self, arrival: ApplyRound | LoadOuterState) -> None:
         """A round is committed, or another state is here."""
-        self.side.decided(arrival, self._node.world.now)
+        self.side.round_decided(arrival, self._node.world.now)
 
     def wake(self) -> None:
         """Something has happened: goes on, if it waits and does not have to any more."""
@@ -100,7 +100,7 @@ class Trainer:
 
     def _depart(self, number: int) -> None:
         node = self._node
-        count = self.side.departed(number, node.member.outer.round, node.world.now)
+        count = self.side.message_sent(number, node.member.outer.round, node.world.now)
         self._is_final = node.member.leaving
         weight = self._tokens[self._pace.schedule.round_fragment(number)]
         used = self._leases.used_after(self._batches)

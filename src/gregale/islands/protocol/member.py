@@ -29,8 +29,6 @@ class Member(MemberState):
     has `used`.
     """
 
-    # Events.
-
     def handle(self, event: m.Event) -> list[m.Action]:
         """What is to be done now that `event` happened, in this order."""
         self._actions = []
@@ -173,8 +171,6 @@ class Member(MemberState):
                 self._leave(clean=False)
             else:
                 self._begin_round(own=True)
-
-    # Views.
 
     def _on_view_received(self, event: m.ViewReceived) -> None:
         if not self._waiting_for:

@@ -51,7 +51,7 @@ class TrainerSide:
         """Steps made towards round `number`, and steps after which it is due."""
         return self._since, self._pace.interval(number)
 
-    def departed(self, number: int, current: int, now: float) -> int:
+    def message_sent(self, number: int, current: int, now: float) -> int:
         """The message of a round was handed over, while round `current` was under way: perhaps decided without it.
 
         Returns the message's number; `Handover.count` is another one once it is of no use any more.
@@ -62,7 +62,7 @@ class TrainerSide:
         self._begin(now)
         return self._handover.depart()
 
-    def decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
+    def round_decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
         """A round is committed, or the outer state has to replace the parameters: nothing before it is to arrive."""
         begun, self._begun = self._begun, None
         if isinstance(arrival, LoadOuterState):

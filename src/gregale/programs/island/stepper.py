@@ -109,7 +109,7 @@ class IslandStepper:
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
         down = partial(_down, messages, self._seen[index], norm)
-        self._guide.departed(number, down, self._guide.used(self.batches))
+        self._guide.message_sent(number, down, self._guide.used(self.batches))
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         self.arrived = number

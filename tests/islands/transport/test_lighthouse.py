@@ -27,7 +27,7 @@ from gregale.islands.transport.coordinator import (
 )
 from gregale.islands.transport.lighthouse import ALIAS, Quorum, serve
 from gregale.islands.transport.server import Server, call
-from tests.islands.engine.conftest import TOKEN
+from tests.islands.transport.conftest import TOKEN
 
 QUORUM = Quorum(minimum=1, join_seconds=0.6, heartbeat_seconds=1.5)
 NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

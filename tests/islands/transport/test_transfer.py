@@ -18,7 +18,7 @@ from gregale.islands.transport.manifest import largest_manifest_bytes, read_mani
 from gregale.islands.transport.server import Leaf, Refused, Server, Snapshot
 from gregale.islands.transport.signing import canonical
 from gregale.islands.transport.transfer import Fetched, Fetcher, TransferFailed, fetch
-from tests.islands.engine.conftest import TOKEN
+from tests.islands.transport.conftest import TOKEN
 
 PIECE_BYTES = 1 << 16
 SIZE = 10 * PIECE_BYTES // 4 + 77

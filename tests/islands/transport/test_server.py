@@ -21,7 +21,7 @@ from gregale.islands.transport import server as module
 from gregale.islands.transport.client import PeerClient, post
 from gregale.islands.transport.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
 from gregale.islands.transport.signing import digest
-from tests.islands.engine.conftest import TOKEN
+from tests.islands.transport.conftest import TOKEN
 
 UNSIGNED = "its signature is missing or wrong: it has another token, or was meant for another server"
 NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
