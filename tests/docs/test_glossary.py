@@ -8,8 +8,8 @@ import re
 from tests.docs.pages import ROOT
 
 NAMES = """
-AllHands AroundPsdp Asking Consumed Crew Disk DiskShelf Doing DoneParts Door Elsewhere Heir Hands LastingStream LateParts
-Leasing Legs Lost Lot Moment NoAnswer NotAsRecorded ObjectShelf Offered OuterSide Overtaken Patience RoundBook
+AllHands AroundPsdp Asking Consumed Crew Disk DiskShelf Doing DoneParts Door Elsewhere Heir Hands LastingStream
+LateParts Leasing Legs Lost Lot Moment NoAnswer NotAsRecorded ObjectShelf Offered OuterSide Overtaken Patience RoundBook
 RunPlaces Seal Shelf Shortage Showing Sides Spent Standing Taken Turns Verdict Weighed compiled_once hanging leased
 noted_checkpoint parameters_only patiently put_together renewed says set_aside token_pieces way_to where_it_goes_on
 """
