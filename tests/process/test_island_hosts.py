@@ -125,7 +125,7 @@ def test_two_processes_compute_what_one_does(inputs, lighthouse, one):
 
 
 def test_a_killed_process_ends_its_island_and_the_other_goes_on(inputs, lighthouse):
-    several = ["--islands.start", "2", "--steps", "2000", "--distributed.timeout_seconds", "20"]
+    several = ["--islands.min_members_to_start", "2", "--steps", "2000", "--distributed.timeout_seconds", "20"]
     islands = {name: start_island(inputs, lighthouse, name, 2, *several) for name in ("doomed", "other")}
     doomed, other = (inputs / "runs" / name for name in islands)
     try:

@@ -164,7 +164,7 @@ class Diloco:
     def to_psdp(self, state: DilocoState) -> PsdpState:
         """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
 
-        It has no error of quantised averages; `Psdp.renewed` gives it one.
+        It has no error of quantised averages; `Psdp.reset_error` gives it one.
         """
         sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
         return PsdpState(self.outer_parameters(state), sharded, gathered)
