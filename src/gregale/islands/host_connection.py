@@ -1,10 +1,10 @@
-"""What host 0 of an island tells its other hosts, and what they answer, over host 0's server.
+"""The connection between host 0 of an island and its other hosts, over host 0's server.
 
-    host 0: hands = Hands(worker, [Host(1), Host(2)]); its server's `on_message` hands their messages to `hands.heard`
-    others: link = Link(address of host 0, token, number); link.receive(); link.send({"took": True})
+    host 0: group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)]); server `on_message` calls `group.heard`
+    others: link = HostConnection(address of host 0, token, number); link.receive(); link.send({"took": True})
 
-A host asks again and again for what it has not had yet, and both sides number what they say. So all of it arrives
-once and in order, whatever connections break. If a process is lost, `services.peers` ends the others.
+A host polls for commands that it does not have, and both sides number their messages. So each message arrives once and
+in order, even after broken connections. If a process is lost, `gregale.distributed.liveness` ends the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gregale.islands.transport.client import PeerClient, PeerUnreachable, Reques
 from gregale.islands.transport.signing import canonical
 
 LARGEST_REPLY_BYTES = 64 << 20
-ASK_SECONDS = 20.0  # that host 0 holds a request while there is nothing to tell
+ASK_SECONDS = 20.0  # for which host 0 holds a request while it has no command
 REACH_SECONDS, RETRY_SECONDS, CLOSE_SECONDS = 10.0, 0.1, 2.0
 
 
 class HostFailed(Exception):
-    """A host could not do what it was asked to; `kind`: the name of its error."""
+    """A command that a host could not execute; `kind`: the name of the host's error."""
 
     def __init__(self, text: str, kind: str):
         super().__init__(text)
@@ -34,30 +34,30 @@ class HostFailed(Exception):
 
 
 class RemoteHost:
-    """Another host of the island, as host 0 sees it.
+    """Another host of the island, as seen from host 0.
 
-    - `number`: of its process
+    - `number`: the process index of the host
     """
 
     def __init__(self, number: int):
         self.number, self._changed = number, Condition()
-        self._told: list[dict[str, Any]] = []  # what the host may not have yet
-        self._had = 0  # messages before those
-        self._heard = 0  # messages of the host
+        self._told: list[dict[str, Any]] = []  # commands that the host may not have received
+        self._had = 0  # the number of commands before those
+        self._heard = 0  # the number of messages received from the host
         self._taken, self._shown, self._is_closed = 0, -1, False
         self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
     def tell(self, what: str, arguments: list[Any], **more: Any) -> None:
-        """Something to be done, in the order of the calls, that has no answer."""
+        """Queue a command that has no answer; commands run in call order."""
         with self._changed:
             self._told.append({"do": what, "with": arguments, **more})
             self._changed.notify_all()
 
     def ask(self, what: str, arguments: list[Any], failed: Callable[[], None] = lambda: None) -> Future[dict[str, Any]]:
-        """Something to be done in a thread of its own; the answer, or HostFailed, comes later.
+        """Queue a command that the host runs in its own thread; the future receives the answer or HostFailed.
 
-        - `failed`: called before that, in another thread
+        - `failed`: called in another thread before the future fails
         """
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
@@ -66,23 +66,23 @@ class RemoteHost:
         return answer
 
     def await_messages(self) -> None:
-        """Waits until the host has its messages of the round whose order was given."""
+        """Wait until the host has its messages of the round that was requested."""
         with self._changed:
             self._changed.wait_for(lambda: self._taken or self._is_closed)
             self._taken -= 1
 
     def await_shown(self, step: int, seconds: float) -> None:
-        """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
+        """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._shown >= step, seconds):
                 raise RequestRejected(f"host {self.number} has shown nothing in time")
 
     def heard(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the host does not have yet, when there is something; or takes what it says."""
+        """Return commands that the host does not have, waiting for one; or handle the host's message."""
         if "have" in message:
             return {"told": self._after(message["have"])}
         with self._changed:
-            if message["number"] != self._heard:  # it is here already, and the reply was lost
+            if message["number"] != self._heard:  # a duplicate: the reply was lost
                 return {}
             self._heard += 1
             self._taken += "took" in message
@@ -99,7 +99,7 @@ class RemoteHost:
         return {}
 
     def close(self) -> None:
-        """Nobody waits for the host any more, once it has all that it was told."""
+        """Wait until the host has all commands, then release every waiting thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._told, CLOSE_SECONDS)
             self._is_closed = True
@@ -115,7 +115,7 @@ class RemoteHost:
 
 
 class HostConnection:
-    """The way of host `number` to host 0; any thread may send, one receives. Raises UserError if there is none."""
+    """The connection of host `number` to host 0; any thread may send, one receives. Raises UserError if it fails."""
 
     def __init__(self, address: str, token: bytes, number: int):
         self._address, self._token, self._number = address, token, number
@@ -130,19 +130,19 @@ class HostConnection:
             ) from None
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message."""
+        """Send a message."""
         with self._lock:
             self._request(self._sends, {"number": self._said, **message}, REACH_SECONDS)
             self._said += 1
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The next messages, perhaps none yet; None when the link is closed."""
+        """Return the next commands, possibly none; None after `close`."""
         told = self._request(self._receives, {"have": self._have}, ASK_SECONDS + REACH_SECONDS).get("told", [])
         self._have += len(told)
         return None if self._is_closed else told
 
     def close(self) -> None:
-        """Ends the link: nothing is sent or received any more."""
+        """Close the connection: nothing is sent or received any more."""
         self._is_closed = True
 
     def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`gregale lighthouse`: the coordinator of islands. It knows which islands live, and nothing of what they train."""
+"""`gregale lighthouse`: the coordinator of islands. It tracks live islands, and knows nothing of their training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def main(options: LighthouseOptions) -> int:
 
 
 def tell(line: str) -> None:
-    """Print a line; nobody may be there to read it."""
+    """Print a line; ignore a closed output."""
     with suppress(OSError):
         say(line, flush=True)
 

@@ -1,8 +1,8 @@
 """One island in the protocol: a state machine. Events in, actions out; no sockets, clocks, threads or randomness.
 
-A round, as one member sees it: `Due` (its own steps are made, or a peer says so) -> TakeSnapshot -> `Snapshot` or the
-grace is over -> Ask -> `Seen` a view -> Reduce -> `Reduced` -> Ask, with what it holds -> `Seen` -> Commit. One that is
-behind asks, is told by the view whom to heal from, and goes on asking while it heals, so that nobody waits for it.
+A round of one member: `RoundDue` (its own steps are made, or a peer announces it) -> RequestMessage -> `MessageReady`
+or the end of the grace -> RequestView -> `ViewReceived` -> Reduce -> `Reduced` -> RequestView, with the held result ->
+`ViewReceived` -> Commit. A member that is behind heals from the sources of the view, and requests views meanwhile.
 """
 
 import math
@@ -24,13 +24,13 @@ HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for k
 class Member(MemberState):
     """The protocol of one island.
 
-    `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
-    from a checkpoint the record in it, with the `holder` whose lease it goes on with, and the examples that this holder
-    has `used`.
+    `outer` is the record of the committed state (round -1: the common seed, with its digest). An island restored from a
+    checkpoint passes the saved record, the `holder` of its lease, and the number of examples that this holder has
+    `used`.
     """
 
     def handle(self, event: m.Event) -> list[m.Action]:
-        """What is to be done now that `event` happened, in this order."""
+        """Return the actions that follow from `event`, in this order."""
         self._actions = []
         if not self._done:
             getattr(self, HANDLERS[type(event)])(event)
@@ -81,7 +81,7 @@ class Member(MemberState):
         self._do(m.RequestMessage(self.outer.round))
 
     def _renew_if_old(self) -> None:
-        """Asks for another message in place of an old one, when no reduce can be made with that one any more."""
+        """Request another message in place of an old one, when no reduce can use the old one any more."""
         if self.handover.old and not (self._waiting_for or self._reducing or self._held):
             self._take_snapshot()
 
@@ -94,13 +94,13 @@ class Member(MemberState):
                 self._give_up_message()
 
     def _give_up_message(self) -> None:
-        """The message contributes nothing, and the island begins again from the outer parameters."""
+        """Set the message's weight to 0, and restart the island from the outer parameters."""
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
         self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
-        # The ask may have been part of a view all the same: this member can vouch for nothing any more.
+        # The request may have been part of a view nevertheless: this member is no witness any more.
         self._waiting_for, self._seen, self._unheard = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
 
@@ -149,7 +149,7 @@ class Member(MemberState):
         self.holder = self.identity.session
         self._in_vain, self._heal_failed = self._in_vain + 1, ""
         self._do(m.Install(outer))
-        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
+        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
     def _end_healing(self) -> None:
         self._awaited_before = self._time_awaited()
@@ -199,7 +199,7 @@ class Member(MemberState):
         plan = decision.plan
         if isinstance(plan, Wait):
             self._wait(plan, decision)
-            # Nobody acts on such a view: who was in every view until this one still is.
+            # Members do not act on such a view: a member of every view until this one is a witness still.
             if self._seen and view.id - self._seen in (0, 1):
                 self._seen = view.id
             return
@@ -229,7 +229,7 @@ class Member(MemberState):
             self._do(m.ProbePeers(missing))
 
     def _enter(self, view: View, action: m.Action) -> None:
-        """A new state of record, agreed in `view`."""
+        """Adopt a record that was agreed in `view`."""
         self._voter, self._seen, self._attentive = True, view.id, False
         self._do(action)
 
@@ -245,7 +245,7 @@ class Member(MemberState):
         if self._holds(plan):
             self._commit(view)
         else:
-            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
+            self._seen = 0  # it lacks the committed result: the next view names the sources for healing
 
     def _holds(self, plan: CommitAccepted) -> bool:
         return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
@@ -269,14 +269,14 @@ class Member(MemberState):
 
     def _report_left_out(self, form: FormGroup) -> None:
         self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)))
-        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
+        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # otherwise it has found that out itself
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
     def _turn(self, view: View, plan: NewGeneration) -> None:
         if self._me not in plan.there:
             self._pause_if_shut_out()
-            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
+            self._seen = 0  # it lacks the committed result: the next view names the sources for healing
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
         self._do(m.LogLine(text, loud=True))
@@ -285,7 +285,7 @@ class Member(MemberState):
         else:
             self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
             self._rename(plan.generation, self.outer.round, len(plan.there))
-            self.handover.starved = False  # as far as is known: it may have a lease now
+            self.handover.starved = False  # as far as this member knows: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
 
@@ -316,12 +316,12 @@ class Member(MemberState):
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
     def _rename(self, generation: Generation, round: int, voters: int) -> None:
-        """The same state in another generation; the round that is due stays so."""
+        """Move the same state to another generation; a due round stays due."""
         self._drop_results()
         self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
 
     def _drop_round(self) -> None:
-        """Nothing of the round that was under way is of use any more."""
+        """Discard everything that belongs to the current round."""
         self._drop_results()
         self._forget_round()
 

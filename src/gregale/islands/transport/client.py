@@ -1,4 +1,4 @@
-"""Requests to peers' servers, signed, with signed replies."""
+"""Signed requests to peers' servers, with signed replies."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ IDLE_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS
 
 
 class PeerUnreachable(Exception):
-    """A peer did not answer, or not in time; or answered without the token's signature."""
+    """A peer did not answer in time, or answered without the token's signature."""
 
 
 class Unsigned(PeerUnreachable):
-    """Somebody answered without the token's signature: it has another token, or is not who was asked."""
+    """The answer lacks the token's signature: the sender has another token, or is not the expected server."""
 
 
 class RequestRejected(Exception):
-    """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
+    """A peer rejected the request, with its reason (clocks too far apart, unknown message, ...)."""
 
 
 class PeerClient:
@@ -51,7 +51,7 @@ class PeerClient:
         largest_reply_bytes: int = LARGEST_REPLY_BYTES,
         wait_seconds: float | None = None,
     ) -> dict:
-        """The JSON object of a signed reply, which may take `wait_seconds`. Raises PeerUnreachable or Refused."""
+        """Return the JSON object of a signed reply within `wait_seconds`. Raises PeerUnreachable or RequestRejected."""
         try:
             response, nonce = self._send(method, path, body, wait_seconds)
             length = int(response.headers.get("Content-Length") or 0)
@@ -74,7 +74,7 @@ class PeerClient:
         return reply
 
     def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
-        """Request pieces (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
+        """Request chunks (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
 
         Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
         """
@@ -91,7 +91,7 @@ class PeerClient:
         return True
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the requested pieces. They are not signed: check their hash.
+        """Fill `target` with the next bytes of the requested chunks. They are not signed: check their hash.
 
         Raises PeerUnreachable.
         """
@@ -138,12 +138,12 @@ class PeerClient:
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
-    """Sends a small JSON object to a peer; returns its reply. Raises PeerUnreachable or Refused."""
+    """Send a small JSON object to a peer; return its reply. Raises PeerUnreachable or RequestRejected."""
     return post(address, token, "/message", message, timeout_seconds)
 
 
 def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: float) -> dict:
-    """Sends JSON to a path of a peer's server. Raises PeerUnreachable or Refused."""
+    """Send JSON to a path of a peer's server; return the reply. Raises PeerUnreachable or RequestRejected."""
     peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("POST", path, canonical(message))
@@ -152,7 +152,7 @@ def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: 
 
 
 def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
-    """What a peer's `status` returns. Raises PeerUnreachable or Refused."""
+    """Return a peer's `status`. Raises PeerUnreachable or RequestRejected."""
     peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("GET", "/status")

@@ -1,4 +1,4 @@
-"""Where the members of a group find each other's sockets: a store of PyTorch's kind over the authenticated servers."""
+"""The rendezvous of a group's sockets: a PyTorch store over the authenticated servers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gregale.islands.transport.client import PeerUnreachable, RequestRejected, p
 from gregale.islands.transport.server import Server
 
 RETRY_SECONDS = 0.1
-JOIN_SECONDS = 0.05  # between two looks at whether the group was given up
+JOIN_SECONDS = 0.05  # between two checks whether the group was cancelled
 
 
 def meeting_point(
     distributed: Any, server: Server, group: str, hosts: Mapping[str, str], timeout_seconds: float
 ) -> Any:
-    """A `torch.distributed.Store`: what a member sets is left in every peer's mailbox, and read from the own one.
+    """Return a `torch.distributed.Store`: `set` sends a value to every peer's mailbox, `get` reads the own mailbox.
 
-    `fault` tells which peer could not be reached, or has left nothing.
+    `fault` names the peer that could not be reached, or has sent no value.
 
-    - `hosts`: the addresses of all members by their names, in the order of ranks
+    - `hosts`: the addresses of all members by name, in the order of ranks
     """
     names, peers = list(hosts), {name: host for name, host in hosts.items() if host != server.address}
     deadline = time.monotonic() + timeout_seconds

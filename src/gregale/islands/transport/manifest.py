@@ -1,4 +1,4 @@
-"""What a source says that it has, checked against what is expected here before anything is allocated."""
+"""The manifest of a source's state, checked against the expected arrays before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LARGEST_FACTS_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A source's manifest that has proved to be what is expected; `pieces`: hashes by name of the array.
+    """A source's manifest that matches the expected arrays; `chunks`: chunk hashes by name of the array.
 
-    - `settled`: no round was being made that would replace this state
+    - `settled`: no round in progress would replace this state
     """
 
     source: str
@@ -34,7 +34,7 @@ class StateManifest:
 
     @property
     def content(self) -> str:
-        """Equal for sources that have the same state to the last bit."""
+        """A hash that is equal for sources with bitwise equal states."""
         return leaf_hash([leaf_hash(list(self.pieces[name])) for name in sorted(self.pieces)])
 
 
@@ -43,7 +43,7 @@ def piece_count(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def largest_manifest_bytes(expected: Expected) -> int:
-    """More than any manifest of what is expected can have."""
+    """Return an upper limit of the size of a manifest with the expected arrays."""
     leaves = sum(
         400 + 6 * len(name) + 24 * len(shape) + (HEX_DIGITS + 3) * piece_count(shape, dtype)
         for name, (shape, dtype) in expected.items()
@@ -52,7 +52,7 @@ def largest_manifest_bytes(expected: Expected) -> int:
 
 
 def read_manifest(source: str, manifest: dict, expected: Expected) -> StateManifest:
-    """Raises Refused with one line, if anything is not as it has to be."""
+    """Return a source's manifest; raise RequestRejected with one line if it is invalid."""
     try:
         leaves = manifest["leaves"]
         if manifest["piece_bytes"] != PIECE_BYTES:
@@ -93,7 +93,7 @@ def integer(value: Any) -> int:
 
 
 def choose(offers: list[StateManifest]) -> list[StateManifest]:
-    """The offers of the newest state; where two differ about it, those of the larger group (tie: the smaller hash)."""
+    """Return the manifests of the newest state; if they differ, the larger group (tie: the smaller hash)."""
     newest = max((offer.generation, offer.round) for offer in offers)
     groups: dict[str, list[StateManifest]] = {}
     for offer in offers:

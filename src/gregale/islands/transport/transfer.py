@@ -1,13 +1,13 @@
-"""A joiner's side of healing: fetches a state from peers, in pieces, each with its hash, from all of them at once.
+"""A joiner's side of healing: fetches a state in chunks, each with its hash, from all peers in parallel.
 
     fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
     fetched = fetcher.fetch(sources, timeout_seconds=60.0)
     fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
 
 Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
-requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
-piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If
-the sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
+requests many missing chunks at a time, so that a request, not each chunk, costs a round trip. It stores a chunk if its
+hash is right. At the end, slow chunks are requested from a second source. If the sources commit a new round meanwhile
+and drop the old one, unchanged chunks stay.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from gregale.islands.transport.snapshot_store import PIECE_BYTES, bytes_of, leaf
 
 STREAMS = 2
 STALL_SECONDS = 5.0
-# A piece that is under way for so long is asked for from another source too, when nothing else is left to do.
+# A chunk that takes longer is requested from another source too, when no other work is left.
 SLOW_SECONDS = 1.0
 LEAST_REQUEST_BYTES, MOST_REQUEST_BYTES = 256 << 10, 16 << 20
-MOST_REQUEST_PIECES = 4096  # their list has to fit into a request
+MOST_REQUEST_PIECES = 4096  # their list must fit into a request
 
 Piece = tuple[str, int]
 
 
 class TransferFailed(Exception):
-    """No source had all of the state, or not in time: one line with what each of them did."""
+    """No source had the complete state in time; the message has one line with each source's problem."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A whole state of one round.
+    """A complete state of one round.
 
-    - `complaints`: one line for each source that was given up
-    - `settled`: the sources were not making a round that would replace it
+    - `complaints`: one line for each source that was abandoned
+    - `settled`: no round in progress at the sources would replace the state
     """
 
     generation: int
@@ -59,14 +59,13 @@ class Fetched:
 
 
 class Fetcher:
-    """Fetches the newest state that sources have, again and again: each time only what it does not have.
+    """Fetches the newest state of sources repeatedly: each time only the missing chunks.
 
-    - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
-      allocated
-    - `held`: arrays that are here already: what has the right hash is not fetched
-    - `progress`: called with (bytes here, bytes in all) after each piece, from several threads in turn
+    - `expected`: shape and dtype of every array; a manifest that differs is rejected before any byte is allocated
+    - `held`: arrays that are here already: chunks with the right hash are not fetched
+    - `progress`: called with (bytes here, bytes in all) after each chunk, from several threads in turn
 
-    Connections stay open between two fetches, and what a failed fetch has brought stays here.
+    Connections stay open between two fetches, and a failed fetch keeps its chunks.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Fetcher:
         - `manifest`: path of the sources' manifest. `/manifest/settled` waits a few seconds for the end of the round
           that the sources are making
 
-        A source that dies, stalls, is corrupt or is cut short is replaced by the others.
+        The other sources replace one that dies, stalls, is corrupt or is cut short.
         """
         deadline, received = time.monotonic() + timeout_seconds, 0
         complaints: dict[str, str] = {}
@@ -140,9 +139,9 @@ def fetch(
 def ask_for_offers(
     links: Mapping[str, Sequence[PeerClient]], manifest: str, expected: Expected, complaints: dict[str, str]
 ) -> list[StateManifest]:
-    """The manifests of all sources that have a good one; `complaints` gets a line for each other.
+    """Return the valid manifests of the sources; `complaints` gets a line for each other source.
 
-    A source's first connection asks, while its others open.
+    A source's first connection sends the request, while its others open.
     """
     offers: list[StateManifest] = []
     largest = largest_manifest_bytes(expected)
@@ -163,7 +162,7 @@ def ask_for_offers(
 
 
 def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
-    """Fetches until all is there, no source is left, or the time is over."""
+    """Fetch until all chunks are here, no source is left, or the deadline has passed."""
 
     def run(peer: PeerClient) -> None:
         try:
@@ -175,7 +174,7 @@ def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dic
 
 
 def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
-    """One connection of `streams`: request after request, until there is nothing left to do for it."""
+    """Send requests on one of `streams` connections, until no work is left for it."""
     buffer = memoryview(bytearray(PIECE_BYTES))
     while not is_over() and not assembly.is_complete:
         pieces = assembly.take(peer.address, streams)
@@ -185,7 +184,7 @@ def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable
         try:
             wanted = [(assembly.names[name], index) for name, index in pieces]
             if not peer.open_pieces(wanted, sum(assembly.size_of(piece) for piece in pieces)):
-                return  # it has a newer state now: `fetch` asks for manifests again
+                return  # it has a newer state now: `fetch` requests manifests again
             for piece in pieces:
                 if is_over() or assembly.is_complete:
                     peer.close()
@@ -201,14 +200,14 @@ def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable
 
 
 class Here(NamedTuple):
-    """Arrays that are here, and the hashes of the pieces of those that are known."""
+    """Arrays that are here, and the known chunk hashes of the complete ones."""
 
     arrays: dict[str, np.ndarray]
     pieces: dict[str, tuple[str, ...]]
 
 
 class Assembly:
-    """The arrays that are being filled, and which pieces are missing or under way."""
+    """The arrays that are being filled, and their missing and requested chunks."""
 
     def __init__(
         self,
@@ -238,7 +237,7 @@ class Assembly:
         self._left = set(self._missing)
 
     def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...], allocate: Callable) -> None:
-        """Keeps an array that is right, and the right pieces of one that is not; `held` is never written to."""
+        """Keep a correct array, or copy the correct chunks of another; `held` is never written to."""
         wanted = self._offer.pieces[name]
         if found == wanted:
             self.arrays[name] = held
@@ -253,7 +252,7 @@ class Assembly:
                 self._missing.append((name, index))
 
     def here(self) -> Here:
-        """Return what is here, for the next fetch."""
+        """Return the arrays that are here, for the next fetch."""
         incomplete = {name for name, _ in self._left}
         pieces = {name: pieces for name, pieces in self._offer.pieces.items() if name not in incomplete}
         return Here(self.arrays, pieces)
@@ -267,7 +266,7 @@ class Assembly:
         return min(PIECE_BYTES, self.arrays[name].nbytes - index * PIECE_BYTES)
 
     def take(self, source: str, streams: int) -> list[Piece]:
-        """Pieces for a source to bring: an equal share for each of `streams`; [] while there is nothing to do.
+        """Return chunks for a source to bring: an equal share for each of `streams`; [] while there is no work.
 
         Shares shrink towards the end, so that all streams end together.
         """
@@ -285,7 +284,7 @@ class Assembly:
             return pieces
 
     def _slow_pieces(self, source: str, now: float) -> list[Piece]:
-        """The last of the pieces that another source has not brought for long: it may still bring those before."""
+        """Return the last chunk that another source has been slow to bring: it may still bring the ones before."""
         slow = [
             piece
             for piece, begun in self._under_way.items()
@@ -295,7 +294,7 @@ class Assembly:
         return slow[-1:]
 
     def put(self, piece: Piece, content: memoryview) -> bool:
-        """Puts a piece in its place; False if it has the wrong hash."""
+        """Store a chunk; return False if it has the wrong hash."""
         name, index = piece
         if digest(content) != self._offer.pieces[name][index]:
             return False
@@ -310,7 +309,7 @@ class Assembly:
         return True
 
     def give_back(self, pieces: Sequence[Piece], source: str) -> None:
-        """The source has nothing to do with these pieces any more: each that is not in its place is missing again."""
+        """Take these chunks from the source; each that is not stored is missing again."""
         with self._lock:
             for piece in pieces:
                 begun = self._under_way[piece]

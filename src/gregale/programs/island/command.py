@@ -1,4 +1,4 @@
-"""`gregale island`: an ordinary run that trains apart and is joined with others over a network by DiLoCo."""
+"""`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class IslandOptions:
 
 
 def main(options: IslandOptions, config: TrainConfig) -> int:
-    """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
+    """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
@@ -88,7 +88,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
 
 
 def checked_token(config: TrainConfig) -> bytes:
-    """The fleet's secret; raises `UserError` for what is missing of `islands`."""
+    """Return the fleet's secret; raise `UserError` for missing settings of `islands`."""
     islands = config.islands
     if islands.lighthouse is None:
         raise UserError(
@@ -104,7 +104,7 @@ def checked_token(config: TrainConfig) -> bytes:
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
-    """Checks the configuration, prepares the data, takes the run's lock, joins the fleet and trains."""
+    """Check the configuration, prepare the data, take the run's lock, join the fleet and train."""
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
@@ -131,7 +131,7 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
 def train(
     setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, token: bytes
 ) -> int:
-    """Joins the fleet, with the newest sound checkpoint if there is one, and trains until its run is complete."""
+    """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
@@ -182,7 +182,7 @@ def joined(
     status: StatusTracker,
     stop: StopRequest,
 ) -> IslandResources:
-    """The outer side of this host and who leads its trainer, which begins to look for the fleet."""
+    """Return this host's outer state and trainer controller, which starts to look for the fleet."""
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
@@ -199,7 +199,7 @@ def joined(
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
-        worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
+        worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
@@ -248,19 +248,19 @@ def joined(
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
-    """Leaves a note that rounds have stopped for `gregale watch`; without it nothing else is lost."""
+    """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
 
 
 def outer_folder(run: RunDirectory) -> StoragePath:
-    """Where this host saves its shards of the outer side."""
+    """Return the folder in which this host saves its shards of the outer state."""
     host = jax.process_index()
     return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
 def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
-    """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
+    """Load the saved outer state of a round; return its record. Raises `UserError` if it cannot be used."""
     read = outer_checkpoint.read(folder, number)
     try:
         outer.load(read.arrays, read.versions)
@@ -274,7 +274,7 @@ def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
 
 
 def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> OuterRecord:
-    """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
+    """Return the record if it matches the arrays of all hosts; raise `UserError` otherwise."""
     if digest != record.digest:
         raise UserError(
             f"The outer parameters in {folder} and in those of the island's other hosts are not those of round "
@@ -285,11 +285,11 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
 
 
 def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
-    """Compiles what steps and rounds need, so that nobody waits for a compiler later; the state stays as it is."""
+    """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
     island = setup.method
     assert isinstance(island, Island)
     outer.compile()
-    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
+    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
     for index in range(island.schedule.fragments):
         theta, fragment = outer.theta(index), island.fragment(index)
         jax.block_until_ready(island.depart(state.method, theta, fragment))
@@ -300,7 +300,7 @@ COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, position
 
 
 def by_all(action: Callable[[], T]) -> T:
-    """What `action` returns in this process, if it fails in none; raises `UserError` in all if it does in one."""
+    """Return the result of `action` in this process; if it fails in any process, raise `UserError` in all."""
     done, failed = None, None
     try:
         done = action()
