@@ -21,7 +21,7 @@ from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
-from gregale.islands.peer_probe import Telling, dead_peers
+from gregale.islands.peer_probe import PeerMessenger, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
@@ -77,11 +77,11 @@ class Driver:
             complain=lambda complaint: self.report(complaint, True),
             refused=self._end,
         )
-        self._book = RoundLog(self.worker.count, self.record)
+        self._log = RoundLog(self.worker.count, self.record)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = Telling(self.token)
+        self._messenger = PeerMessenger(self.token)
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: OuterRecord | None = None
 
@@ -106,7 +106,7 @@ class Driver:
         """
         began = time.monotonic()
         with self._changed:
-            self._book.waits()
+            self._log.wait_begins()
             while True:
                 if self._failure is not None:
                     raise RuntimeError("a thread of the island failed") from self._failure
@@ -120,7 +120,7 @@ class Driver:
                     continue
                 self._changed.wait(0.5)
             self.seconds.waiting += time.monotonic() - began
-            self._book.waited()
+            self._log.wait_ends()
             self.worker.ordered(order)
             return order
 
@@ -155,11 +155,11 @@ class Driver:
         """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
             count = self._trainer.message_sent(number, self.round, time.monotonic())
-            self._book.begin()
+            self._log.begin()
 
         def down() -> None:
             found = fetch_down()
-            self.worker.took(number, found.messages)
+            self.worker.store_messages(number, found.messages)
             with self._lock:
                 if count == self.member.handover.count:  # otherwise the message is obsolete
                     seconds = self._trainer.step_seconds(time.monotonic())
@@ -181,7 +181,7 @@ class Driver:
     @property
     def members(self) -> tuple[str, ...]:
         """The names of the members of the newest round."""
-        return self._book.members
+        return self._log.members
 
     def show(self) -> dict[str, Any]:
         """Have all hosts serve a copy of the inner optimizer to a joiner. Raises RequestRejected."""
@@ -211,7 +211,7 @@ class Driver:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        self._telling.close()
+        self._messenger.close()
         for threads in (self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -252,7 +252,7 @@ class Driver:
             case protocol.RequestView(header):
                 self._asking.ask(header)
             case protocol.AnnounceRound(addresses, number):
-                self._telling.due(addresses, number)
+                self._messenger.announce(addresses, number)
             case protocol.RequestMessage():
                 pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
@@ -265,7 +265,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._telling.soon(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._messenger.run(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -283,10 +283,10 @@ class Driver:
                 self._left = True
 
     def _committed(self, outer: OuterRecord, weight: float) -> None:
-        place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
+        save_offset = 0.0 if self.pace.lockstep else self._log.save_offset(self.member.identity.name)
         if weight:
             self._recovery.contributed()
-        self._ended(outer, commands.ApplyRound(outer.round - 1, weight, place), weight)
+        self._ended(outer, commands.ApplyRound(outer.round - 1, weight, save_offset), weight)
 
     def _ended(
         self,
@@ -298,14 +298,14 @@ class Driver:
         """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
         self._trainer.round_decided(order, time.monotonic())
-        self._book.end(outer, weight, healed)
+        self._log.end(outer, weight, healed)
         self.stalls.went_on(time.monotonic(), outer, healed)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
         """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, text if stalled else None)
-        self._telling.soon(lambda: self.note_stalled(text if stalled else None))
+        self._messenger.run(lambda: self.note_stalled(text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
@@ -320,12 +320,12 @@ class Driver:
     # Methods that run in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
-        self._book.members = tuple(member.name for member in action.members)
+        self._log.members = tuple(member.name for member in action.members)
         self.post(exchanged(action, self.member, self.worker, self.token, self.report))
 
     def _heal(self, action: protocol.Heal) -> None:
         with self._lock:
-            self._book.begin()
+            self._log.begin()
         self.post(fetched(action, self.worker, self.pace, self.seconds))
 
     def _tick(self) -> None:

@@ -17,7 +17,7 @@ from gregale.islands.host_connection import HostConnection
 from gregale.islands.host_worker import HostWorker, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, order_of
+from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
@@ -61,7 +61,7 @@ class Follower:
         del used
 
         def down() -> None:
-            self._worker.took(number, fetch_down().messages)
+            self._worker.store_messages(number, fetch_down().messages)
             self._link.send({"took": True})
 
         self._exchange.submit(self._guarded, down)
@@ -104,17 +104,17 @@ class Follower:
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
-                    order = order_of(arguments[0])
+                    order = from_wire(arguments[0])
                     self._worker.ordered(order)
                     self._orders.put((order, self._worker.side))
                 case "granted":
                     self._grants.put(arguments[0])
                 case "reduce":
-                    self._exchange.submit(self._guarded, lambda told=message: self._answer(told, self._reduce))
+                    self._exchange.submit(self._guarded, lambda message=message: self._answer(message, self._reduce))
                 case "fetch":
-                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._fetch))
+                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._fetch))
                 case "inherit":
-                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._inherit))
+                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._inherit))
                 case "commit":
                     self._worker.commit(arguments[0], OuterRecord.from_json(arguments[1]))
                 case "install":
@@ -161,5 +161,5 @@ class Follower:
                 raise
 
 
-def _peers(told: list) -> tuple[Peer, ...]:
-    return tuple(Peer(name, session, tuple(hosts)) for name, session, hosts in told)
+def _peers(wire: list) -> tuple[Peer, ...]:
+    return tuple(Peer(name, session, tuple(hosts)) for name, session, hosts in wire)

@@ -1,6 +1,6 @@
 """The connection between host 0 of an island and its other hosts, over host 0's server.
 
-    host 0: group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)]); server `on_message` calls `group.heard`
+    host 0: group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)]); server `on_message` calls `group.handle`
     others: link = HostConnection(address of host 0, token, number); link.receive(); link.send({"took": True})
 
 A host polls for commands that it does not have, and both sides number their messages. So each message arrives once and
@@ -41,55 +41,57 @@ class RemoteHost:
 
     def __init__(self, number: int):
         self.number, self._changed = number, Condition()
-        self._told: list[dict[str, Any]] = []  # commands that the host may not have received
-        self._had = 0  # the number of commands before those
-        self._heard = 0  # the number of messages received from the host
-        self._taken, self._shown, self._is_closed = 0, -1, False
-        self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
+        self._queue: list[dict[str, Any]] = []  # commands that the host may not have received
+        self._acknowledged = 0  # the number of commands before those
+        self._received = 0  # the number of messages received from the host
+        self._message_count, self._copied_step, self._is_closed = 0, -1, False
+        self._answers: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
-    def tell(self, what: str, arguments: list[Any], **more: Any) -> None:
+    def send(self, command: str, arguments: list[Any], **more: Any) -> None:
         """Queue a command that has no answer; commands run in call order."""
         with self._changed:
-            self._told.append({"do": what, "with": arguments, **more})
+            self._queue.append({"do": command, "with": arguments, **more})
             self._changed.notify_all()
 
-    def ask(self, what: str, arguments: list[Any], failed: Callable[[], None] = lambda: None) -> Future[dict[str, Any]]:
+    def request(
+        self, command: str, arguments: list[Any], failed: Callable[[], None] = lambda: None
+    ) -> Future[dict[str, Any]]:
         """Queue a command that the host runs in its own thread; the future receives the answer or HostFailed.
 
         - `failed`: called in another thread before the future fails
         """
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
-        self._asked[number] = answer, failed
-        self.tell(what, arguments, ask=number)
+        self._answers[number] = answer, failed
+        self.send(command, arguments, ask=number)
         return answer
 
     def await_messages(self) -> None:
         """Wait until the host has its messages of the round that was requested."""
         with self._changed:
-            self._changed.wait_for(lambda: self._taken or self._is_closed)
-            self._taken -= 1
+            self._changed.wait_for(lambda: self._message_count or self._is_closed)
+            self._message_count -= 1
 
-    def await_shown(self, step: int, seconds: float) -> None:
+    def await_copy(self, step: int, seconds: float) -> None:
         """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._shown >= step, seconds):
+            if not self._changed.wait_for(lambda: self._copied_step >= step, seconds):
                 raise RequestRejected(f"host {self.number} has shown nothing in time")
 
-    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return commands that the host does not have, waiting for one; or handle the host's message."""
         if "have" in message:
             return {"told": self._after(message["have"])}
         with self._changed:
-            if message["number"] != self._heard:  # a duplicate: the reply was lost
+            if message["number"] != self._received:  # a duplicate: the reply was lost
                 return {}
-            self._heard += 1
-            self._taken += "took" in message
-            self._shown = message.get("shown", self._shown)
+            self._received += 1
+            self._message_count += "took" in message
+            self._copied_step = message.get("shown", self._copied_step)
             self._changed.notify_all()
         if "ask" in message:
-            answer, failed = self._asked.pop(message["ask"])
+            answer, failed = self._answers.pop(message["ask"])
             if "failed" in message:
                 failed()
                 text = f"host {self.number} of this island: {message['failed']}"
@@ -101,17 +103,17 @@ class RemoteHost:
     def close(self) -> None:
         """Wait until the host has all commands, then release every waiting thread."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._told, CLOSE_SECONDS)
+            self._changed.wait_for(lambda: not self._queue, CLOSE_SECONDS)
             self._is_closed = True
             self._changed.notify_all()
 
     def _after(self, have: int) -> list[dict[str, Any]]:
         with self._changed:
-            del self._told[: max(have - self._had, 0)]
-            self._had = max(have, self._had)
+            del self._queue[: max(have - self._acknowledged, 0)]
+            self._acknowledged = max(have, self._acknowledged)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._told or self._is_closed, ASK_SECONDS)
-            return list(self._told) if have == self._had else []
+            self._changed.wait_for(lambda: self._queue or self._is_closed, ASK_SECONDS)
+            return list(self._queue) if have == self._acknowledged else []
 
 
 class HostConnection:
@@ -119,7 +121,7 @@ class HostConnection:
 
     def __init__(self, address: str, token: bytes, number: int):
         self._address, self._token, self._number = address, token, number
-        self._said, self._have, self._lock, self._is_closed = 0, 0, Lock(), False
+        self._sent, self._count, self._lock, self._is_closed = 0, 0, Lock(), False
         self._sends, self._receives = (PeerClient(address, token, REACH_SECONDS) for _ in range(2))
         try:
             ask_status(address, token, REACH_SECONDS)
@@ -132,14 +134,14 @@ class HostConnection:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message."""
         with self._lock:
-            self._request(self._sends, {"number": self._said, **message}, REACH_SECONDS)
-            self._said += 1
+            self._request(self._sends, {"number": self._sent, **message}, REACH_SECONDS)
+            self._sent += 1
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the next commands, possibly none; None after `close`."""
-        told = self._request(self._receives, {"have": self._have}, ASK_SECONDS + REACH_SECONDS).get("told", [])
-        self._have += len(told)
-        return None if self._is_closed else told
+        commands = self._request(self._receives, {"have": self._count}, ASK_SECONDS + REACH_SECONDS).get("told", [])
+        self._count += len(commands)
+        return None if self._is_closed else commands
 
     def close(self) -> None:
         """Close the connection: nothing is sent or received any more."""

@@ -53,15 +53,15 @@ class HostGroup:
     def ordered(self, order: TrainerCommand | None) -> None:
         """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
-        self._tell("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
+        self._send("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
 
     def granted(self, first: int | None) -> None:
         """Send the first example of the next batch to all hosts (None: no example is leased)."""
-        self._tell("granted", first)
+        self._send("granted", first)
 
-    def took(self, number: int, messages: Messages) -> None:
+    def store_messages(self, number: int, messages: Messages) -> None:
         """Store host 0's messages of a round; return when all hosts have theirs."""
-        self._own.took(number, messages)
+        self._own.store_messages(number, messages)
         for host in self._others:
             host.await_messages()
 
@@ -70,13 +70,13 @@ class HostGroup:
 
         Raises GroupFailed and NotFinite.
         """
-        what = [key, number, [list(member) for member in members], list(weights), name]
-        asked = [host.ask("reduce", what, failed=self.drop_group) for host in self._others]
+        arguments = [key, number, [list(member) for member in members], list(weights), name]
+        asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
-        digests = [self._tried(lambda: self._own.reduce(key, number, members, weights, name), failures)]
+        digests = [self._attempt(lambda: self._own.reduce(key, number, members, weights, name), failures)]
         if failures and isinstance(failures[0], GroupFailed):
             self.drop_group()  # otherwise the others would wait for their timeout
-        digests += [self._tried(lambda answer=answer: self._counted(answer), failures) for answer in asked]
+        digests += [self._attempt(lambda answer=answer: self._digest_of(answer), failures) for answer in asked]
         if failures:
             self.discard(key)
             raise failures[0]
@@ -85,22 +85,22 @@ class HostGroup:
     def commit(self, key: str, outer: OuterRecord) -> None:
         """Commit a result, and serve it."""
         self._own.commit(key, outer)
-        self._tell("commit", key, outer.to_json())
+        self._send("commit", key, outer.to_json())
 
     def discard(self, key: str) -> None:
         """Delete a result."""
         self._own.discard(key)
-        self._tell("discard", key)
+        self._send("discard", key)
 
     def drop_group(self) -> None:
         """Drop the groups."""
-        self._tell("drop_group")
+        self._send("drop_group")
         self._own.drop_group()
 
     def publish(self, outer: OuterRecord) -> None:
         """Serve the unchanged state under another record."""
         self._own.publish(outer)
-        self._tell("publish", outer.to_json())
+        self._send("publish", outer.to_json())
 
     def heal(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch the state of peers without replacing the own state. Raises TransferFailed.
@@ -111,13 +111,13 @@ class HostGroup:
 
     def _fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
         """Fetch the state of peers, with the same record on all hosts. Raises TransferFailed."""
-        told = [list(source) for source in sources]
+        wire = [list(source) for source in sources]
         found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
             behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
             asked = [
-                (host.number, host.ask("fetch", [told, settled])) for host in self._others if host.number in behind
+                (host.number, host.request("fetch", [wire, settled])) for host in self._others if host.number in behind
             ]
             if 0 in behind:
                 found[0] = self._own.fetch(sources, settled)
@@ -137,7 +137,7 @@ class HostGroup:
     def install(self, outer: OuterRecord) -> bool:
         """Adopt the fetched state, and serve it; return as `takes_inner`."""
         self._own.install(outer)
-        self._tell("install", outer.to_json())
+        self._send("install", outer.to_json())
         return self.takes_inner()
 
     def inherit(self, sources: Sequence[Peer]) -> None:
@@ -150,7 +150,7 @@ class HostGroup:
         for _ in range(COPY_TRIES):
             try:
                 call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
-                asked = [host.ask("inherit", [source.hosts[host.number]]) for host in self._others]
+                asked = [host.request("inherit", [source.hosts[host.number]]) for host in self._others]
                 steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
             except (PeerUnreachable, RequestRejected, TransferFailed):
                 return False
@@ -171,17 +171,17 @@ class HostGroup:
     def await_copies(self, step: int) -> None:
         """Wait until the other hosts serve their shards of this step too. Raises RequestRejected."""
         for host in self._others:
-            host.await_shown(step, COPY_SECONDS)
+            host.await_copy(step, COPY_SECONDS)
 
     def inherited(self) -> InnerOptimizerState | None:
         """Return and clear host 0's shards of a peer's inner optimizer."""
         return self._own.inherited()
 
-    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer a message of another host. Raises RequestRejected."""
         for host in self._others:
             if host.number == message.get("host"):
-                return host.heard(message)
+                return host.handle(message)
         raise RequestRejected("this island has no such host")
 
     def close(self) -> None:
@@ -190,11 +190,11 @@ class HostGroup:
             host.close()
         self._own.close()
 
-    def _tell(self, what: str, *arguments: Any) -> None:
+    def _send(self, command: str, *arguments: Any) -> None:
         for host in self._others:
-            host.tell(what, list(arguments))
+            host.send(command, list(arguments))
 
-    def _counted(self, answer: Future[dict[str, Any]]) -> str:
+    def _digest_of(self, answer: Future[dict[str, Any]]) -> str:
         """Return the digest from a host's answer; add its bytes to the island's count."""
         try:
             result = answer.result()
@@ -215,7 +215,7 @@ class HostGroup:
         return result["value"]
 
     @staticmethod
-    def _tried(work: Callable[[], str], failures: list[Exception]) -> str:
+    def _attempt(work: Callable[[], str], failures: list[Exception]) -> str:
         try:
             return work()
         except (GroupFailed, NotFinite) as error:

@@ -56,7 +56,7 @@ class Count:
     received: int = 0
 
 
-class Alone:
+class LocalLink:
     """The link of an island without peers."""
 
     size, rank = 1, 0
@@ -131,7 +131,7 @@ class HostWorker:
         if order is not None:
             self._side = OuterSnapshot(self._record, self.outer.now())
 
-    def took(self, number: int, messages: Messages) -> None:
+    def store_messages(self, number: int, messages: Messages) -> None:
         """Store this host's messages of a round; delete those of another round."""
         self._taken = {number: messages}
 
@@ -140,20 +140,20 @@ class HostWorker:
 
         Raises GroupFailed and NotFinite.
         """
-        self.server.shelf.expect(self.timeouts.reduce)
+        self.server.outer.expect(self.timeouts.reduce)
         try:
             digest = self._reduce(key, number, tuple(members), weights, name)
         except (GroupFailed, NotFinite):
-            self.server.shelf.expect(0.0)
+            self.server.outer.expect(0.0)
             raise
-        self.server.shelf.expect(COMMIT_SECONDS)
+        self.server.outer.expect(COMMIT_SECONDS)
         return digest
 
     def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
         rank = [member.name for member in members].index(name)
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
-        link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
+        link = LocalLink() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
         group = json.dumps([member.name for member in members])  # without sessions, which change at a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
@@ -183,7 +183,7 @@ class HostWorker:
         with self._lock:
             group, self._group = self._group, None
             if self._building is not None:
-                self.server.mailbox.give_up(self._building)
+                self.server.mailbox.cancel(self._building)
         if group is not None:
             group[1].drop()
 

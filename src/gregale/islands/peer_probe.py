@@ -79,25 +79,25 @@ class PeerProbe:
             self._over.wait(self._half)
 
 
-class Telling:
+class PeerMessenger:
     """A sender of short messages to peers, signed with the fleet's `token`."""
 
     def __init__(self, token: bytes):
         self._token, self._threads = token, ThreadPoolExecutor(THREADS, "telling")
 
-    def due(self, addresses: Sequence[str], number: int) -> None:
+    def announce(self, addresses: Sequence[str], number: int) -> None:
         """Announce to these peers that a round is due. Lost announcements are not repeated here."""
         for address in addresses:
-            self.soon(lambda address=address: self._due(address, number))
+            self.run(lambda address=address: self._announce(address, number))
 
-    def soon(self, what: Callable[[], object]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Run slow work in a thread."""
-        self._threads.submit(what)
+        self._threads.submit(work)
 
     def close(self) -> None:
         """Start no more work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _due(self, address: str, number: int) -> None:
+    def _announce(self, address: str, number: int) -> None:
         with suppress(PeerUnreachable, RequestRejected):
             call(address, self._token, {"kind": "due", "round": number}, TELL_SECONDS)

@@ -12,7 +12,7 @@ from gregale.islands.protocol.headers import OuterRecord
 
 
 @dataclass
-class Underway:
+class CurrentRound:
     """The current round of this island: its start, and the bytes sent and received until then."""
 
     began: float
@@ -30,23 +30,23 @@ class RoundLog:
 
     def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
         self._count, self._record = count, record
-        self._underway: Underway | None = None
+        self._current: CurrentRound | None = None
         self._waits_since: float | None = None
         self.members: tuple[str, ...] = ()
 
-    def place(self, name: str) -> float:
+    def save_offset(self, name: str) -> float:
         """Return an island's position among the members of the newest round, in [0, 1): it staggers checkpoints."""
         return self.members.index(name) / len(self.members) if name in self.members else 0.0
 
     def begin(self) -> None:
         """Note the start of a round, or of healing."""
-        self._underway = Underway(time.time(), self._count.sent, self._count.received)
+        self._current = CurrentRound(time.time(), self._count.sent, self._count.received)
 
-    def waits(self) -> None:
+    def wait_begins(self) -> None:
         """Note that the trainer starts to wait, usually for the current round."""
         self._waits_since = time.time()
 
-    def waited(self) -> None:
+    def wait_ends(self) -> None:
         """Note that the trainer continues."""
         self._count_waiting()
         self._waits_since = None
@@ -56,15 +56,15 @@ class RoundLog:
         if self._waits_since is None:
             return
         now = time.time()
-        if self._underway is not None:
-            self._underway.waiting += now - max(self._waits_since, self._underway.began)
+        if self._current is not None:
+            self._current.waiting += now - max(self._waits_since, self._current.began)
         self._waits_since = now
 
     def end(self, outer: OuterRecord, weight: float, healed: bool = False) -> None:
         """Record a committed state, with `weight` contributed tokens, or a state fetched from a peer."""
         self._count_waiting()
-        now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)
-        self._underway = None
+        now, at = time.time(), self._current or CurrentRound(time.time(), self._count.sent, self._count.received)
+        self._current = None
         self._record(
             {
                 "round": outer.round,

@@ -20,8 +20,8 @@ class RoundTimeout:
     - `max_seconds`: the upper limit, and the timeout until the first round is known
     """
 
-    def __init__(self, most_seconds: float):
-        self._most_seconds = most_seconds
+    def __init__(self, max_seconds: float):
+        self._max_seconds = max_seconds
         self._took: deque[float] = deque(maxlen=ROUNDS)
 
     def learn(self, seconds: float) -> None:
@@ -31,4 +31,4 @@ class RoundTimeout:
     @property
     def seconds(self) -> float:
         """The time after which the island no longer waits for a round."""
-        return min(self._most_seconds, LATE * median(self._took)) if self._took else self._most_seconds
+        return min(self._max_seconds, LATE * median(self._took)) if self._took else self._max_seconds

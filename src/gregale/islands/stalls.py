@@ -40,7 +40,7 @@ class Stalls:
     def _why(self) -> str:
         number = self._member.outer.round
         if number == NO_ROUND:
-            return self._member.why() or "the fleet has not begun"
+            return self._member.stall_reason() or "the fleet has not begun"
         made, needed = self._trainer.progress(number)
-        why = self._member.why() or f"this island has made {made} of the {needed} steps of a round"
+        why = self._member.stall_reason() or f"this island has made {made} of the {needed} steps of a round"
         return f"{why}; all data leased to this island is used" if self._member.handover.starved else why

@@ -35,10 +35,10 @@ class ApplyRound(NamedTuple):
 
     round: int
     weight: float
-    place: float = 0.0
+    save_offset: float = 0.0
 
     def to_wire(self) -> list[Any]:
-        return [self.round, self.weight, self.place]
+        return [self.round, self.weight, self.save_offset]
 
 
 class LoadOuterState(NamedTuple):
@@ -76,9 +76,9 @@ _KINDS: dict[str, type[TrainerCommand]] = {
 }
 
 
-def order_of(told: list[Any] | None) -> TrainerCommand | None:
+def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
     """Return the command that host 0 sent as its name and `to_wire()`; None: take a step."""
-    return None if told is None else _KINDS[told[0]](*told[1:])
+    return None if wire is None else _KINDS[wire[0]](*wire[1:])
 
 
 @dataclass
@@ -94,7 +94,7 @@ class RoundPacing:
     schedule: Schedule
     rounds: int
     lockstep: bool
-    patience_seconds: float
+    timeout_seconds: float
 
     @property
     def waits(self) -> bool:

@@ -51,15 +51,16 @@ def main(options: LighthouseOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     quorum = Quorum(options.minimum, options.join_seconds, options.heartbeat_seconds)
-    lighthouse = serve(options.bind, token, quorum, tell)
-    tell(f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}")
+    lighthouse = serve(options.bind, token, quorum, print_line)
+    address = lighthouse.address
+    print_line(f"The lighthouse listens at {address}. Islands come with --islands.lighthouse {address}")
     stopped.wait()
     lighthouse.close()
-    tell("The lighthouse is closed.")
+    print_line("The lighthouse is closed.")
     return 0
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line; ignore a closed output."""
     with suppress(OSError):
         say(line, flush=True)

@@ -50,8 +50,8 @@ from gregale.islands.protocol.ledger import LeaseReport, digest_of
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
 
-STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are excluded
-PARTING = 4  # failed reduces of a round after which half of the voters or fewer continue without the others
+EXCLUDE_AFTER = 2  # failed reduces of a round after which members that do not reach each other are excluded
+SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or fewer continue without the others
 
 
 def decide(view: View, rules: Rules) -> Decision:
@@ -63,10 +63,10 @@ def _decide(view: View, rules: Rules) -> Decision:
     headers, refused = _admitted(view.headers)
     states = [header for header in headers if header.round > NO_ROUND]
     if not states:
-        return _beginning(view, headers, refused, rules)
+        return _start(view, headers, refused, rules)
     newest = max((header.round, header.generation) for header in states)
     at_top = [header for header in states if (header.round, header.generation) == newest]
-    digest = _most(header.digest for header in at_top)
+    digest = _most_common(header.digest for header in at_top)
     current = [header for header in at_top if header.digest == digest]
     plan = _plan(view, headers, current, rules)
     return Decision(
@@ -79,7 +79,7 @@ def _decide(view: View, rules: Rules) -> Decision:
     )
 
 
-def _most(values: Iterable[str]) -> str:
+def _most_common(values: Iterable[str]) -> str:
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
 
@@ -118,13 +118,13 @@ def fingerprint(view: View) -> str:
     return digest_of(view.id, sorted((header.name, header.session, header.asked) for header in view.headers))
 
 
-def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
+def _start(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
     if len(headers) < (needed := max(rules.minimum, rules.start)):
         return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
     if any(header.healing for header in headers):
         healing = _names(header for header in headers if header.healing)
         return Decision(Wait("islands fetch a state", healing), None, frozenset(), (), refused)
-    digest = _most(header.digest for header in headers)
+    digest = _most_common(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=StartFleet(
@@ -166,7 +166,7 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
     if verdict == "commit" and best:
         return CommitAccepted(best.key, best.digest)
     if verdict == "turn":
-        return _turn(view, current, best)
+        return _new_generation(view, current, best)
     if awaited := _names(header for header in headers if header.hold_rounds):
         return Wait("islands heal more slowly than rounds are made", awaited)
     if rules.lockstep and (early := _names(header for header in current if not header.ready)):
@@ -191,13 +191,13 @@ def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
     present = [header for header in current if header.voter]
     if best is None:
         return "form"
-    here = {header.identity for header in current}
-    absent = any(member not in here for member in best.members)
-    absent_voters = sum(elector not in here for elector in best.electors)
+    present_identities = {header.identity for header in current}
+    absent = any(member not in present_identities for member in best.members)
+    absent_voters = sum(elector not in present_identities for elector in best.electors)
     holders = sum(_holds(header, best) for header in present)
     # A present voter that does not hold the result must witness that nobody committed it. So the result is reduced
     # again with it, unless absent voters may have committed it. A voter that keeps failing is no witness.
-    others = any(not _holds(header, best) and header.failures < STUBBORN for header in present)
+    others = any(not _holds(header, best) and header.failures < EXCLUDE_AFTER for header in present)
     overtaken = any(header.ballot > best.ballot for header in current)
     if 2 * holders > voters and not overtaken and (absent or not others):
         return "commit"
@@ -208,23 +208,23 @@ def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
 
 def _witnessed(current: list[Header], view: View) -> bool:
     """Return whether a voter was in all views since one that it saw, so that no others continued without it."""
-    return any(h.voter and h.failures < STUBBORN and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
+    return any(h.voter and h.failures < EXCLUDE_AFTER and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
 
 
-def _turn(view: View, current: list[Header], best: AcceptedResult | None) -> NewGeneration | Wait:
-    there = [header for header in current if best is None or _holds(header, best)]
-    voters = [header for header in there if header.voter]
+def _new_generation(view: View, current: list[Header], best: AcceptedResult | None) -> NewGeneration | Wait:
+    holders = [header for header in current if best is None or _holds(header, best)]
+    voters = [header for header in holders if header.voter]
     witness = bool(voters) and _witnessed(current, view)
     if not witness and not any(header.wait_expired for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
-    there = voters if witness else there  # a view of all voters with the old state shows that no generation began
+    holders = voters if witness else holders  # a view of all voters with the old state shows that no generation began
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        members=tuple(_peer(header) for header in there),
-        settle=CommitAccepted(best.key, best.digest) if best else None,
+        members=tuple(_peer(header) for header in holders),
+        commit=CommitAccepted(best.key, best.digest) if best else None,
         waited=not witness,
         reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
-        reports=tuple(_report(each) for each in there),
+        reports=tuple(_report(each) for each in holders),
     )
 
 
@@ -232,14 +232,14 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
     group = sorted(_reaching(current, ballot, rules.minimum), key=lambda header: header.name)
     if 2 * sum(header.voter for header in group) <= current[0].voters:
-        return _part(view, current, group, "islands do not reach one another")
+        return _split_generation(view, current, group, "islands do not reach one another")
     messages = {h.name: _size(h) for h in group if h.ready and (h.weight > 0 or h.norm is None)}
     left_out = outliers.left_out(messages, current[0].usual, rules.outlier)
     counted = {name: size for name, size in messages.items() if size and name not in left_out}
     weights = tuple(header.weight if header.name in counted else 0.0 for header in group)
     if not any(weights):
         if all(header.starved for header in group):
-            return _part(view, current, group, "no island has data left to train on")
+            return _split_generation(view, current, group, "no island has data left to train on")
         return Wait("nobody brings anything", _names(group), idle=True)
     inside = {header.identity for header in group}
     return FormGroup(
@@ -260,7 +260,7 @@ def _size(header: Header) -> outliers.Size | None:
     return None if header.norm is None else outliers.Size(float(header.norm), float(header.weight))
 
 
-def _part(view: View, current: list[Header], members: Iterable[Header], reason: str) -> NewGeneration:
+def _split_generation(view: View, current: list[Header], members: Iterable[Header], reason: str) -> NewGeneration:
     """Return a new generation of the voters among `members`, with the same state and new leases.
 
     No voter has begun a reduce by an older view, and none of these begins one by this view: so no result is lost.
@@ -268,7 +268,7 @@ def _part(view: View, current: list[Header], members: Iterable[Header], reason: 
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in members if header.voter),
-        settle=None,
+        commit=None,
         waited=False,
         reason=reason,
         reports=tuple(_report(each) for each in current),
@@ -282,19 +282,19 @@ def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
     no failure names a member, members are excluded in turn: one, then two, and so on.
     """
     group, failures = list(current), max(header.failures for header in current)
-    stubborn = {header.name for header in current if header.failures >= STUBBORN}
-    pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in stubborn}
+    failing = {header.name for header in current if header.failures >= EXCLUDE_AFTER}
+    pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in failing}
     while len(group) > minimum and (pairs := _inside(pairs, group)):
         last = [header.name for header in group if header.voter]
-        blame = Counter(name for pair in pairs for name in pair if name in stubborn and [name] != last)
+        blame = Counter(name for pair in pairs for name in pair if name in failing and [name] != last)
         if not blame:
             break
         worst = min(blame, key=lambda name: (-blame[name], name))
         group = [header for header in group if header.name != worst]
-    if len(group) == len(current) and failures >= PARTING:
-        group = _without_some(current, (failures - PARTING) // len(current), ballot, minimum)
+    if len(group) == len(current) and failures >= SPLIT_AFTER:
+        group = _without_some(current, (failures - SPLIT_AFTER) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
-    return group if 2 * voters > current[0].voters or (voters and failures >= PARTING) else list(current)
+    return group if 2 * voters > current[0].voters or (voters and failures >= SPLIT_AFTER) else list(current)
 
 
 def _inside(pairs: set[tuple[str, str]], group: list[Header]) -> set[tuple[str, str]]:

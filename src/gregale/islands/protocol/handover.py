@@ -57,6 +57,6 @@ class Handover:
         return self.snapshot is not None and self.snapshot.weight == 0
 
     @property
-    def said(self) -> bool:
+    def announced(self) -> bool:
         """Whether the trainer has announced its steps: those since its message, if it has sent one."""
         return self.old if self.sent else self.own

@@ -133,7 +133,7 @@ def _spans(value: Iterable[Sequence[object]]) -> tuple[Span, ...]:
     return spans
 
 
-def advance(ledger: Ledger, reports: Iterable[LeaseReport], lot: LeasePolicy) -> Ledger:
+def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeasePolicy) -> Ledger:
     """Return the ledger after a round that began with a view of these members.
 
     Members are served in the order of their names. Absent ones keep their leases, and no other island receives those.
@@ -150,8 +150,8 @@ def advance(ledger: Ledger, reports: Iterable[LeaseReport], lot: LeasePolicy) ->
         if report.leaving:
             store.free.extend(lease.spans)
             continue
-        if lease.left() < lot.low * report.batch:
-            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lot.size * report.batch))))
+        if lease.left() < lease_policy.low * report.batch:
+            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lease_policy.size * report.batch))))
         leases[report.name] = lease
     free = _joined(sorted(store.free))
     return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped)

@@ -59,7 +59,7 @@ class Member(MemberState):
 
     def _on_round_due(self, event: m.RoundDue) -> None:
         if event.round is not None and event.round > self.outer.round:
-            self._attentive = True
+            self._needs_view = True
         elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
             self._begin_round(own=event.round is None)
 
@@ -76,7 +76,7 @@ class Member(MemberState):
         self.handover.want()
         grace = self.timing.grace_seconds
         if grace is None:
-            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
+            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.max_grace_seconds)
         self._grace_end = self._now + grace
         self._do(m.RequestMessage(self.outer.round))
 
@@ -101,7 +101,7 @@ class Member(MemberState):
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
         # The request may have been part of a view nevertheless: this member is no witness any more.
-        self._waiting_for, self._seen, self._unheard = False, 0, event.reason
+        self._waiting_for, self._seen, self._view_error = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -111,7 +111,7 @@ class Member(MemberState):
         self._reducing = None
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        ledger = advance(self.outer.ledger, form.reports, self.rules.lot)
+        ledger = advance(self.outer.ledger, form.reports, self.rules.lease_policy)
         sizes = form.sizes_after(self.outer.sizes)
         outer = OuterRecord(
             self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes
@@ -145,14 +145,14 @@ class Member(MemberState):
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
         self._drop_round()
-        self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.from_checkpoint
+        self.outer, self._voter, self._seen, self._from_checkpoint = outer, False, 0, wanted.from_checkpoint
         self.holder = self.identity.session
-        self._in_vain, self._heal_failed = self._in_vain + 1, ""
+        self._vain_heals, self._heal_failed = self._vain_heals + 1, ""
         self._do(m.Install(outer))
-        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
+        self._needs_view, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
     def _end_healing(self) -> None:
-        self._awaited_before = self._time_awaited()
+        self._hold_time_before = self._hold_time()
         self._healing = False
 
     def _on_heal_failed(self, event: m.HealFailed) -> None:
@@ -162,7 +162,7 @@ class Member(MemberState):
         self._do(m.LogLine(f"could not heal ({event.reason}); trying again"))
 
     def _on_peers_dead(self, event: m.PeersDead) -> None:
-        self._gone |= event.identities
+        self._dead |= event.identities
 
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
@@ -177,7 +177,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._heard_at, self._unheard = self._now, ""
+        self._view_at, self._view_error = self._now, ""
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -189,8 +189,8 @@ class Member(MemberState):
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
-            self._in_vain, self._awaited_before = 0, 0.0
-            self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
+            self._vain_heals, self._hold_time_before = 0, 0.0
+            self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -207,12 +207,12 @@ class Member(MemberState):
         if isinstance(plan, FormGroup):
             self._form(view, plan)
         elif isinstance(plan, CommitAccepted):
-            self._settle(view, plan)
+            self._commit_accepted(view, plan)
         elif isinstance(plan, NewGeneration):
-            self._turn(view, plan)
+            self._begin_generation(view, plan)
         else:
-            self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lot))
-            self._rename(plan.generation, 0, plan.voters)
+            self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lease_policy))
+            self._change_generation(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
             self._do(m.LogLine(f"the fleet begins with {plan.voters} islands"))
@@ -230,7 +230,7 @@ class Member(MemberState):
 
     def _enter(self, view: View, action: m.Action) -> None:
         """Adopt a record that was agreed in `view`."""
-        self._voter, self._seen, self._attentive = True, view.id, False
+        self._voter, self._seen, self._needs_view = True, view.id, False
         self._do(action)
 
     def _form(self, view: View, plan: FormGroup) -> None:
@@ -239,9 +239,9 @@ class Member(MemberState):
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
-            self._pause_if_shut_out()
+            self._pause_if_excluded()
 
-    def _settle(self, view: View, plan: CommitAccepted) -> None:
+    def _commit_accepted(self, view: View, plan: CommitAccepted) -> None:
         if self._holds(plan):
             self._commit(view)
         else:
@@ -253,14 +253,14 @@ class Member(MemberState):
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None
         prepared, self._held = self._held, None
-        self.outer, self._fresh = prepared.outer, False
+        self.outer, self._from_checkpoint = prepared.outer, False
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter, self._attentive, self._group = not prepared.last, False, prepared.form.members
+        self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
-        self._shut_out = 0 if len(prepared.form.members) > 1 else self._shut_out
+        self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded
         self._report_left_out(prepared.form)
         if prepared.last:
             self._leave(clean=True)
@@ -273,24 +273,24 @@ class Member(MemberState):
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
-    def _turn(self, view: View, plan: NewGeneration) -> None:
-        if self._me not in plan.there:
-            self._pause_if_shut_out()
+    def _begin_generation(self, view: View, plan: NewGeneration) -> None:
+        if self._me not in plan.identities:
+            self._pause_if_excluded()
             self._seen = 0  # it lacks the committed result: the next view names the sources for healing
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
         self._do(m.LogLine(text, loud=True))
-        if plan.settle:
-            self._commit(view, plan.generation, len(plan.there))
+        if plan.commit:
+            self._commit(view, plan.generation, len(plan.identities))
         else:
-            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
-            self._rename(plan.generation, self.outer.round, len(plan.there))
+            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lease_policy))
+            self._change_generation(plan.generation, self.outer.round, len(plan.identities))
             self.handover.starved = False  # as far as this member knows: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
 
     def _catch_up(self, decision: Decision) -> None:
-        self._attentive, top = True, decision.top
+        self._needs_view, top = True, decision.top
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
@@ -304,7 +304,7 @@ class Member(MemberState):
         elif self._pauses(decision):
             self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
-            self._rename(top.generation, top.round, top.voters)
+            self._change_generation(top.generation, top.round, top.voters)
             self._voter, self._seen = False, 0
             self._do(m.Publish(self.outer))
         elif not self._healing:
@@ -315,7 +315,7 @@ class Member(MemberState):
             self._sources = decision.sources
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
-    def _rename(self, generation: Generation, round: int, voters: int) -> None:
+    def _change_generation(self, generation: Generation, round: int, voters: int) -> None:
         """Move the same state to another generation; a due round stays due."""
         self._drop_results()
         self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
@@ -342,8 +342,8 @@ class Member(MemberState):
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
-        if ready or self._held or self._attentive:
+        if ready or self._held or self._needs_view:
             self._asked += 1
-            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
+            self._view_at = self._now if math.isnan(self._view_at) else self._view_at
             self._waiting_for = True
             self._do(m.RequestView(self.header))

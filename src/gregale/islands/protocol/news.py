@@ -103,8 +103,8 @@ class News:
         return [f"No round for {now - self._progress.since:.0f} s{known}: {self._reason(asking)}."]
 
     def _reason(self, asking: Collection[str]) -> str:
-        told = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
-        reasons = [reason for reason, _ in told.most_common(1)]
+        counts = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
+        reasons = [reason for reason, _ in counts.most_common(1)]
         if self._missed:
             reasons.append(f"silent since the last round: {', '.join(sorted(self._missed))}")
         if mute := [name for name in sorted(self._sessions) if name not in asking]:

@@ -26,20 +26,20 @@ class CommitAccepted:
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """`members` begin a new generation, for this `reason`, with the held result `settle` or the same state.
+    """`members` begin a new generation, for this `reason`, with the held result `commit` or the same state.
 
     Then they get new leases of the data, by `reports`; a fleet whose members had all left has returned its data.
     """
 
     generation: Generation
     members: tuple[Peer, ...]
-    settle: CommitAccepted | None
+    commit: CommitAccepted | None
     waited: bool
     reason: str
     reports: tuple[LeaseReport, ...]
 
     @property
-    def there(self) -> frozenset[str]:
+    def identities(self) -> frozenset[str]:
         """The identities of the members."""
         return frozenset(peer.identity for peer in self.members)
 
@@ -74,7 +74,7 @@ class FormGroup:
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of each member, by identity."""
-        return {who: rank for rank, who in enumerate(self.identities)}
+        return {identity: rank for rank, identity in enumerate(self.identities)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Wait:
     """
 
     reason: str
-    who: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     lacking: bool = False
     missing: bool = False
     idle: bool = False

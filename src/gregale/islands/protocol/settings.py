@@ -24,7 +24,7 @@ class Timing:
     join_seconds: float = 2.0
     reduce_seconds: float = 5.0
     grace_seconds: float | None = None
-    most_grace_seconds: float = 10.0
+    max_grace_seconds: float = 10.0
     ping_seconds: float = 0.2
     retry_seconds: float = 0.2
     turnover_seconds: float = 8.0
@@ -46,7 +46,7 @@ WAN = Timing(
     heartbeat_seconds=10.0,
     join_seconds=3.0,
     reduce_seconds=60.0,
-    most_grace_seconds=60.0,
+    max_grace_seconds=60.0,
     ping_seconds=1.0,
     retry_seconds=1.0,
     turnover_seconds=40.0,
@@ -66,7 +66,7 @@ class Rules:
     """
 
     minimum: int = 1
-    lot: LeasePolicy = field(default_factory=LeasePolicy)
+    lease_policy: LeasePolicy = field(default_factory=LeasePolicy)
     start: int = 1
     lockstep: bool = False
     outlier: float = 10.0

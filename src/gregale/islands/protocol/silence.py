@@ -44,7 +44,7 @@ class Silence:
         said, self.line = self.line, None
         self._has_rounds, self._since = True, now
         self._next = self._late_seconds()
-        return f"Rounds go on: round {number} after {_shown(seconds)}." if said else None
+        return f"Rounds go on: round {number} after {format_seconds(seconds)}." if said else None
 
     def look(self, now: float, is_due: bool, why: Callable[[], str]) -> str | None:
         """Return the stall line that is due now, if any.
@@ -60,9 +60,9 @@ class Silence:
         if seconds < self._next:
             return None
         self._next = AGAIN * seconds
-        self.line = f"No round for {_shown(seconds)}: {why()}."
+        self.line = f"No round for {format_seconds(seconds)}: {why()}."
         return self.line
 
 
-def _shown(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -28,7 +28,7 @@ class TrainerSide:
         self._since = steps  # steps since the last message, or since the state was replaced
         self._before = 0  # steps in the current message
         self._begun: float | None = None  # the time of the current round's announcement or message
-        self._patience = RoundTimeout(pace.patience_seconds)
+        self._timeout = RoundTimeout(pace.timeout_seconds)
         self._steps, self._stepped_at = 0, now  # since the last measurement of the step time
 
     def stepped(self) -> None:
@@ -68,7 +68,7 @@ class TrainerSide:
         if isinstance(arrival, LoadOuterState):
             self._arrivals.clear()
         elif begun is not None:
-            self._patience.learn(now - begun)
+            self._timeout.learn(now - begun)
         self._arrivals.append(arrival)
 
     def arrival(self, is_last: bool) -> ApplyRound | LoadOuterState | None:
@@ -119,7 +119,7 @@ class TrainerSide:
         While it waits for the round it makes none, and it does not wait for a message that contributes nothing.
         """
         handover = self._handover
-        if number == NO_ROUND or handover.said or self._arrivals:
+        if number == NO_ROUND or handover.announced or self._arrivals:
             return False
         needed = self._pace.interval(number)
         if handover.sent and not handover.weighs_nothing:
@@ -144,4 +144,4 @@ class TrainerSide:
         # missing. After the timeout, also without any decisions (no coordinator, too few islands), the island trains
         # on, as far as its lease allows.
         late = self._since >= self._pace.interval(number + 1)
-        return late and self._begun is not None and now - self._begun < self._patience.seconds
+        return late and self._begun is not None and now - self._begun < self._timeout.seconds

@@ -14,7 +14,7 @@ from gregale.distributed.signing import is_signed, sign
 from gregale.islands.transport.signing import canonical, digest
 
 LARGEST_REPLY_BYTES = 1 << 20
-IDLE_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS
+IDLE_SECONDS = 5.0  # less than a server's IDLE_SECONDS
 
 
 class PeerUnreachable(Exception):
@@ -41,7 +41,7 @@ class PeerClient:
         self._token, self._timeout_seconds = token, timeout_seconds
         self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
         self._used = time.monotonic()
-        self._pieces: Any = None
+        self._chunks: Any = None
 
     def request(
         self,
@@ -73,21 +73,21 @@ class PeerClient:
             raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
 
-    def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
+    def open_chunks(self, chunks: Sequence[tuple[str, int]], size: int) -> bool:
         """Request chunks (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
 
         Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
         """
         try:
-            response, _ = self._send("POST", "/pieces", canonical([list(piece) for piece in pieces]))
+            response, _ = self._send("POST", "/pieces", canonical([list(chunk) for chunk in chunks]))
             if response.status == 404:
                 response.read(LARGEST_REPLY_BYTES)
                 return False
             if response.status != 200 or response.headers.get("Content-Length") != str(size):
-                raise OSError("it sends something other than the pieces that were requested")
+                raise OSError("it sends something other than the requested chunks")
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
-        self._pieces = response
+        self._chunks = response
         return True
 
     def read_into(self, target: memoryview) -> None:
@@ -98,7 +98,7 @@ class PeerClient:
         filled = 0
         try:
             while filled < len(target):
-                count = self._pieces.readinto(target[filled:])
+                count = self._chunks.readinto(target[filled:])
                 if not count:
                     raise OSError("the connection ended in the middle")
                 filled += count

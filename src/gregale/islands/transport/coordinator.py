@@ -23,13 +23,13 @@ from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.news import NO_ROUND
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
-from gregale.islands.transport.server import GREETING
+from gregale.islands.transport.server import STATUS_PATH
 from gregale.islands.transport.signing import canonical
 
 CONNECT_SECONDS = 2.0
-WAY_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
+NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
 KEPT_SECONDS = 5.0  # less than a server's IDLE_SECONDS: it closes an idle connection
-MOST_KEPT = 2
+MAX_KEPT = 2
 LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
 
@@ -71,7 +71,7 @@ class CoordinatorClient:
     def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float, session: str | None = None):
         self.address, self.name = address, name
         self._session = session or secrets.token_hex(8)
-        self._lines = Lines(address, token)
+        self._pool = ConnectionPool(address, token)
         self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
@@ -86,8 +86,8 @@ class CoordinatorClient:
         Raises CoordinatorUnreachable or CoordinatorTimeout, both of which may be retried, and NotAdmitted. A newer
         request of this member ends an older one with CoordinatorTimeout.
         """
-        question = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
-        reply = self._send("ask", question, timeout_seconds + WAY_SECONDS)
+        request = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
+        reply = self._send("ask", request, timeout_seconds + NETWORK_SECONDS)
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
@@ -109,9 +109,9 @@ class CoordinatorClient:
             return
         self._closed.set()
         self._thread.join(LAST_REQUEST_SECONDS)
-        if self._lines.has_met:
+        if self._pool.has_met:
             self._say("leave", {})
-        self._lines.close()
+        self._pool.close()
 
     def _beat(self) -> None:
         while not self._closed.wait(self._interval_seconds):
@@ -125,12 +125,12 @@ class CoordinatorClient:
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"kind": kind, "name": self.name, "session": self._session, **content}
-        reply = self._lines.request(message, wait_seconds)
+        reply = self._pool.request(message, wait_seconds)
         self._heard = time.monotonic()
         return reply
 
 
-class Lines:
+class ConnectionPool:
     """Connections to the coordinator, for several threads. Each request takes the longest idle one.
 
     So heartbeats keep all of them open, and none has to compete with unidentified connections for a slot.
@@ -179,7 +179,7 @@ class Lines:
         recipient = self._recipient
         if recipient is None:
             self.close()
-            recipient = self._recipient = self._greet()
+            recipient = self._recipient = self._fetch_recipient()
         with self._lock:
             while self._kept:
                 used, peer = self._kept.popleft()
@@ -188,11 +188,11 @@ class Lines:
                 peer.close()
         return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
 
-    def _greet(self) -> str:
+    def _fetch_recipient(self) -> str:
         """Return the random name that the server drew at its start."""
         peer = PeerClient(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
         try:
-            recipient = str(peer.request("GET", GREETING).get("recipient"))
+            recipient = str(peer.request("GET", STATUS_PATH).get("recipient"))
         finally:
             peer.close()
         self.has_met = True
@@ -200,7 +200,7 @@ class Lines:
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:
-            if len(self._kept) < MOST_KEPT:
+            if len(self._kept) < MAX_KEPT:
                 self._kept.append((time.monotonic(), peer))
                 return
         peer.close()

@@ -14,7 +14,7 @@ RETRY_SECONDS = 0.1
 JOIN_SECONDS = 0.05  # between two checks whether the group was cancelled
 
 
-def meeting_point(
+def make_gloo_store(
     distributed: Any, server: Server, group: str, hosts: Mapping[str, str], timeout_seconds: float
 ) -> Any:
     """Return a `torch.distributed.Store`: `set` sends a value to every peer's mailbox, `get` reads the own mailbox.
@@ -26,26 +26,26 @@ def meeting_point(
     names, peers = list(hosts), {name: host for name, host in hosts.items() if host != server.address}
     deadline = time.monotonic() + timeout_seconds
 
-    class MeetingPoint(distributed.Store):
+    class GlooStore(distributed.Store):
         fault = ""
 
         def set(self, key: str, value: bytes) -> None:
             server.mailbox.put(group, key, bytes(value))
             message = {"group": group, "key": key, "value": bytes(value).hex()}
-            threads = [threading.Thread(target=self._leave, args=(name, message), daemon=True) for name in peers]
+            threads = [threading.Thread(target=self._send, args=(name, message), daemon=True) for name in peers]
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_given_up(group):
+            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_cancelled(group):
                 threads[0].join(JOIN_SECONDS)
                 threads = [thread for thread in threads if thread.is_alive()]
-            if server.mailbox.is_given_up(group):
+            if server.mailbox.is_cancelled(group):
                 self.fault = "it was given up"
             if self.fault:
                 raise RuntimeError(self.fault)
 
         def get(self, key: str) -> bytes:
             value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
-            if value is None and server.mailbox.is_given_up(group):
+            if value is None and server.mailbox.is_cancelled(group):
                 self.fault = "it was given up"
                 raise RuntimeError(self.fault)
             if value is None:
@@ -57,16 +57,16 @@ def meeting_point(
             for key in keys:
                 self.get(key)
 
-        def _leave(self, name: str, message: dict) -> None:
+        def _send(self, name: str, message: dict) -> None:
             peer = peers[name]
             while True:
                 try:
                     post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
                     return
                 except (PeerUnreachable, RequestRejected) as error:
-                    if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
+                    if time.monotonic() >= deadline or server.mailbox.is_cancelled(group):
                         self.fault = str(error) if name == peer else f"{name}: {error}"
                         return
                 time.sleep(RETRY_SECONDS)
 
-    return MeetingPoint()
+    return GlooStore()

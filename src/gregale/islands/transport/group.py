@@ -33,17 +33,17 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError, install_hint
-from gregale.islands.transport.gloo_store import meeting_point
+from gregale.islands.transport.gloo_store import make_gloo_store
 from gregale.islands.transport.server import Server
 
 # Tags of a group's messages are below this one.
 SILENT_TAG = 1 << 30
-FOR_EVER = timedelta(days=1000)
+NO_TIMEOUT = timedelta(days=1000)
 # Gloo's error in all other waits when one has timed out.
 CLOSED_HERE = "Application timeout"
 LOG = logging.getLogger(__name__)  # Gloo's original errors, at debug level
 # Explanations of Gloo's errors by a part of their text; the first match counts.
-MEANINGS = {
+EXPLANATIONS = {
     "Connection closed by peer": "it closed the connection",
     "Connection reset": "it closed the connection",
     "Broken pipe": "it closed the connection",
@@ -56,7 +56,7 @@ MEANINGS = {
 }
 # Gloo's number of connection attempts, each limited by its `timeout`.
 CONNECT_TRIES = 5
-LOOK_SECONDS = 0.05  # between two checks whether a group was cancelled
+POLL_SECONDS = 0.05  # between two checks whether a group was cancelled
 MISSING = "gregale island needs the extra `islands`. " + install_hint("islands")
 
 
@@ -83,12 +83,12 @@ class Work:
         self._group.forget(self)
         if error is not None:
             is_late = "Timed out waiting" in error
-            failed = f"took more than {timeout_seconds:g} s" if is_late else f"failed: {meaning_of(error)}"
+            failed = f"took more than {timeout_seconds:g} s" if is_late else f"failed: {explain(error)}"
             reason = f"{self._what} {failed}"
             raise GroupFailed(self._group.fail_for(error, reason))
 
 
-UNDROPPED: weakref.WeakSet[Group] = weakref.WeakSet()
+OPEN_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 CONNECTING: weakref.WeakSet[Connecting] = weakref.WeakSet()
 
 
@@ -97,7 +97,7 @@ def drop_all() -> None:
     """Drop all groups at exit: a thread that returned from Gloo into an ended interpreter would abort the process."""
     for connecting in list(CONNECTING):
         connecting.join()
-    for group in list(UNDROPPED):
+    for group in list(OPEN_GROUPS):
         group.drop()
 
 
@@ -116,7 +116,7 @@ class Group:
         ]
         for watcher in self._watchers:
             watcher.start()
-        UNDROPPED.add(self)
+        OPEN_GROUPS.add(self)
 
     @classmethod
     def build(
@@ -146,8 +146,8 @@ class Group:
             timeout_seconds,
         )
         connecting.start()
-        while connecting.is_alive() and not server.mailbox.is_given_up(key):
-            connecting.join(LOOK_SECONDS)
+        while connecting.is_alive() and not server.mailbox.is_cancelled(key):
+            connecting.join(POLL_SECONDS)
         return connecting.result()
 
     def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
@@ -170,7 +170,7 @@ class Group:
             if watcher is not threading.current_thread():
                 watcher.join(5.0)
         self._under_way.clear()
-        UNDROPPED.discard(self)
+        OPEN_GROUPS.discard(self)
 
     def fail(self, reason: str) -> None:
         """Record the first reason, and close the sockets."""
@@ -209,7 +209,7 @@ class Group:
         works = []
         error = attempt(lambda: works.append(getattr(gloo, call)([tensor_of(self._torch, array)], peer, tag)))
         if error is not None:
-            self.fail(f"{what} failed: {meaning_of(error)}")
+            self.fail(f"{what} failed: {explain(error)}")
             raise GroupFailed(self.failure)
         work = Work(self, works[0], array, what)
         self._under_way.add(work)
@@ -221,7 +221,7 @@ class Group:
         if gloo is None:
             return
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
-        error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
+        error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(NO_TIMEOUT))
         del gloo
         self.fail_for(error or "", f"the connection to {self._names[peer]} has ended")
 
@@ -238,7 +238,7 @@ class Connecting(threading.Thread):
         self._key, self._rank, self._hosts, self._server = key, rank, hosts, server
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._is_left, self._group, self._error = False, None, "it was given up"
+        self._is_abandoned, self._group, self._error = False, None, "it was given up"
         CONNECTING.add(self)
 
     def run(self) -> None:
@@ -249,7 +249,7 @@ class Connecting(threading.Thread):
                 self._error = error
             else:
                 self._group = Group(made.pop(), torch, self._rank, list(self._hosts))
-            if self._is_left and self._group is not None:
+            if self._is_abandoned and self._group is not None:
                 self._group.drop()
         self._server.mailbox.forget(self._key)
         CONNECTING.discard(self)
@@ -257,17 +257,17 @@ class Connecting(threading.Thread):
     def result(self) -> Group:
         """Return the group if it is connected; otherwise abandon it and raise GroupFailed with the reason."""
         with self._lock:
-            self._is_left = True
+            self._is_abandoned = True
             if self._group is None:
                 raise GroupFailed(f"The group of {len(self._hosts)} has not come together: {self._error}")
             return self._group
 
     def _connected(self, distributed: Any) -> Any:
-        store = meeting_point(distributed, self._server, self._key, self._hosts, self._timeout_seconds)
+        store = make_gloo_store(distributed, self._server, self._key, self._hosts, self._timeout_seconds)
         made: list[Any] = []
         error = attempt(lambda: made.append(self._gloo(distributed, store)))
         if error is not None:
-            raise RuntimeError(store.fault or f"connecting failed: {meaning_of(error)}")
+            raise RuntimeError(store.fault or f"connecting failed: {explain(error)}")
         return made.pop()
 
     def _gloo(self, distributed: Any, store: Any) -> Any:
@@ -288,9 +288,9 @@ def attempt(call: Any) -> str | None:
     return None
 
 
-def meaning_of(error: str) -> str:
+def explain(error: str) -> str:
     """Return an explanation of a Gloo error, whose text has only file names and sockets."""
-    return next((meaning for words, meaning in MEANINGS.items() if words in error), "the connection broke")
+    return next((meaning for words, meaning in EXPLANATIONS.items() if words in error), "the connection broke")
 
 
 def tensor_of(torch: Any, array: np.ndarray) -> Any:

@@ -20,14 +20,14 @@ from gregale.errors import UserError
 from gregale.islands.protocol.membership import Answer, Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.listener import Rationed
+from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.signing import canonical
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
 LONGEST_NAME, LONGEST_REASON, LONGEST_WAIT_SECONDS = 100, 300, 10**6
-WHO_AT_ONCE, WHO_SECONDS = 100, 5.0  # lines about islands that come and go
+CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
 FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
@@ -56,10 +56,10 @@ class Lighthouse:
             quorum.minimum, quorum.join_seconds, quorum.heartbeat_seconds, 1 + secrets.randbelow(FIRST_IDS)
         )
         self._news, self._say = News(quorum.heartbeat_seconds), say
-        self._say_who = Rationed(say, WHO_AT_ONCE, WHO_SECONDS)
+        self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(bind, token, self._take, self._greet, say, key="bind", alias=ALIAS)
+        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -72,7 +72,7 @@ class Lighthouse:
         for each in waiting:
             each.answered.set()
 
-    def _greet(self) -> dict:
+    def _status(self) -> dict:
         return {"recipient": self._server.recipient}
 
     def _take(self, message: dict) -> dict | bytes:
@@ -124,8 +124,8 @@ class Lighthouse:
             waiting.reply = replies.setdefault(answer.view, reply_of(answer.view)) if answer.view else refusal(answer)
             waiting.answered.set()
             refused |= {answer.ask.name} if answer.refused else set()
-        self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_who)
-        self._tell(self._news.changes(self._membership.healthy, now), self._say_who)
+        self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
+        self._tell(self._news.changes(self._membership.healthy, now), self._say_change)
         self._tell(self._news.stall(self._membership.pending, now), self._say)
 
     def _tell(self, lines: list[str], say: Callable[[str], None]) -> None:

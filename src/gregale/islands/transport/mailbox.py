@@ -9,7 +9,7 @@ import time
 from gregale.islands.transport.client import RequestRejected
 
 LARGEST_VALUE_BYTES = 64 << 10
-MOST_VALUES = 4096
+MAX_VALUES = 4096
 KEPT_SECONDS = 120.0
 
 
@@ -19,7 +19,7 @@ class Mailbox:
     def __init__(self):
         self._changed = threading.Condition()
         self._values: dict[tuple[str, str], tuple[float, bytes]] = {}
-        self._given_up: set[str] = set()
+        self._cancelled: set[str] = set()
 
     def post(self, body: bytes) -> dict:
         """Store a peer's value: JSON with group, key and the value as hexadecimal digits."""
@@ -31,7 +31,7 @@ class Mailbox:
         with self._changed:
             oldest = time.monotonic() - KEPT_SECONDS
             self._values = {name: kept for name, kept in self._values.items() if kept[0] > oldest}
-            if len(value) > LARGEST_VALUE_BYTES or len(self._values) >= MOST_VALUES:
+            if len(value) > LARGEST_VALUE_BYTES or len(self._values) >= MAX_VALUES:
                 raise RequestRejected("there is no room for this value")
             self._values[group, key] = time.monotonic(), value
             self._changed.notify_all()
@@ -39,20 +39,20 @@ class Mailbox:
     def get(self, group: str, key: str, timeout_seconds: float) -> bytes | None:
         """Return the value; wait for it. None after the timeout, or if the group is cancelled."""
         with self._changed:
-            self._changed.wait_for(lambda: (group, key) in self._values or group in self._given_up, timeout_seconds)
-            kept = None if group in self._given_up else self._values.get((group, key))
+            self._changed.wait_for(lambda: (group, key) in self._values or group in self._cancelled, timeout_seconds)
+            kept = None if group in self._cancelled else self._values.get((group, key))
             return None if kept is None else kept[1]
 
-    def give_up(self, group: str) -> None:
+    def cancel(self, group: str) -> None:
         """Cancel all waits for this group's values, until `forget`."""
         with self._changed:
-            self._given_up.add(group)
+            self._cancelled.add(group)
             self._changed.notify_all()
 
-    def is_given_up(self, group: str) -> bool:
-        return group in self._given_up
+    def is_cancelled(self, group: str) -> bool:
+        return group in self._cancelled
 
     def forget(self, group: str) -> None:
         with self._changed:
-            self._given_up.discard(group)
+            self._cancelled.discard(group)
             self._values = {name: kept for name, kept in self._values.items() if name[0] != group}

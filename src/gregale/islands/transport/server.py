@@ -33,10 +33,10 @@ from typing import Any, cast
 from gregale.distributed.signing import is_signed, sign
 from gregale.errors import UserError
 from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
-from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
+from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
 from gregale.islands.transport.signing import canonical, digest
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, piece_span
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, chunk_span
 
 __all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
 
@@ -45,7 +45,7 @@ POLL_SECONDS = 0.2  # between two checks whether the server was closed
 SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
-GREETING = "/status"
+STATUS_PATH = "/status"
 
 
 class Server:
@@ -75,8 +75,8 @@ class Server:
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
-        self.shelf, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
-        self.nonces, self.complain = Nonces(), Rationed(complain)
+        self.outer, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
+        self.nonces, self.complain = Nonces(), RateLimitedLines(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
             self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
@@ -90,7 +90,7 @@ class Server:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Replace the served state. A joiner that has begun with the previous one may finish it."""
-        self.shelf.publish(snapshot)
+        self.outer.publish(snapshot)
 
     def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
         return Handler(request, client_address, listener, self)
@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
-    timeout = PATIENCE_SECONDS
+    timeout = IDLE_SECONDS
     server: Listener
     nonce = ""
 
@@ -141,8 +141,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(
             {
-                "/manifest": lambda body: self._manifest(self.owner.shelf, 0.0),
-                "/manifest/settled": lambda body: self._manifest(self.owner.shelf, SETTLE_SECONDS),
+                "/manifest": lambda body: self._manifest(self.owner.outer, 0.0),
+                "/manifest/settled": lambda body: self._manifest(self.owner.outer, SETTLE_SECONDS),
                 "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
                 "/status": lambda body: self.owner.status(),
             }
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self._read_signed()
             if (self.command, self.path) == ("POST", "/pieces"):
-                self._send_pieces(body)
+                self._send_chunks(body)
                 return
             if self.path not in routes:
                 raise RequestRejected("there is nothing at this path")
@@ -165,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
             self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
-        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+        self.server.set_deadline(self.connection, IDLE_SECONDS)
 
     def _read_signed(self) -> bytes:
         """Return the body of a request with the token's signature; raise RequestRejected."""
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
         is_last, self.close_connection = self.close_connection, True  # until the request has passed all checks
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
         signed = (self.command, self.path, moment, nonce, hashed)
-        names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
+        names = (owner.recipient, owner.alias) if owner.alias and self.path == STATUS_PATH else (owner.recipient,)
         signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
         if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
             raise RequestRejected(
@@ -196,10 +196,10 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = is_last
         return body
 
-    def _manifest(self, shelf: SnapshotStore, wait_seconds: float) -> dict:
+    def _manifest(self, store: SnapshotStore, wait_seconds: float) -> dict:
         # Hashing a large state takes time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = shelf.manifest(wait_seconds)
+        manifest = store.manifest(wait_seconds)
         if manifest is None:
             raise RequestRejected("there is no state here yet")
         return manifest
@@ -211,17 +211,17 @@ class Handler(BaseHTTPRequestHandler):
             raise RequestRejected("a message is a JSON object")
         return self.owner.on_message(message)
 
-    def _send_pieces(self, body: bytes) -> None:
+    def _send_chunks(self, body: bytes) -> None:
         """Reply with the requested chunks; one request has many of them, so that the link never idles."""
-        shelf, arrays = self.owner.shelf, None
+        store, arrays = self.owner.outer, None
         try:
             wanted = [(str(name), int(index)) for name, index in json.loads(body)]
-            for shelf in (self.owner.shelf, self.owner.inner):
-                if (arrays := shelf.lend({name for name, _ in wanted})) is not None:
+            for store in (self.owner.outer, self.owner.inner):
+                if (arrays := store.lend({name for name, _ in wanted})) is not None:
                     break
-            spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
+            spans = [chunk_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
         except (TypeError, ValueError) as error:
-            raise RequestRejected(f"pieces are requested as a list of [hash, index] ({error})") from None
+            raise RequestRejected(f"chunks are requested as a list of [hash, index] ({error})") from None
         if arrays is None:
             self._reply(404, canonical({"refused": "an array is not here any more"}))
             return
@@ -229,13 +229,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            shelf.keep(name, arrays[name])
+            store.keep(name, arrays[name])
             self._send_all(bytes_of(arrays[name])[start:stop])
-        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+        self.server.set_deadline(self.connection, IDLE_SECONDS)
 
     def _send_all(self, content: bytes | memoryview) -> None:
         for offset in range(0, len(content), SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.server.set_deadline(self.connection, 2 * IDLE_SECONDS)
             self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:

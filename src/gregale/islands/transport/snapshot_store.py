@@ -16,7 +16,7 @@ import numpy as np
 
 from gregale.islands.transport.signing import digest
 
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 # A joiner may finish a previous snapshot; after this time without a request it has gone.
 LEASE_SECONDS = 10.0
 FORMER_SNAPSHOTS = 2
@@ -45,21 +45,21 @@ def bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def piece_hashes(array: np.ndarray) -> list[str]:
+def chunk_hashes(array: np.ndarray) -> list[str]:
     content = bytes_of(array)
-    return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+    return [digest(content[start : start + CHUNK_BYTES]) for start in range(0, len(content), CHUNK_BYTES)]
 
 
-def piece_span(size: int, index: int) -> tuple[int, int]:
+def chunk_span(size: int, index: int) -> tuple[int, int]:
     """Return the first byte of a chunk of an array of `size` bytes, and the end of the chunk. Raises ValueError."""
-    start = index * PIECE_BYTES
+    start = index * CHUNK_BYTES
     if not 0 <= start < size:
-        raise ValueError(f"an array of {size} bytes has no piece {index}")
-    return start, min(start + PIECE_BYTES, size)
+        raise ValueError(f"an array of {size} bytes has no chunk {index}")
+    return start, min(start + CHUNK_BYTES, size)
 
 
-def leaf_hash(pieces: list[str]) -> str:
-    return digest("".join(pieces).encode())
+def leaf_hash(chunks: list[str]) -> str:
+    return digest("".join(chunks).encode())
 
 
 @dataclass
@@ -164,11 +164,11 @@ class SnapshotStore:
         known, hashes = self._hashes, {}
         leaves, arrays = {}, {}
         for name, leaf in snapshot.leaves.items():
-            array, pieces = known.get(name, (None, []))
+            array, chunks = known.get(name, (None, []))
             if array is not leaf.array:
-                pieces = piece_hashes(leaf.array)
-            hashes[name] = leaf.array, pieces
-            hashed = leaf_hash(pieces)
+                chunks = chunk_hashes(leaf.array)
+            hashes[name] = leaf.array, chunks
+            hashed = leaf_hash(chunks)
             arrays[hashed] = leaf.array
             leaves[name] = {
                 "dtype": leaf.array.dtype.name,
@@ -176,13 +176,13 @@ class SnapshotStore:
                 "version": leaf.version,
                 "bytes": leaf.array.nbytes,
                 "hash": hashed,
-                "pieces": pieces,
+                "pieces": chunks,
             }
         self._hashes = hashes
         manifest = {
             "generation": snapshot.generation,
             "round": snapshot.round,
-            "piece_bytes": PIECE_BYTES,
+            "piece_bytes": CHUNK_BYTES,
             "leaves": leaves,
             "facts": snapshot.facts,
         }

@@ -123,8 +123,8 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)
-        if remark := config.sync.remark_on_rounds(config.steps):
-            console.message(remark)
+        if warning := config.sync.remark_on_rounds(config.steps):
+            console.message(warning)
         return train(setup, corpus, run, checkpoints, console, token)
 
 
@@ -150,14 +150,14 @@ def train(
     with StopRequest(insist=end_soon) as stop:
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
-            sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-            stack.callback(sides.close)
+            resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
+            stack.callback(resources.close)
             console.begin(config.steps, start.step)
             info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
             status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
             status.state = "joining"
             trackers = Trackers([status], flush=status.trackers.flush)
-            loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(trackers, console.message))
+            loop = IslandLoop(resources, setup, corpus, run, checkpoints, Observers(trackers, console.message))
             step = loop.run(start, stop)
             status.state = "complete" if loop.complete else "left"
         checkpoints.wait()
@@ -171,7 +171,7 @@ def train(
     return 0
 
 
-def joined(
+def join(
     setup: Setup,
     corpus: Corpus,
     run: RunDirectory,
@@ -193,9 +193,9 @@ def joined(
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
-        record = by_all(lambda: restored(outer, folder, saved["round"]))
+        record = run_on_all(lambda: restore(outer, folder, saved["round"]))
         digest = joint_digest(messages_of_all(outer.digest))
-        by_all(lambda: check_restored(record, digest, folder))
+        run_on_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
@@ -204,14 +204,14 @@ def joined(
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
-    rehearse(setup, start.state, outer)
+    compile_programs(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
         return IslandResources(outer, follower, folder, seen)
-    hands = HostGroup(
+    hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
     write_bytes(run.path / ADDRESS, server.address.encode())
@@ -220,9 +220,9 @@ def joined(
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
-    lot = LeasePolicy(size=held, low=-(-held // 2))
+    lease_policy = LeasePolicy(size=held, low=-(-held // 2))
     rules, used = (
-        Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
+        Rules(islands.minimum, lease_policy, islands.start, islands.lockstep, islands.outlier_factor),
         saved["used"] if saved else 0,
     )
     recorder = Recorder(run.path, record.round, say)
@@ -231,7 +231,7 @@ def joined(
         coordinator=CoordinatorClient(
             str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session
         ),
-        worker=hands,
+        worker=hosts,
         leases=DataLeases(islands.own_name, holder, config.batch.size, used),
         pace=pace,
         token=token,
@@ -259,7 +259,7 @@ def outer_folder(run: RunDirectory) -> StoragePath:
     return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
-def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
+def restore(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
     """Load the saved outer state of a round; return its record. Raises `UserError` if it cannot be used."""
     read = outer_checkpoint.read(folder, number)
     try:
@@ -284,7 +284,7 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
     return record
 
 
-def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
+def compile_programs(setup: Setup, state: TrainState, outer: HostOuter) -> None:
     """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
     island = setup.method
     assert isinstance(island, Island)
@@ -299,7 +299,7 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
 
 
-def by_all(action: Callable[[], T]) -> T:
+def run_on_all(action: Callable[[], T]) -> T:
     """Return the result of `action` in this process; if it fails in any process, raise `UserError` in all."""
     done, failed = None, None
     try:

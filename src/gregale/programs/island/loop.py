@@ -49,7 +49,7 @@ class IslandResources:
     """
 
     outer: HostOuter
-    guide: Driver | Follower
+    controller: Driver | Follower
     folder: StoragePath
     seen: list[float]
     record: Recorder | None = None
@@ -61,7 +61,7 @@ class IslandResources:
 
     def close(self) -> None:
         """Leave the fleet."""
-        self.guide.close()
+        self.controller.close()
         if self.record is not None:
             self.record.close()
 
@@ -69,31 +69,31 @@ class IslandResources:
 class IslandLoop(Loop):
     """The training loop of an island. It ends after the fleet's last round, or when the island has left the fleet."""
 
-    def __init__(self, sides: IslandResources, *arguments):
+    def __init__(self, resources: IslandResources, *arguments):
         super().__init__(*arguments)
-        self._sides = sides
-        self._turns = CheckpointStagger(self._setup.config.checkpoint.every, sides.guide.pace.schedule)
+        self._resources = resources
+        self._stagger = CheckpointStagger(self._setup.config.checkpoint.every, resources.controller.pace.schedule)
 
     def run(self, start: Start, stop: StopRequest) -> int:
         """Train until the fleet is complete, or until a stop is requested; return the number of steps.
 
         `complete` is true in the first case. The state is saved in both cases.
         """
-        config, setup, guide = self._setup.config, self._setup, self._sides.guide
+        config, setup, controller = self._setup.config, self._setup, self._resources.controller
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
-        stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
+        stepper = IslandStepper(setup, self._resources.outer, controller, self._resources.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
-            with LeasedBatches(self._corpus.train, placement, guide.take) as batches:
+            with LeasedBatches(self._corpus.train, placement, controller.take) as batches:
                 state, finish = stepper.follow(state)
                 log.restart()
                 while finish is None:
                     if stop.agreed(step) and not leaving:
                         leaving = True
-                        guide.leave()
+                        controller.leave()
                         state, finish = stepper.follow(state)
                         continue
                     with self._spent.on("data_seconds"):
@@ -101,9 +101,9 @@ class IslandLoop(Loop):
                     if batch is None:  # all leased data is used
                         state, finish = stepper.follow(state, starved=True)
                         continue
-                    figures = self._inspected(setup.method, state, batch, stepper.step + 1, log)
+                    metrics = self._inspected(setup.method, state, batch, stepper.step + 1, log)
                     state, report = stepper(state, batch)
-                    log.took(stepper.step, report, figures)
+                    log.took(stepper.step, report, metrics)
                     state, finish = stepper.follow(state)
                     step = stepper.step
                     if finish is None:  # otherwise the end of the run saves, below
@@ -115,7 +115,7 @@ class IslandLoop(Loop):
             raise UserError(f"All {step} steps were skipped: in none of them were loss and gradient finite. {HELP}")
         self.complete = finish is not None and finish.complete
         if self.complete:
-            state = stepper.all_of_theta(state)
+            state = stepper.with_outer_parameters(state)
         self._checkpoints.outdate(step)  # a round may have ended since, if the island was out of data
         self._save_all(stepper, state, step, traffic, consumed)
         if self.complete:
@@ -136,7 +136,7 @@ class IslandLoop(Loop):
         """Evaluate and save if due."""
         config = self._setup.config
         evaluates = config.evaluation.every is not None and step % config.evaluation.every == 0
-        saves = self._turns.is_due(stepper.arrived, stepper.place)
+        saves = self._stagger.is_due(stepper.arrived, stepper.save_offset)
         if not (evaluates or saves):
             return
         log.catch_up()
@@ -151,8 +151,8 @@ class IslandLoop(Loop):
         self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: DataPosition
     ) -> None:
         """Save both states: the outer one, which is in memory already, then the inner one in the background."""
-        sides, guide, method = self._sides, self._sides.guide, self._setup.method
-        outer, moment = guide.side
+        resources, controller, method = self._resources, self._resources.controller, self._setup.method
+        outer, moment = controller.side
         if outer is None or step == 0:
             return
         counted = {
@@ -161,22 +161,23 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
-                "steps": guide.undecided_steps,
-                "holder": guide.holder,
-                "used": guide.used(stepper.batches),
+                "steps": controller.undecided_steps,
+                "holder": controller.holder,
+                "used": controller.used(stepper.batches),
                 "complete": self.complete,
             },
         }
 
-        def beside() -> None:
-            outer_checkpoint.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
-            outer_checkpoint.write(sides.folder, outer, sides.outer.leaves(moment), sides.outer.own_leaves(moment))
+        def save_outer() -> None:
+            outer_checkpoint.keep_only(resources.folder, rounds_of(self._checkpoints) | {outer.round})
+            leaves, own_leaves = resources.outer.leaves(moment), resources.outer.own_leaves(moment)
+            outer_checkpoint.write(resources.folder, outer, leaves, own_leaves)
             self._observers.trackers.flush()
-            sides.flush()
+            resources.flush()
 
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
         with self._spent.on("saving_seconds"):
-            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
+            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, save_outer)
 
 
 def rounds_of(checkpoints: Checkpoints) -> set[int]:
@@ -265,7 +266,7 @@ class CheckpointStagger:
         self._every, self._schedule = every, schedule
         self._last: int | None = None  # number of the last turn
 
-    def is_due(self, arrived: int | None, place: float) -> bool:
+    def is_due(self, arrived: int | None, offset: float) -> bool:
         """Return whether it is this island's turn, and take the turn; call it after each step.
 
         - `arrived`: the newest round in its parameters; None: none yet
@@ -273,8 +274,8 @@ class CheckpointStagger:
         """
         if self._every is None or arrived is None:
             return False
-        turn = math.floor(self._schedule.round_step(arrived) / self._every - place)
-        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - place)
+        turn = math.floor(self._schedule.round_step(arrived) / self._every - offset)
+        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - offset)
         last = last if self._last is None else self._last
         self._last = max(turn, last)
         return turn > last

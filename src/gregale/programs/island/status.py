@@ -36,12 +36,12 @@ class StatusTracker:
             self._began, self._lost_before = time.monotonic(), self._lost()
         self._step, self.state = step, "training"
         self._values |= {name: values[name] for name in ("loss", "tokens_per_second", "eval_loss") if name in values}
-        self.trackers.log(step, {**values, **self.figures()} if "loss" in values else values)
+        self.trackers.log(step, {**values, **self.metrics()} if "loss" in values else values)
 
     def close(self) -> None:
         """Do nothing: the trackers are closed where they were opened."""
 
-    def figures(self) -> dict[str, float | int]:
+    def metrics(self) -> dict[str, float | int]:
         """Return the metrics of the fleet's rounds for this island.
 
         `goodput`: the share of the time since the first step in which it neither waited for the network nor healed.
@@ -65,10 +65,10 @@ class StatusTracker:
 
     def status(self) -> dict[str, Any]:
         """Return the newest metrics, with the names of the members."""
-        told = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
+        fixed = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
         driver = self._driver
         members, stalled = (list(driver.members), driver.stalls.line) if driver is not None else ([], None)
-        return {**told, **self.figures(), "members": members, "stalled": stalled, **self._values}
+        return {**fixed, **self.metrics(), "members": members, "stalled": stalled, **self._values}
 
     def on_message(self, message: dict) -> dict:
         """Handle a peer's message; raise RequestRejected for one that this version does not know."""
@@ -76,7 +76,7 @@ class StatusTracker:
             self._driver.post(RoundDue(message["round"]))
             return {}
         if message.get("kind") == "host" and self._driver is not None:
-            return self._driver.worker.heard(message)
+            return self._driver.worker.handle(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()
         raise RequestRejected("unknown message")

@@ -33,20 +33,20 @@ class IslandStepper:
     - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, guide: Driver | Follower, seen: list[float], step: int):
+    def __init__(self, setup: Setup, outer: HostOuter, controller: Driver | Follower, seen: list[float], step: int):
         """Create the stepper.
 
         - `seen`: tokens by fragment since this island last contributed to it
         - `step`: steps done before
         """
         assert isinstance(setup.method, Island)
-        self._island, self._outer, self._guide = setup.method, outer, guide
+        self._island, self._outer, self._controller = setup.method, outer, controller
         self._step = setup.stepper()
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
         self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
         self.step, self.batches = step, 0
         self.arrived: int | None = None
-        self.place = 0.0
+        self.save_offset = 0.0
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepReport]:
         """Take the next step; the incoming state is donated."""
@@ -54,7 +54,7 @@ class IslandStepper:
         state, report = self._step(state, batch, self.step)
         self._seen = _add(self._seen, report.metrics.weight)
         self.batches += 1
-        self._guide.stepped()
+        self._controller.stepped()
         return state, report
 
     def follow(self, state: TrainState, starved: bool = False) -> tuple[TrainState, Finish | None]:
@@ -62,25 +62,25 @@ class IslandStepper:
 
         - `starved`: no data is leased, so it executes commands until there is data
         """
-        while (order := self._guide.order(starved)) is not None:
+        while (order := self._controller.order(starved)) is not None:
             match order:
                 case SendMessage(number):
                     self._depart(state, number)
-                case ApplyRound(number, weight, place):
-                    self.place = place
+                case ApplyRound(number, weight, save_offset):
+                    self.save_offset = save_offset
                     state = self._arrive(state, number, weight)
                 case LoadOuterState(number, inherits):
-                    inner = self._guide.inherited() if inherits else None
-                    state = self._taken_over(self.all_of_theta(state), inner)
+                    inner = self._controller.inherited() if inherits else None
+                    state = self._taken_over(self.with_outer_parameters(state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
                 case CopyInnerState():
-                    self._guide.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
+                    self._controller.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
                 case Finish():
                     return state, order
         return state, None
 
-    def all_of_theta(self, state: TrainState) -> TrainState:
+    def with_outer_parameters(self, state: TrainState) -> TrainState:
         """Return the state with the outer parameters in place of its own."""
         for index in range(self._island.schedule.fragments):
             state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
@@ -94,7 +94,7 @@ class IslandStepper:
         """Return the state with a peer's inner optimizer and step count, or with its own optimizer, made finite."""
         if inner is None:
             psdp = state.method.psdp
-            sharded, gathered = without_holes((psdp.sharded, psdp.gathered))
+            sharded, gathered = without_nonfinite((psdp.sharded, psdp.gathered))
             return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
@@ -103,14 +103,14 @@ class IslandStepper:
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
-        theta = self._outer.theta(index, self._guide.side.moment)
+        theta = self._outer.theta(index, self._controller.side.moment)
         messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
         self._errors = {number: error}
         norm = self._island.norm(state.method, theta, self._island.fragment(index))
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
         down = partial(_down, messages, self._seen[index], norm)
-        self._guide.message_sent(number, down, self._guide.used(self.batches))
+        self._controller.message_sent(number, down, self._controller.used(self.batches))
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         self.arrived = number
@@ -122,7 +122,7 @@ class IslandStepper:
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
     def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
-        theta = self._outer.theta(index, self._guide.side.moment)
+        theta = self._outer.theta(index, self._controller.side.moment)
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 
@@ -132,7 +132,7 @@ def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) ->
 
 
 @partial(jax.jit, donate_argnums=0)
-def without_holes(optimizer: Tree) -> Tree:
+def without_nonfinite(optimizer: Tree) -> Tree:
     """Return an optimizer's state with 0 in place of values that are not finite, after a divergence."""
 
     def finite(array: jax.Array) -> jax.Array:

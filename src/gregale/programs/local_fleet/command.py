@@ -25,7 +25,7 @@ from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is
 from gregale.web.files import write_page
 
 POLL_SECONDS = 0.5
-SHORT = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # short retries of a store, so that signals are handled soon
+SHORT_RETRIES = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # so that signals are handled soon
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fleet:
         self._token = folder / "token"
         make_token(self._token)
         self._stopped: str | None = None
-        self._config = self._written(config)
+        self._config = self._write_config(config)
         self._members: list[Member] = []
         self._lighthouse: LighthouseHandle | None = None
         self._name = config.name
@@ -79,7 +79,7 @@ class Fleet:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
-        return self._tell()
+        return self._finish()
 
     def end(self) -> None:
         """End the running processes, the islands first."""
@@ -93,7 +93,7 @@ class Fleet:
             raise KeyboardInterrupt
         self._stopped = signal.Signals(number).name
 
-    def _written(self, config: TrainConfig) -> Path:
+    def _write_config(self, config: TrainConfig) -> Path:
         """Write the configuration of all islands to a file; return its path."""
         path = self._folder / "config.yaml"
         number = max(config.islands.start, self._options.count)  # all of them are started at once
@@ -108,13 +108,13 @@ class Fleet:
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
         for name in names:
-            self._members.append(self._started(name))
+            self._members.append(self._start_island(name))
         self._screen.message(
             f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
             f"What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, name: str) -> Member:
+    def _start_island(self, name: str) -> Member:
         assert self._lighthouse is not None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
@@ -131,25 +131,25 @@ class Fleet:
     def _watch(self) -> None:
         """Show the fleet until all islands have ended."""
         seconds = STORE_SECONDS if isinstance(self._runs, ObjectPath) else SECONDS
-        told: set[str] = set()
+        reported: set[str] = set()
         asked, shown = False, time.monotonic()
         while any(member.process.poll() is None for member in self._members):
             if self._stopped and not asked:
                 asked = True
                 self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
                 _signal_all(self._members, signal.SIGTERM)
-            self._tell_ended(told)
+            self._report_ended(reported)
             if time.monotonic() - shown >= seconds:
                 shown = time.monotonic()
                 self._show()
             time.sleep(POLL_SECONDS)
         self._show(is_last=True)
-        self._tell_ended(told)
+        self._report_ended(reported)
 
     def _show(self, is_last: bool = False) -> None:
         """Show the runs that have begun."""
         for member in self._members:
-            path = replace(member.run, patience=SHORT) if isinstance(member.run, ObjectPath) else member.run
+            path = replace(member.run, patience=SHORT_RETRIES) if isinstance(member.run, ObjectPath) else member.run
             run = RunPaths(path)
             with suppress(StoreError):  # the store is unavailable for now
                 if member.name not in self._followers and run.metrics.is_file():
@@ -157,13 +157,13 @@ class Fleet:
         if snapshots := looks(self._followers.values(), self._screen):
             self._screen.show(snapshots, is_last)
 
-    def _tell_ended(self, told: set[str]) -> None:
+    def _report_ended(self, reported: set[str]) -> None:
         """Report once how each island has ended."""
         for member in self._members:
             code = member.process.poll()
-            if code is None or member.name in told:
+            if code is None or member.name in reported:
                 continue
-            told.add(member.name)
+            reported.add(member.name)
             if code < 0:
                 self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
             elif code and not self._stopped:
@@ -171,7 +171,7 @@ class Fleet:
             else:
                 self._screen.message(f"{member.name}: {member.last_lines(1)}")
 
-    def _tell(self) -> int:
+    def _finish(self) -> int:
         codes = [member.process.returncode for member in self._members]
         try:
             if histories := [read_history(follower.run) for follower in self._followers.values()]:

@@ -48,7 +48,7 @@ class Member:
 def end_of(output: Path, count: int = 3) -> str:
     """Return the end of a process's output: its error without the prefix, otherwise its last `count` lines."""
     lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
+    errors = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
     found = lines[errors[-1] :] if errors else lines[-count:]
     return " ".join(found).removeprefix(_ERROR)
 
