@@ -45,10 +45,10 @@ def needs_root() -> None:
         pytest.skip(str(error))
 
 
-def sent(network: Network, count: int, patience_seconds: float, before=lambda: None) -> str:
+def sent(network: Network, count: int, timeout_seconds: float, before=lambda: None) -> str:
     """What the second site says of `count` bytes from the first."""
     to, origin = network.sites[1], network.sites[0]
-    receive = [*to.command, sys.executable, "-c", RECEIVE, to.address, str(patience_seconds)]
+    receive = [*to.command, sys.executable, "-c", RECEIVE, to.address, str(timeout_seconds)]
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "listens\n"

@@ -33,12 +33,14 @@ def test_batches_are_taken_in_the_order_of_the_lease():
 @pytest.mark.parametrize("seed", range(20))
 def test_two_islands_never_take_the_same_example(seed):
     """Rounds at random moments, with what was trained on reported late: batches are made ahead of time."""
-    source, lot = random.Random(seed), LeasePolicy(8 * BATCH, 4 * BATCH)
+    source, lease_policy = random.Random(seed), LeasePolicy(8 * BATCH, 4 * BATCH)
     islands = {name: DataLeases(name, name, BATCH) for name in "ab"}
     trained, taken, seen = dict.fromkeys(islands, 0), dict.fromkeys(islands, 0), set()
     ledger = Ledger()
     for _ in range(60):
-        ledger = advance(ledger, [LeaseReport(n, n, each.used_after(trained[n])) for n, each in islands.items()], lot)
+        ledger = advance(
+            ledger, [LeaseReport(n, n, each.used_after(trained[n])) for n, each in islands.items()], lease_policy
+        )
         for name, leases in islands.items():
             leases.update(ledger, name)
             for _ in range(source.randrange(5)):

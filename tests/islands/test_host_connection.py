@@ -76,20 +76,20 @@ class Recorded:
 
 @pytest.fixture
 def island():
-    """All hands of two hosts, their workers, and the follower."""
+    """All hosts of two hosts, their workers, and the follower."""
     workers: Any = Recorded("0"), Recorded("1")
-    hands = HostGroup(workers[0], [RemoteHost(1)])
-    workers[0].server = server = Server("127.0.0.1", b"a token", hands.heard)
+    hosts = HostGroup(workers[0], [RemoteHost(1)])
+    workers[0].server = server = Server("127.0.0.1", b"a token", hosts.handle)
     follower = Follower(workers[1], HostConnection(server.address, b"a token", 1), PACE)
     follower.start()
-    yield hands, workers, follower
-    hands.close()
+    yield hosts, workers, follower
+    hosts.close()
     follower.close()
     server.close()
 
 
 def test_the_others_are_told_the_same_in_the_same_order(island):
-    hands, _, follower = island
+    hosts, _, follower = island
     orders = [
         SendMessage(3),
         None,
@@ -100,18 +100,18 @@ def test_the_others_are_told_the_same_in_the_same_order(island):
         Finish(complete=True),
     ]
     for order in orders:
-        hands.ordered(order)
-        hands.granted(None if order is None else len(order))
+        hosts.ordered(order)
+        hosts.granted(None if order is None else len(order))
     assert [follower.order() for _ in orders] == orders
     assert [follower.take() for _ in orders] == [1, None, 3, 0, 2, 2, 1]
 
 
 def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
     """A round that is committed while the other host's trainer is late does not change what it mixes in."""
-    hands, _, follower = island
+    hosts, _, follower = island
     for _ in range(3):
-        hands.commit("key", seed("d"))
-        hands.ordered(ApplyRound(0, 1.0))
+        hosts.commit("key", seed("d"))
+        hosts.ordered(ApplyRound(0, 1.0))
     found = []
     for _ in range(3):
         follower.order()
@@ -120,21 +120,21 @@ def test_an_order_comes_with_the_outer_side_of_its_place_in_the_stream(island):
 
 
 def test_a_reduce_is_that_of_all_hosts(island):
-    hands, (own, other), _ = island
-    digest = hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    hosts, (own, other), _ = island
+    digest = hosts.reduce("key", 4, PEERS, [1.0, 2.0], "a")
     assert digest == joint_digest(["digest of 0", "digest of 1"])
     assert own.log == other.log == [("reduce", "key", 4, PEERS, (1.0, 2.0), "a")]
-    assert hands.count.sent == 10, "bytes of all hosts"
+    assert hosts.count.sent == 10, "bytes of all hosts"
 
 
 @pytest.mark.parametrize("error", [GroupFailed("cut"), NotFinite("nan")])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number):
-    hands, workers, _ = island
+    hosts, workers, _ = island
     workers[number].fails = [error]
     with pytest.raises(type(error)):
-        hands.reduce("key", 4, PEERS, [1.0, 2.0], "a")
-    hands.reduce("next", 4, PEERS, [1.0, 2.0], "a")  # what was told before is done
+        hosts.reduce("key", 4, PEERS, [1.0, 2.0], "a")
+    hosts.reduce("next", 4, PEERS, [1.0, 2.0], "a")  # what was told before is done
     for worker in workers:
         done = [each[0] for each in worker.log]
         assert ("discard", "key") in worker.log
@@ -143,47 +143,47 @@ def test_a_reduce_that_fails_on_one_host_is_dropped_on_all(island, error, number
 
 
 def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
-    hands, (own, other), follower = island
-    waiting = Thread(target=lambda: hands.took(4, {"w|0": np.zeros(1)}))
+    hosts, (own, other), follower = island
+    waiting = Thread(target=lambda: hosts.store_messages(4, {"w|0": np.zeros(1)}))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
     follower.message_sent(4, lambda: Down({}, 1.0, 1.0), 0)
     waiting.join(10)
     assert not waiting.is_alive()
-    assert own.log[0][:2] == other.log[0][:2] == ("took", 4)
+    assert own.log[0][:2] == other.log[0][:2] == ("store_messages", 4)
 
 
 def test_hosts_fetch_again_until_they_have_the_same_round(island):
-    hands, (own, other), _ = island
+    hosts, (own, other), _ = island
     own.rounds, other.rounds = [7, 9], [8, 9]
-    assert hands.heal(PEERS, True).outer.round == 9
+    assert hosts.heal(PEERS, True).outer.round == 9
     own.rounds, other.rounds = [10], [11]
     with pytest.raises(TransferFailed, match=r"different states, of rounds \[10, 11\]"):
-        hands.heal(PEERS, True)
+        hosts.heal(PEERS, True)
 
 
 def test_arrays_that_are_not_those_of_their_record_are_taken_from_another_source(island):
     """The digest of a record is of the arrays of all hosts: a host alone could not tell."""
-    hands, (own, other), _ = island
+    hosts, (own, other), _ = island
     other.digests = {"a": "changed"}
-    assert hands.heal(PEERS, True).outer.round == 7
+    assert hosts.heal(PEERS, True).outer.round == 7
     assert own.log == other.log == [("fetch", "a", "b"), ("fetch", "a"), ("fetch", "b")]
     other.digests["b"] = "changed too"
     with pytest.raises(TransferFailed, match="round 7 of b have the digest"):
-        hands.heal(PEERS, True)
+        hosts.heal(PEERS, True)
 
 
 def test_a_record_that_is_garbage_on_one_host_is_another_sources(island):
-    hands, (_, other), _ = island
+    hosts, (_, other), _ = island
     other.fails = [DigestMismatch("garbage"), None]
-    assert hands.heal(PEERS, True).outer.round == 7
+    assert hosts.heal(PEERS, True).outer.round == 7
 
 
 def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(island):
-    hands, (own, _), follower = island
+    hosts, (own, _), follower = island
     for number in range(20):
-        hands.granted(number)
+        hosts.granted(number)
         if number % 5 == 0:
             own.server._http.end_all()
     assert [follower.take() for _ in range(20)] == list(range(20))
@@ -191,10 +191,10 @@ def test_what_host_0_says_comes_once_and_in_order_whatever_connections_break(isl
 
 def test_what_a_host_says_twice_counts_once():
     host = RemoteHost(1)
-    answer = host.ask("reduce", [])
-    assert host.heard({"have": 0})["told"] == host.heard({"have": 0})["told"] != []
+    answer = host.request("reduce", [])
+    assert host.handle({"have": 0})["told"] == host.handle({"have": 0})["told"] != []
     said = {"number": 0, "ask": 0, "value": "digest"}
-    assert host.heard(said) == host.heard(said) == {}
+    assert host.handle(said) == host.handle(said) == {}
     assert answer.result() == said
 
 

@@ -60,12 +60,12 @@ def test_a_state_that_changed_after_its_commit_is_taken_from_another_source(make
     assert at_round(spoilt, 3, change=1.0) == at_round(other, 3, change=1.0) == record
     sources = [peer(spoilt, "spoilt"), peer(other, "other"), peer(sound, "sound")]
     before = joiner.outer.digest
-    hands = HostGroup(joiner)
+    hosts = HostGroup(joiner)
     with pytest.raises(TransferFailed, match=r"round 3 of spoilt have the digest .*, their record has"):
-        hands.heal(sources[:1], settled=False)
-    assert hands.heal(sources, settled=False).outer == record
+        hosts.heal(sources[:1], settled=False)
+    assert hosts.heal(sources, settled=False).outer == record
     assert joiner.outer.digest == before, "nothing is taken over before `install`"
-    hands.install(record)
+    hosts.install(record)
     assert joiner.outer.digest == record.digest == sound.outer.digest
 
 
@@ -73,7 +73,7 @@ def test_a_record_that_is_none_is_not_the_end(make):
     joiner, sound, spoilt = make(), make(), make()
     record = at_round(sound, 3)
     at_round(spoilt, 4)
-    spoilt.server.publish(replace(spoilt.server.shelf._snapshot, facts={"outer": "garbage"}))
+    spoilt.server.publish(replace(spoilt.server.outer._snapshot, facts={"outer": "garbage"}))
     assert HostGroup(joiner).heal([peer(spoilt, "spoilt"), peer(sound, "sound")], settled=False).outer == record
 
 

@@ -34,16 +34,16 @@ def test_a_round_that_is_over_soon_asks_nobody():
     assert watch.silent == []
 
 
-def test_who_waits_for_a_group_that_is_given_up_waits_no_more():
+def test_who_waits_for_a_group_that_is_cancelled_waits_no_more():
     mailbox, found = Mailbox(), []
     waiting = threading.Thread(target=lambda: found.append(mailbox.get("group", "key", 60.0)))
     waiting.start()
-    mailbox.give_up("group")
+    mailbox.cancel("group")
     waiting.join(10.0)
     assert found == [None]
-    assert mailbox.is_given_up("group")
+    assert mailbox.is_cancelled("group")
     mailbox.forget("group")
-    assert not mailbox.is_given_up("group")
+    assert not mailbox.is_cancelled("group")
 
 
 def test_dead_is_only_who_is_refused_by_its_host():

@@ -41,16 +41,16 @@ def test_a_round_that_ends_while_the_trainer_waits_has_that_time(clock, written)
     book = RoundLog(Count(), written.append)
     book.begin()
     clock.now += 2
-    book.waits()
+    book.wait_begins()
     clock.now += 3
     book.end(OUTER, 10.0)
-    book.waited()
+    book.wait_ends()
     assert (written[0]["waiting_seconds"], written[0]["seconds"]) == (3, 5)
 
 
 def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
     book = RoundLog(Count(), written.append)
-    book.waits()
+    book.wait_begins()
     clock.now += 1
     book.begin()
     clock.now += 2
@@ -58,7 +58,7 @@ def test_a_wait_is_shared_among_the_rounds_in_it(clock, written):
     clock.now += 4
     book.begin()
     clock.now += 8
-    book.waited()
+    book.wait_ends()
     clock.now += 16
     book.end(OUTER, 10.0)
     assert [each["waiting_seconds"] for each in written] == [2, 8]

@@ -45,7 +45,7 @@ class Island:
     def _shown(self, message: dict) -> dict:
         """What a driver does with this message, and its trainers."""
         if message["kind"] == "host":
-            return self.hands.heard(message)
+            return self.hands.handle(message)
         assert message == {"kind": "inner"}
         self.hands.ordered(CopyInnerState())
         self.hands.show(optimizer(0, self.steps[0]))

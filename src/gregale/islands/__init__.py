@@ -1,4 +1,4 @@
-"""Islands: runs of their own that train apart, joined by DiLoCo over a network, while members come, go and die.
+"""Islands: training runs at separate sites that DiLoCo synchronises over a network while membership changes.
 
-`protocol` decides and is pure; `engine` is what really exchanges; `driver` joins the two.
+`protocol` makes the decisions and is pure. `transport` exchanges data. `driver` connects the two.
 """

@@ -1,4 +1,4 @@
-"""The examples that the fleet has leased to this island, in the order in which it trains on them."""
+"""The examples that the ledger leases to this island, in training order."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gregale.islands.protocol.ledger import Lease, Ledger
 
 
 class DataLeases:
-    """What this island may train on next; threads that make batches take from it, committed rounds add to it.
+    """The leases of one island. Threads that build batches take examples; committed rounds add examples.
 
-    - `name`, `holder`: whose lease of the ledger
-    - `batch`: examples of a batch; a lease is whole batches, unless their size has changed
-    - `used`: examples that the holder has trained on before
+    - `name`, `holder`: the key of the lease in the ledger
+    - `batch`: the number of examples in a batch; a lease is a whole number of batches unless the batch size has changed
+    - `used`: the number of examples that the holder has already trained on
     """
 
     def __init__(self, name: str, holder: str, batch: int, used: int = 0):
@@ -22,23 +22,23 @@ class DataLeases:
         self._lock = Lock()
 
     def update(self, ledger: Ledger, holder: str) -> None:
-        """Takes over what a committed round has leased to this holder."""
+        """Replace the lease with the ledger's lease for this holder."""
         with self._lock:
             self.holder = holder
             self._lease = ledger.lease(self.name, self.holder)
 
     def take(self) -> int | None:
-        """The first example of the next batch, which is taken with it; None if none is leased."""
+        """Take the next batch and return its first example; None if no example is leased."""
         with self._lock:
             return self._next()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to take."""
+        """Return whether no batch can be taken."""
         with self._lock:
             return self._lease is None or not self._lease.after(self._taken).spans
 
     def used_after(self, batches: int) -> int:
-        """Examples of the holder that so many batches of this process have passed, in the order they were taken."""
+        """Return the number of examples used by the holder after this process's first `batches` batches."""
         with self._lock:
             return self._spans[batches - 1] if batches else self._before()
 
@@ -48,7 +48,7 @@ class DataLeases:
     def _next(self) -> int | None:
         while self._lease is not None and (spans := self._lease.after(self._taken).spans):
             start, stop = spans[0]
-            if stop - start < self._batch:  # of another size of batches: too short for one of this
+            if stop - start < self._batch:  # left over from another batch size: too short for a batch
                 self._taken += stop - start
                 continue
             self._taken += self._batch

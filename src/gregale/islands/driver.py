@@ -1,7 +1,7 @@
-"""The driver of an island: turns what happens into events of the protocol, and carries out what the protocol wants.
+"""The driver of an island: converts observations to protocol events and carries out the protocol's actions.
 
-The trainer asks it for orders between two steps (`order`), and waits for the network only where the method says so.
-Everything slow runs in threads: one asks the coordinator, one exchanges, one heals, one tells peers.
+Between steps the trainer requests a command (`order`). It waits for the network only where the method requires that.
+Slow work runs in threads: view requests, exchange, healing, messages to peers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gregale.islands.exchange import exchanged, fetched
 from gregale.islands.host_group import COPY_SECONDS, HostGroup, Recovery
 from gregale.islands.host_worker import OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
-from gregale.islands.peer_probe import Telling, dead_peers
+from gregale.islands.peer_probe import PeerMessenger, dead_peers
 from gregale.islands.protocol import messages as protocol
 from gregale.islands.protocol.headers import NO_ROUND, OuterRecord
 from gregale.islands.protocol.member import Member
@@ -38,13 +38,13 @@ LEAST_TICK_SECONDS = 0.005
 
 @dataclass
 class Driver:
-    """Joins one `Member` with the engine and the trainer.
+    """The connection between one `Member`, the transport and the trainer.
 
-    - `report(text, loud)`: a line for the user
-    - `record(values)`: a finished round, for rounds.jsonl
-    - `note_stalled(line)`: rounds have stopped, and why (None: they go on), for whoever watches the run
-    - `stop_asked`: whether the user wants this island to end, looked at while the trainer waits
-    - `steps`: `undecided_steps` of the checkpoint that it goes on from
+    - `report(text, loud)`: receives a line for the user
+    - `record(values)`: receives a finished round, for rounds.jsonl
+    - `note_stalled(line)`: receives the reason why rounds have stopped, for `gregale watch`; None: rounds continue
+    - `stop_asked`: returns whether the user wants this island to stop; checked while the trainer waits
+    - `steps`: `undecided_steps` of the restored checkpoint
     """
 
     member: Member
@@ -77,36 +77,36 @@ class Driver:
             complain=lambda complaint: self.report(complaint, True),
             refused=self._end,
         )
-        self._book = RoundLog(self.worker.count, self.record)
+        self._log = RoundLog(self.worker.count, self.record)
         self._closed = False
         self._exchange = ThreadPoolExecutor(1, "exchange")
         self._healing = ThreadPoolExecutor(1, "healing")
-        self._telling = Telling(self.token)
+        self._messenger = PeerMessenger(self.token)
         self._recovery = Recovery(self.worker, self._restart, partial(self._healing.submit, self._guarded))
         self.outer: OuterRecord | None = None
 
     def start(self) -> None:
-        """Begins: from here on the coordinator knows this island."""
+        """Start the threads; the coordinator learns of this island."""
         self._asking.start()
         Thread(target=self._tick, daemon=True, name="tick").start()
 
-    # What the trainer calls, from its own thread.
+    # Methods that the trainer calls, from its own thread.
 
     def stepped(self) -> None:
-        """A step was handed to the device."""
+        """Count a step that was dispatched to the device."""
         with self._lock:
             self._trainer.stepped()
 
     def order(self, starved: bool = False) -> commands.TrainerCommand | None:
         """Return the trainer's next command; None: take a step.
 
-        It waits only where `RoundPacing.waits` is true, before the start, and if `starved` until there are data.
+        It waits before the start, where `RoundPacing.waits` is true, and if `starved` until data is leased.
 
-        Raises `UserError` if the fleet refuses this island.
+        Raises `UserError` if the fleet rejects this island.
         """
         began = time.monotonic()
         with self._changed:
-            self._book.waits()
+            self._log.wait_begins()
             while True:
                 if self._failure is not None:
                     raise RuntimeError("a thread of the island failed") from self._failure
@@ -120,71 +120,71 @@ class Driver:
                     continue
                 self._changed.wait(0.5)
             self.seconds.waiting += time.monotonic() - began
-            self._book.waited()
+            self._log.wait_ends()
             self.worker.ordered(order)
             return order
 
     @property
     def side(self) -> OuterSnapshot:
-        """The outer side as it was when the last order was given: what to follow it with, and what to save."""
+        """The outer state at the last command: the trainer follows that command with it and saves it."""
         return self.worker.side
 
     def take(self) -> int | None:
-        """The first example of the next batch, which is taken with it; None if none is leased at the moment."""
+        """Take the next batch and return its first example; None if no example is leased."""
         with self._lock:
             first = self.leases.take()
             self.worker.granted(first)
             return first
 
     def used(self, batches: int) -> int:
-        """Examples of its lease's holder that so many batches of this process have passed."""
+        """Return the number of examples used by the lease holder after this process's first `batches` batches."""
         return self.leases.used_after(batches)
 
     @property
     def holder(self) -> str:
-        """Whose leases they are."""
+        """The session that holds the leases."""
         return self.leases.holder
 
     @property
     def undecided_steps(self) -> int:
-        """Steps that no round in the parameters has in it."""
+        """The number of steps that no round in the parameters includes."""
         with self._lock:
             return self._trainer.undecided_steps
 
     def message_sent(self, number: int, fetch_down: Callable[[], commands.Down], used: int) -> None:
-        """Takes the message of a round; `fetch_down` waits until it is on the host."""
+        """Accept the message of a round; `fetch_down` waits until the message is on the host."""
         with self._lock:
             count = self._trainer.message_sent(number, self.round, time.monotonic())
-            self._book.begin()
+            self._log.begin()
 
         def down() -> None:
             found = fetch_down()
-            self.worker.took(number, found.messages)
+            self.worker.store_messages(number, found.messages)
             with self._lock:
-                if count == self.member.handover.count:  # else it is of no use any more
+                if count == self.member.handover.count:  # otherwise the message is obsolete
                     seconds = self._trainer.step_seconds(time.monotonic())
                     self.post(protocol.MessageReady(number, found.weight, used, seconds, self._leaving, found.norm))
 
         self._exchange.submit(self._guarded, down)
 
     def leave(self) -> None:
-        """Asks to go: the round that is under way is finished first; an order `Finish` follows."""
+        """Request to leave: the current round is finished first; then `order` returns `Finish`."""
         with self._lock:
             self._leaving = True
         self.post(protocol.Leave())
 
     @property
     def round(self) -> int:
-        """Committed rounds; -1 before the start."""
+        """The number of committed rounds; -1 before the fleet starts."""
         return self.outer.round if self.outer is not None else NO_ROUND
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Who took part in the newest round."""
-        return self._book.members
+        """The names of the members of the newest round."""
+        return self._log.members
 
     def show(self) -> dict[str, Any]:
-        """A joiner asks for the inner optimizer: answers when all hosts serve it. Raises Refused."""
+        """Have all hosts serve a copy of the inner optimizer to a joiner. Raises RequestRejected."""
         with self._changed:
             self._is_copy_wanted = True
             self._changed.notify_all()
@@ -195,23 +195,23 @@ class Driver:
         return {}
 
     def shown(self, inner: InnerOptimizerState) -> None:
-        """Takes a copy of the inner optimizer for an island that joins."""
+        """Serve this copy of the inner optimizer to joining islands."""
         self.worker.show(inner)
         with self._changed:
             self._is_copy_wanted, self._copied_step = False, inner.step
             self._changed.notify_all()
 
     def inherited(self) -> InnerOptimizerState | None:
-        """What this host has of a peer's inner optimizer, for an order that says so; given once."""
+        """Return and clear this host's shards of a peer's inner optimizer, for a command with `inherits`."""
         return self.worker.inherited()
 
     def close(self) -> None:
-        """Ends the threads; the others see this island go."""
+        """Stop the threads; the peers learn that this island has left."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._asking.close()
-        self._telling.close()
+        self._messenger.close()
         for threads in (self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self.worker.close()
@@ -236,7 +236,7 @@ class Driver:
     # Events and actions.
 
     def post(self, event: protocol.Event) -> None:
-        """Hands an event to the protocol and carries out what it wants, in order."""
+        """Pass an event to the protocol and carry out the resulting actions, in order."""
         with self._changed:
             if not self._closed:
                 self._guarded(lambda: self._handle(event))
@@ -252,9 +252,9 @@ class Driver:
             case protocol.RequestView(header):
                 self._asking.ask(header)
             case protocol.AnnounceRound(addresses, number):
-                self._telling.due(addresses, number)
+                self._messenger.announce(addresses, number)
             case protocol.RequestMessage():
-                pass  # `post` wakes the trainer, whose side finds it in the handover
+                pass  # `post` wakes the trainer, whose side finds the request in the handover
             case protocol.Reduce():
                 self._exchange.submit(self._guarded, lambda: self._reduce(action))
             case protocol.Commit(key, outer, weight):
@@ -265,7 +265,7 @@ class Driver:
             case protocol.DropGroup():
                 self.worker.drop_group()
             case protocol.ProbePeers(peers):
-                self._telling.soon(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
+                self._messenger.run(lambda: self.post(protocol.PeersDead(dead_peers(peers))))
             case protocol.Heal():
                 self._healing.submit(self._guarded, lambda: self._heal(action))
             case protocol.Install(outer):
@@ -283,10 +283,10 @@ class Driver:
                 self._left = True
 
     def _committed(self, outer: OuterRecord, weight: float) -> None:
-        place = 0.0 if self.pace.lockstep else self._book.place(self.member.identity.name)
+        save_offset = 0.0 if self.pace.lockstep else self._log.save_offset(self.member.identity.name)
         if weight:
             self._recovery.contributed()
-        self._ended(outer, commands.ApplyRound(outer.round - 1, weight, place), weight)
+        self._ended(outer, commands.ApplyRound(outer.round - 1, weight, save_offset), weight)
 
     def _ended(
         self,
@@ -295,17 +295,17 @@ class Driver:
         weight: float,
         healed: bool = False,
     ) -> None:
-        """A round, or healing, has ended: this is the island's state now."""
+        """Adopt the outer state after a round or a heal."""
         self._take_over(outer)
         self._trainer.round_decided(order, time.monotonic())
-        self._book.end(outer, weight, healed)
+        self._log.end(outer, weight, healed)
         self.stalls.went_on(time.monotonic(), outer, healed)
 
     def _tell_stalled(self, text: str, stalled: bool) -> None:
-        """Tells the user, and whoever watches, that rounds have stopped and why, or that they go on."""
+        """Report to the user, the coordinator and `gregale watch` why rounds have stopped, or that they continue."""
         self.report(text, stalled)
         self.coordinator.report(self.round, text if stalled else None)
-        self._telling.soon(lambda: self.note_stalled(text if stalled else None))
+        self._messenger.run(lambda: self.note_stalled(text if stalled else None))
 
     def _restart(self, inherits: bool) -> None:
         with self._changed:
@@ -317,15 +317,15 @@ class Driver:
         self.coordinator.report(outer.round, self.stalls.line)
         self.leases.update(outer.ledger, self.member.holder)
 
-    # What runs in threads.
+    # Methods that run in threads.
 
     def _reduce(self, action: protocol.Reduce) -> None:
-        self._book.members = tuple(member.name for member in action.members)
+        self._log.members = tuple(member.name for member in action.members)
         self.post(exchanged(action, self.member, self.worker, self.token, self.report))
 
     def _heal(self, action: protocol.Heal) -> None:
         with self._lock:
-            self._book.begin()
+            self._log.begin()
         self.post(fetched(action, self.worker, self.pace, self.seconds))
 
     def _tick(self) -> None:
@@ -336,7 +336,7 @@ class Driver:
             time.sleep(min(TICK_SECONDS, max(LEAST_TICK_SECONDS, self.member.next_tick() - time.monotonic())))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
+        """Run `work`; an error in a thread ends the run, because otherwise the run would wait forever."""
         try:
             work()
         except BaseException as error:
@@ -344,7 +344,7 @@ class Driver:
             self._end(str(error))
 
     def _end(self, reason: str) -> None:
-        """Ends the run with this line."""
+        """End the run with this line."""
         with self._changed:
             self._refused = self._refused or reason
             self._changed.notify_all()

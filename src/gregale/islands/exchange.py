@@ -1,4 +1,4 @@
-"""What an island exchanges with its peers, and what the protocol is told of it: the reduce of a round, and healing."""
+"""The exchanges of an island with its peers, reported to the protocol: the reduce of a round, and healing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gregale.islands.transport.transfer import TransferFailed
 def exchanged(
     action: protocol.Reduce, member: Member, worker: HostGroup, token: bytes, report: Callable[[str, bool], None]
 ) -> protocol.Reduced | protocol.ReduceFailed:
-    """Reduces a round with its members; returns what the protocol has to be told of it."""
+    """Reduce a round with its members and return the resulting protocol event."""
     own, heartbeat = member.identity.name, member.timing.heartbeat_seconds
     others = {peer.name: peer.hosts[0] for peer in action.members if peer.name != own}
     watch = PeerProbe(others, token, heartbeat, worker.drop_group)
@@ -37,13 +37,13 @@ def exchanged(
 def fetched(
     action: protocol.Heal, worker: HostGroup, pace: RoundPacing, seconds: WaitTimers
 ) -> protocol.Healed | protocol.HealFailed:
-    """Fetches the state of peers, and their inner optimizer if it is wanted; returns what the protocol has to be told.
+    """Fetch the state of peers, with their inner optimizer if it is wanted, and return the resulting protocol event.
 
-    - `seconds`: gets the time that it takes
+    - `seconds`: the timers that receive the healing time
     """
     began, sources, is_whole = time.monotonic(), action.sources, pace.schedule.fragments == 1
     try:
-        # With one fragment a round changes all of the state.
+        # With one fragment, a round changes the whole state.
         outer = newest(lambda settled: worker.heal(sources, settled), is_whole, worker.timeouts.reduce)
         worker.inherit(sources)
         return protocol.Healed(outer)

@@ -1,7 +1,7 @@
-"""A host of an island that is not the first: does what host 0 tells it (`hands.Hands`), and decides nothing.
+"""A follower: host 1 or higher of an island, which executes the commands of host 0's `HostGroup` and decides nothing.
 
-Its trainer finds in it what that of host 0 finds in the `Driver`: the same orders and batches, in the same order. If
-host 0 is lost it waits, until `services.peers` ends the process.
+Its trainer calls the same methods as the trainer of host 0 calls on `Driver`, and receives the same commands and
+batches in the same order. If host 0 is lost, it waits until `gregale.distributed.liveness` ends the process.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from gregale.islands.host_connection import HostConnection
 from gregale.islands.host_worker import HostWorker, NotFinite, OuterSnapshot
 from gregale.islands.inner_optimizer_state import InnerOptimizerState
 from gregale.islands.protocol.headers import OuterRecord, Peer
-from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, order_of
+from gregale.islands.trainer_command import Down, RoundPacing, TrainerCommand, from_wire
 from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
 
 class Follower:
-    """Hears from host 0 through `link`, and commands this host's `worker`."""
+    """A host that receives commands from host 0 through `link` and passes them to this host's `worker`."""
 
     holder = ""
-    """Of the leases: host 0 alone has them."""
+    """Empty: only host 0 holds leases."""
 
     def __init__(self, worker: HostWorker, link: HostConnection, pace: RoundPacing):
         self.pace, self.side = pace, worker.side
@@ -38,13 +38,13 @@ class Follower:
         self._is_closed = False
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Start the thread that receives commands."""
         Thread(target=lambda: self._guarded(self._listen), daemon=True, name="follower").start()
 
-    # What the trainer calls, as of a driver.
+    # Methods that the trainer calls, as on a driver.
 
     def order(self, starved: bool = False) -> TrainerCommand | None:
-        """The next order, when host 0 has given it."""
+        """Return the next command of host 0; wait for it."""
         del starved
         found = self._orders.get()
         if isinstance(found, UserError):
@@ -53,68 +53,68 @@ class Follower:
         return order
 
     def take(self) -> int | None:
-        """The first example of the next batch."""
+        """Return the first example of the next batch."""
         return self._grants.get()
 
     def message_sent(self, number: int, fetch_down: Callable[[], Down], used: int) -> None:
-        """Takes this host's messages of a round."""
+        """Store this host's messages of a round."""
         del used
 
         def down() -> None:
-            self._worker.took(number, fetch_down().messages)
+            self._worker.store_messages(number, fetch_down().messages)
             self._link.send({"took": True})
 
         self._exchange.submit(self._guarded, down)
 
     def stepped(self) -> None:
-        """Host 0 counts."""
+        """Do nothing: host 0 counts the steps."""
 
     undecided_steps = 0
-    """Host 0 counts, and saves."""
+    """Zero: host 0 counts and saves the steps."""
 
     def used(self, batches: int) -> int:
-        """Host 0 knows, and tells the fleet."""
+        """Return 0: host 0 counts the examples and reports them to the fleet."""
         del batches
         return 0
 
     def shown(self, inner: InnerOptimizerState) -> None:
-        """Serves this host's shards of the inner optimizer, and tells host 0."""
+        """Serve this host's shards of the inner optimizer, and report that to host 0."""
         self._worker.show(inner)
         self._link.send({"shown": inner.step})
 
     def inherited(self) -> InnerOptimizerState | None:
-        """What this host has of a peer's inner optimizer."""
+        """Return and clear this host's shards of a peer's inner optimizer."""
         return self._worker.inherited()
 
     def leave(self) -> None:
-        """Host 0 leaves, and an order to finish follows."""
+        """Do nothing: host 0 leaves, and a `Finish` command follows."""
 
     def close(self) -> None:
-        """Ends the threads and stops serving."""
+        """Stop the threads and the server."""
         self._is_closed = True
         self._link.close()
         for threads in (self._exchange, self._healing):
             threads.shutdown(wait=False, cancel_futures=True)
         self._worker.close()
 
-    # What host 0 tells.
+    # Commands of host 0.
 
     def _listen(self) -> None:
         for message in self._received():
             arguments = message["with"]
             match message["do"]:
                 case "ordered":
-                    order = order_of(arguments[0])
+                    order = from_wire(arguments[0])
                     self._worker.ordered(order)
                     self._orders.put((order, self._worker.side))
                 case "granted":
                     self._grants.put(arguments[0])
                 case "reduce":
-                    self._exchange.submit(self._guarded, lambda told=message: self._answer(told, self._reduce))
+                    self._exchange.submit(self._guarded, lambda message=message: self._answer(message, self._reduce))
                 case "fetch":
-                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._fetch))
+                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._fetch))
                 case "inherit":
-                    self._healing.submit(self._guarded, lambda told=message: self._answer(told, self._inherit))
+                    self._healing.submit(self._guarded, lambda message=message: self._answer(message, self._inherit))
                 case "commit":
                     self._worker.commit(arguments[0], OuterRecord.from_json(arguments[1]))
                 case "install":
@@ -152,7 +152,7 @@ class Follower:
         self._link.send({"ask": message["ask"], "value": value, "sent": sent, "received": received})
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A mistake of ours in a thread ends the run instead of leaving it waiting for ever."""
+        """Run `work`; an error in a thread ends the run, because otherwise the run would wait forever."""
         try:
             work()
         except BaseException as error:
@@ -161,5 +161,5 @@ class Follower:
                 raise
 
 
-def _peers(told: list) -> tuple[Peer, ...]:
-    return tuple(Peer(name, session, tuple(hosts)) for name, session, hosts in told)
+def _peers(wire: list) -> tuple[Peer, ...]:
+    return tuple(Peer(name, session, tuple(hosts)) for name, session, hosts in wire)

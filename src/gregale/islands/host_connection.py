@@ -1,10 +1,10 @@
-"""What host 0 of an island tells its other hosts, and what they answer, over host 0's server.
+"""The connection between host 0 of an island and its other hosts, over host 0's server.
 
-    host 0: hands = Hands(worker, [Host(1), Host(2)]); its server's `on_message` hands their messages to `hands.heard`
-    others: link = Link(address of host 0, token, number); link.receive(); link.send({"took": True})
+    host 0: group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)]); server `on_message` calls `group.handle`
+    others: link = HostConnection(address of host 0, token, number); link.receive(); link.send({"took": True})
 
-A host asks again and again for what it has not had yet, and both sides number what they say. So all of it arrives
-once and in order, whatever connections break. If a process is lost, `services.peers` ends the others.
+A host polls for commands that it does not have, and both sides number their messages. So each message arrives once and
+in order, even after broken connections. If a process is lost, `gregale.distributed.liveness` ends the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gregale.islands.transport.client import PeerClient, PeerUnreachable, Reques
 from gregale.islands.transport.signing import canonical
 
 LARGEST_REPLY_BYTES = 64 << 20
-ASK_SECONDS = 20.0  # that host 0 holds a request while there is nothing to tell
+ASK_SECONDS = 20.0  # for which host 0 holds a request while it has no command
 REACH_SECONDS, RETRY_SECONDS, CLOSE_SECONDS = 10.0, 0.1, 2.0
 
 
 class HostFailed(Exception):
-    """A host could not do what it was asked to; `kind`: the name of its error."""
+    """A command that a host could not execute; `kind`: the name of the host's error."""
 
     def __init__(self, text: str, kind: str):
         super().__init__(text)
@@ -34,62 +34,64 @@ class HostFailed(Exception):
 
 
 class RemoteHost:
-    """Another host of the island, as host 0 sees it.
+    """Another host of the island, as seen from host 0.
 
-    - `number`: of its process
+    - `number`: the process index of the host
     """
 
     def __init__(self, number: int):
         self.number, self._changed = number, Condition()
-        self._told: list[dict[str, Any]] = []  # what the host may not have yet
-        self._had = 0  # messages before those
-        self._heard = 0  # messages of the host
-        self._taken, self._shown, self._is_closed = 0, -1, False
-        self._asked: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
+        self._queue: list[dict[str, Any]] = []  # commands that the host may not have received
+        self._acknowledged = 0  # the number of commands before those
+        self._received = 0  # the number of messages received from the host
+        self._message_count, self._copied_step, self._is_closed = 0, -1, False
+        self._answers: dict[int, tuple[Future[dict[str, Any]], Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
-    def tell(self, what: str, arguments: list[Any], **more: Any) -> None:
-        """Something to be done, in the order of the calls, that has no answer."""
+    def send(self, command: str, arguments: list[Any], **more: Any) -> None:
+        """Queue a command that has no answer; commands run in call order."""
         with self._changed:
-            self._told.append({"do": what, "with": arguments, **more})
+            self._queue.append({"do": command, "with": arguments, **more})
             self._changed.notify_all()
 
-    def ask(self, what: str, arguments: list[Any], failed: Callable[[], None] = lambda: None) -> Future[dict[str, Any]]:
-        """Something to be done in a thread of its own; the answer, or HostFailed, comes later.
+    def request(
+        self, command: str, arguments: list[Any], failed: Callable[[], None] = lambda: None
+    ) -> Future[dict[str, Any]]:
+        """Queue a command that the host runs in its own thread; the future receives the answer or HostFailed.
 
-        - `failed`: called before that, in another thread
+        - `failed`: called in another thread before the future fails
         """
         answer: Future[dict[str, Any]] = Future()
         number = next(self._numbers)
-        self._asked[number] = answer, failed
-        self.tell(what, arguments, ask=number)
+        self._answers[number] = answer, failed
+        self.send(command, arguments, ask=number)
         return answer
 
     def await_messages(self) -> None:
-        """Waits until the host has its messages of the round whose order was given."""
+        """Wait until the host has its messages of the round that was requested."""
         with self._changed:
-            self._changed.wait_for(lambda: self._taken or self._is_closed)
-            self._taken -= 1
+            self._changed.wait_for(lambda: self._message_count or self._is_closed)
+            self._message_count -= 1
 
-    def await_shown(self, step: int, seconds: float) -> None:
-        """Waits until the host serves its inner optimizer after that step, or a later one. Raises Refused."""
+    def await_copy(self, step: int, seconds: float) -> None:
+        """Wait until the host serves its inner optimizer after step `step` or later. Raises RequestRejected."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._shown >= step, seconds):
+            if not self._changed.wait_for(lambda: self._copied_step >= step, seconds):
                 raise RequestRejected(f"host {self.number} has shown nothing in time")
 
-    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the host does not have yet, when there is something; or takes what it says."""
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return commands that the host does not have, waiting for one; or handle the host's message."""
         if "have" in message:
             return {"told": self._after(message["have"])}
         with self._changed:
-            if message["number"] != self._heard:  # it is here already, and the reply was lost
+            if message["number"] != self._received:  # a duplicate: the reply was lost
                 return {}
-            self._heard += 1
-            self._taken += "took" in message
-            self._shown = message.get("shown", self._shown)
+            self._received += 1
+            self._message_count += "took" in message
+            self._copied_step = message.get("shown", self._copied_step)
             self._changed.notify_all()
         if "ask" in message:
-            answer, failed = self._asked.pop(message["ask"])
+            answer, failed = self._answers.pop(message["ask"])
             if "failed" in message:
                 failed()
                 text = f"host {self.number} of this island: {message['failed']}"
@@ -99,27 +101,27 @@ class RemoteHost:
         return {}
 
     def close(self) -> None:
-        """Nobody waits for the host any more, once it has all that it was told."""
+        """Wait until the host has all commands, then release every waiting thread."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._told, CLOSE_SECONDS)
+            self._changed.wait_for(lambda: not self._queue, CLOSE_SECONDS)
             self._is_closed = True
             self._changed.notify_all()
 
     def _after(self, have: int) -> list[dict[str, Any]]:
         with self._changed:
-            del self._told[: max(have - self._had, 0)]
-            self._had = max(have, self._had)
+            del self._queue[: max(have - self._acknowledged, 0)]
+            self._acknowledged = max(have, self._acknowledged)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._told or self._is_closed, ASK_SECONDS)
-            return list(self._told) if have == self._had else []
+            self._changed.wait_for(lambda: self._queue or self._is_closed, ASK_SECONDS)
+            return list(self._queue) if have == self._acknowledged else []
 
 
 class HostConnection:
-    """The way of host `number` to host 0; any thread may send, one receives. Raises UserError if there is none."""
+    """The connection of host `number` to host 0; any thread may send, one receives. Raises UserError if it fails."""
 
     def __init__(self, address: str, token: bytes, number: int):
         self._address, self._token, self._number = address, token, number
-        self._said, self._have, self._lock, self._is_closed = 0, 0, Lock(), False
+        self._sent, self._count, self._lock, self._is_closed = 0, 0, Lock(), False
         self._sends, self._receives = (PeerClient(address, token, REACH_SECONDS) for _ in range(2))
         try:
             ask_status(address, token, REACH_SECONDS)
@@ -130,19 +132,19 @@ class HostConnection:
             ) from None
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message."""
+        """Send a message."""
         with self._lock:
-            self._request(self._sends, {"number": self._said, **message}, REACH_SECONDS)
-            self._said += 1
+            self._request(self._sends, {"number": self._sent, **message}, REACH_SECONDS)
+            self._sent += 1
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The next messages, perhaps none yet; None when the link is closed."""
-        told = self._request(self._receives, {"have": self._have}, ASK_SECONDS + REACH_SECONDS).get("told", [])
-        self._have += len(told)
-        return None if self._is_closed else told
+        """Return the next commands, possibly none; None after `close`."""
+        commands = self._request(self._receives, {"have": self._count}, ASK_SECONDS + REACH_SECONDS).get("told", [])
+        self._count += len(commands)
+        return None if self._is_closed else commands
 
     def close(self) -> None:
-        """Ends the link: nothing is sent or received any more."""
+        """Close the connection: nothing is sent or received any more."""
         self._is_closed = True
 
     def _request(self, peer: PeerClient, message: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The hosts of an island, as its driver commands them: host 0's `HostWorker`, and a connection to each other host.
+"""The hosts of an island as one object for its driver: host 0's `HostWorker`, and a connection to each other host.
 
-    hands = Hands(worker)                            # an island of one process
-    hands = Hands(worker, [Host(1), Host(2)])        # of several: each of the others has a `follower.Follower`
-    driver = Driver(worker=hands, ...)
+    group = HostGroup(worker)                                      # an island of one process
+    group = HostGroup(worker, [RemoteHost(1), RemoteHost(2)])      # three processes; the others run a `Follower`
+    driver = Driver(worker=group, ...)
 
-Each host has its shards, and exchanges them with the same host of the other islands only. A round is made when all
-hosts have made it, and a digest is one of all hosts. The trainers of all hosts have to launch the same programs in the
-same order, so what the first one is told goes to the others in one stream with what changes the outer side, and all
-find that as it was at the same place of the stream.
+Each host has its shards, and exchanges them only with the same host of the other islands. A round is complete when all
+hosts have completed it; its digest covers all hosts. The trainers of all hosts must launch the same programs in the
+same order. So host 0 sends trainer commands and changes of the outer state in one stream, and all hosts apply each
+command to the same outer state.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from gregale.islands.transport.group import GroupFailed
 from gregale.islands.transport.transfer import TransferFailed
 
 HEAL_TRIES = 5
-"""How often hosts fetch again whose peers have gone on to another round than those of the others."""
-COPY_SECONDS = 30.0  # for a trainer to come to the end of its step and to copy its inner optimizer
-COPY_TRIES = 2  # of one source: another joiner may have had the copies of some hosts renewed meanwhile
+"""How often hosts fetch again when their peers serve different rounds."""
+COPY_SECONDS = 30.0  # limit for a trainer to finish its step and copy its inner optimizer
+COPY_TRIES = 2  # per source: a request of another joiner may have replaced the copies of some hosts meanwhile
 
 
 class HostGroup:
-    """Host 0 and the others, as one. Calls come from one thread at a time, but `drop_group`, `ordered` and `granted`.
+    """All hosts of an island. One thread at a time calls it, except `drop_group`, `ordered` and `granted`.
 
-    - `others`: the other hosts, by their numbers
-    - `wants_inner`: this island has no inner optimizer of its own, or one that is of no use
+    - `others`: the other hosts, by number
+    - `wants_inner`: this island has no usable inner optimizer of its own
     """
 
     def __init__(self, own: HostWorker, others: Sequence[RemoteHost] = (), wants_inner: bool = False):
@@ -47,77 +47,77 @@ class HostGroup:
 
     @property
     def side(self) -> OuterSnapshot:
-        """The outer side as it was when the last order was given."""
+        """The outer state at the last command."""
         return self._own.side
 
     def ordered(self, order: TrainerCommand | None) -> None:
-        """The trainers of all hosts are told this (None: take a step)."""
+        """Send a command to the trainers of all hosts (None: take a step)."""
         self._own.ordered(order)
-        self._tell("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
+        self._send("ordered", None if order is None else [type(order).__name__, *order.to_wire()])
 
     def granted(self, first: int | None) -> None:
-        """The next batch begins with this example (None: there is none now)."""
-        self._tell("granted", first)
+        """Send the first example of the next batch to all hosts (None: no example is leased)."""
+        self._send("granted", first)
 
-    def took(self, number: int, messages: Messages) -> None:
-        """Keeps host 0's messages of a round; returns when all hosts have theirs."""
-        self._own.took(number, messages)
+    def store_messages(self, number: int, messages: Messages) -> None:
+        """Store host 0's messages of a round; return when all hosts have theirs."""
+        self._own.store_messages(number, messages)
         for host in self._others:
             host.await_messages()
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
-        """Averages a round's fragment and prepares its outer step; returns the digest of the whole outer side.
+        """Average a round's fragment, prepare its outer step, and return the digest of the whole outer state.
 
-        Raises GroupFailed, and NotFinite.
+        Raises GroupFailed and NotFinite.
         """
-        what = [key, number, [list(member) for member in members], list(weights), name]
-        asked = [host.ask("reduce", what, failed=self.drop_group) for host in self._others]
+        arguments = [key, number, [list(member) for member in members], list(weights), name]
+        asked = [host.request("reduce", arguments, failed=self.drop_group) for host in self._others]
         failures: list[Exception] = []
-        digests = [self._tried(lambda: self._own.reduce(key, number, members, weights, name), failures)]
+        digests = [self._attempt(lambda: self._own.reduce(key, number, members, weights, name), failures)]
         if failures and isinstance(failures[0], GroupFailed):
-            self.drop_group()  # else the others would wait until their time is over
-        digests += [self._tried(lambda answer=answer: self._counted(answer), failures) for answer in asked]
+            self.drop_group()  # otherwise the others would wait for their timeout
+        digests += [self._attempt(lambda answer=answer: self._digest_of(answer), failures) for answer in asked]
         if failures:
             self.discard(key)
             raise failures[0]
         return joint_digest(digests)
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Takes over a result, and serves it."""
+        """Commit a result, and serve it."""
         self._own.commit(key, outer)
-        self._tell("commit", key, outer.to_json())
+        self._send("commit", key, outer.to_json())
 
     def discard(self, key: str) -> None:
-        """Forgets a result."""
+        """Delete a result."""
         self._own.discard(key)
-        self._tell("discard", key)
+        self._send("discard", key)
 
     def drop_group(self) -> None:
-        """Lets go of the groups."""
-        self._tell("drop_group")
+        """Drop the groups."""
+        self._send("drop_group")
         self._own.drop_group()
 
     def publish(self, outer: OuterRecord) -> None:
-        """Serves the state as it is under another record."""
+        """Serve the unchanged state under another record."""
         self._own.publish(outer)
-        self._tell("publish", outer.to_json())
+        self._send("publish", outer.to_json())
 
     def heal(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
-        """Fetches the state of peers, beside the own one. Raises TransferFailed.
+        """Fetch the state of peers without replacing the own state. Raises TransferFailed.
 
-        - `settled`: waits a few seconds for the end of the round that they are making
+        - `settled`: wait a few seconds for the end of the round that the peers are making
         """
         return healed(sources, self.timeouts.heal, lambda chosen: self._fetch(chosen, settled))
 
     def _fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
-        """The state of peers, of one record on all hosts. Raises TransferFailed."""
-        told = [list(source) for source in sources]
+        """Fetch the state of peers, with the same record on all hosts. Raises TransferFailed."""
+        wire = [list(source) for source in sources]
         found: dict[int, FetchedState] = {}
         for _ in range(HEAL_TRIES):
             newest = max((each.outer for each in found.values()), key=lambda outer: outer.round, default=None)
             behind = {number for number in range(len(self._others) + 1) if self._is_behind(found.get(number), newest)}
             asked = [
-                (host.number, host.ask("fetch", [told, settled])) for host in self._others if host.number in behind
+                (host.number, host.request("fetch", [wire, settled])) for host in self._others if host.number in behind
             ]
             if 0 in behind:
                 found[0] = self._own.fetch(sources, settled)
@@ -135,22 +135,22 @@ class HostGroup:
         return found is None or found.outer != newest
 
     def install(self, outer: OuterRecord) -> bool:
-        """Takes over what was fetched, and serves it; returns as `takes_inner`."""
+        """Adopt the fetched state, and serve it; return as `takes_inner`."""
         self._own.install(outer)
-        self._tell("install", outer.to_json())
+        self._send("install", outer.to_json())
         return self.takes_inner()
 
     def inherit(self, sources: Sequence[Peer]) -> None:
-        """Fetches the inner optimizer of a peer if it is wanted: for all hosts, or for none."""
+        """Fetch a peer's inner optimizer if it is wanted: for all hosts, or for none."""
         self._has_inner = False
         self._has_inner = self.wants_inner and any(self._inherit(source) for source in sources)
 
     def _inherit(self, source: Peer) -> bool:
-        """Whether all hosts have the shards of their counterparts, copied after the same step."""
+        """Return whether all hosts have the shards of their counterparts, copied after the same step."""
         for _ in range(COPY_TRIES):
             try:
                 call(source.hosts[0], self._own.token, {"kind": "inner"}, COPY_SECONDS)
-                asked = [host.ask("inherit", [source.hosts[host.number]]) for host in self._others]
+                asked = [host.request("inherit", [source.hosts[host.number]]) for host in self._others]
                 steps = {self._own.inherit(source.hosts[0]), *(self._fetched(answer) for answer in asked)}
             except (PeerUnreachable, RequestRejected, TransferFailed):
                 return False
@@ -159,43 +159,43 @@ class HostGroup:
         return False
 
     def takes_inner(self) -> bool:
-        """Whether the trainers take over the inner optimizer that was fetched, with the order that follows."""
+        """Return whether the trainers adopt the fetched inner optimizer with the next command."""
         has_inner, self._has_inner = self._has_inner, False
         self.wants_inner = self.wants_inner and not has_inner
         return has_inner
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serves host 0's shards of the inner optimizer."""
+        """Serve host 0's shards of the inner optimizer."""
         self._own.show(inner)
 
     def await_copies(self, step: int) -> None:
-        """Waits until the other hosts serve theirs of this step too. Raises Refused."""
+        """Wait until the other hosts serve their shards of this step too. Raises RequestRejected."""
         for host in self._others:
-            host.await_shown(step, COPY_SECONDS)
+            host.await_copy(step, COPY_SECONDS)
 
     def inherited(self) -> InnerOptimizerState | None:
-        """Host 0's shards of a peer's inner optimizer; given once."""
+        """Return and clear host 0's shards of a peer's inner optimizer."""
         return self._own.inherited()
 
-    def heard(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answers a message of another host. Raises Refused."""
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer a message of another host. Raises RequestRejected."""
         for host in self._others:
             if host.number == message.get("host"):
-                return host.heard(message)
+                return host.handle(message)
         raise RequestRejected("this island has no such host")
 
     def close(self) -> None:
-        """Ends what this process has of it."""
+        """Close the connections and the worker."""
         for host in self._others:
             host.close()
         self._own.close()
 
-    def _tell(self, what: str, *arguments: Any) -> None:
+    def _send(self, command: str, *arguments: Any) -> None:
         for host in self._others:
-            host.tell(what, list(arguments))
+            host.send(command, list(arguments))
 
-    def _counted(self, answer: Future[dict[str, Any]]) -> str:
-        """The digest that a host has answered with; its bytes count for the island."""
+    def _digest_of(self, answer: Future[dict[str, Any]]) -> str:
+        """Return the digest from a host's answer; add its bytes to the island's count."""
         try:
             result = answer.result()
         except HostFailed as failed:
@@ -215,7 +215,7 @@ class HostGroup:
         return result["value"]
 
     @staticmethod
-    def _tried(work: Callable[[], str], failures: list[Exception]) -> str:
+    def _attempt(work: Callable[[], str], failures: list[Exception]) -> str:
         try:
             return work()
         except (GroupFailed, NotFinite) as error:
@@ -224,17 +224,17 @@ class HostGroup:
 
 
 def joint_digest(digests: Sequence[str]) -> str:
-    """Of an island's hosts in the order of their numbers; of one host its own."""
+    """Return the digest of an island's host digests in host order; for one host, its own digest."""
     if len(digests) == 1:
         return digests[0]
     return blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
 class Recovery:
-    """Of one island.
+    """Restarts of a trainer whose island has diverged.
 
-    - `restart(inherits)`: has the trainer begin again, with the inner optimizer that was inherited, or its own
-    - `in_thread`: does something slow
+    - `restart(inherits)`: restarts the trainer with the inherited inner optimizer, or with its own
+    - `in_thread`: runs slow work in a thread
     """
 
     def __init__(
@@ -244,13 +244,13 @@ class Recovery:
         self._has_inherited = False
 
     def contributed(self) -> None:
-        """The island has contributed to a round: its message was like the others'."""
+        """Note that the island has contributed to a round: its message was no outlier."""
         self._has_inherited = False
 
     def begin(self, peers: Sequence[Peer]) -> None:
-        """The island has diverged; `peers` have not.
+        """Restart the island, which has diverged, from the state of `peers`, which have not.
 
-        It inherits once only until it has contributed again: a copy costs the peer a moment.
+        The island inherits only once before its next contribution, because each copy interrupts a peer.
         """
         self._restart(False)
         if peers and not self._has_inherited:

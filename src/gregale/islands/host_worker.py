@@ -1,6 +1,6 @@
-"""One host of an island in a round: its shards of the outer side, the group with its counterparts, and what it serves.
+"""One host of an island: its shards of the outer state, the group with its counterparts, and its server.
 
-A driver tells it what to do; it knows nothing of who decides. Calls come from one thread at a time, but `drop_group`'s.
+A driver commands it; it makes no decisions. One thread at a time calls it, except for `drop_group`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ COMMIT_SECONDS = 3.0  # from the end of a reduce to the view that commits it, as
 
 
 class Timeouts(NamedTuple):
-    """How long a host waits for others, in seconds."""
+    """Limits for waiting for other hosts, in seconds."""
 
     reduce: float
     heal: float
 
 
 class OuterSnapshot(NamedTuple):
-    """The outer side as it was at one moment; `record`: None before the fleet has begun."""
+    """The outer state at one moment; `record`: None before the fleet starts."""
 
     record: OuterRecord | None
     moment: OuterView
@@ -50,14 +50,14 @@ class NotFinite(Exception):
 
 @dataclass
 class Count:
-    """Bytes that this host has sent and received for rounds and healing."""
+    """The bytes that this host has sent and received for rounds and healing."""
 
     sent: int = 0
     received: int = 0
 
 
-class Alone:
-    """The link of an island that is the only one."""
+class LocalLink:
+    """The link of an island without peers."""
 
     size, rank = 1, 0
 
@@ -69,7 +69,7 @@ class Alone:
 
 @dataclass
 class GroupLink:
-    """A group as the reducer's link, with its bytes counted."""
+    """A group as the reducer's link that counts its bytes."""
 
     group: Group
     count: Count
@@ -93,13 +93,13 @@ class GroupLink:
 
 @dataclass
 class HostWorker:
-    """A host of an island.
+    """The part of a round that one host executes.
 
-    - `outer`: its shards of the outer parameters and of their optimizer's state
-    - `schedule`: which fragment a round has
-    - `server`: what peers read of it
-    - `host`: the number of this host in its island
-    - `inner`: shape and type of what this host has of the inner optimizer
+    - `outer`: this host's shards of the outer parameters and of the outer optimizer state
+    - `schedule`: maps a round to its fragment
+    - `server`: serves this host's shards to peers
+    - `host`: the index of this host in its island
+    - `inner`: shape and dtype of this host's shards of the inner optimizer
     """
 
     outer: HostOuter
@@ -113,48 +113,48 @@ class HostWorker:
     _record: OuterRecord | None = None
     _side: OuterSnapshot | None = None
     _fetcher: Fetcher | None = None
-    _offered: ValidatedState | None = None  # what was fetched, if it fits
-    _inner: InnerOptimizerState | None = None  # what was fetched of a peer's inner optimizer
+    _offered: ValidatedState | None = None  # the fetched state, if it is valid
+    _inner: InnerOptimizerState | None = None  # the fetched shards of a peer's inner optimizer
     _taken: dict[int, Messages] = field(default_factory=dict)
     _results: dict[str, Prepared] = field(default_factory=dict)
     _group: tuple[tuple[Peer, ...], Group] | None = None
-    _building: str | None = None  # the key of a group that is coming together
+    _building: str | None = None  # the key of a group that is being built
     _lock: Lock = field(default_factory=Lock)
 
     @property
     def side(self) -> OuterSnapshot:
-        """The outer side as it was when the last order was given."""
+        """The outer state at the last command."""
         return self._side or OuterSnapshot(None, self.outer.now())
 
     def ordered(self, order: TrainerCommand | None) -> None:
-        """The trainer is told this: what it does with the outer side, it does with that of now."""
+        """Record the current outer state for the trainer's next command."""
         if order is not None:
             self._side = OuterSnapshot(self._record, self.outer.now())
 
-    def took(self, number: int, messages: Messages) -> None:
-        """Keeps this host's messages of a round; those of another round are not needed any more."""
+    def store_messages(self, number: int, messages: Messages) -> None:
+        """Store this host's messages of a round; delete those of another round."""
         self._taken = {number: messages}
 
     def reduce(self, key: str, number: int, members: Sequence[Peer], weights: Sequence[float], name: str) -> str:
-        """Averages a round's fragment among the members and prepares its outer step; returns the digest of that.
+        """Average a round's fragment among the members, prepare its outer step, and return the new digest.
 
-        Raises GroupFailed, and NotFinite.
+        Raises GroupFailed and NotFinite.
         """
-        self.server.shelf.expect(self.timeouts.reduce)
+        self.server.outer.expect(self.timeouts.reduce)
         try:
             digest = self._reduce(key, number, tuple(members), weights, name)
         except (GroupFailed, NotFinite):
-            self.server.shelf.expect(0.0)
+            self.server.outer.expect(0.0)
             raise
-        self.server.shelf.expect(COMMIT_SECONDS)
+        self.server.outer.expect(COMMIT_SECONDS)
         return digest
 
     def _reduce(self, key: str, number: int, members: tuple[Peer, ...], weights: Sequence[float], name: str) -> str:
         rank = [member.name for member in members].index(name)
         fragment = self.schedule.round_fragment(number)
         messages = self._taken.get(number) if weights[rank] > 0 else None
-        link = Alone() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
-        group = json.dumps([member.name for member in members])  # a session is another after a restart
+        link = LocalLink() if len(members) == 1 else GroupLink(self._joined(key, members, rank), self.count)
+        group = json.dumps([member.name for member in members])  # without sessions, which change at a restart
         error, reducer = self.outer.error(fragment, group), self.outer.reducer(fragment)
         try:
             reduced = reducer.reduce(messages, weights, link, error, self.timeouts.reduce)
@@ -168,33 +168,33 @@ class HostWorker:
         return prepared.digest
 
     def commit(self, key: str, outer: OuterRecord) -> None:
-        """Takes over a result, and serves it."""
+        """Commit a result, and serve it."""
         self.outer.commit(self._results.pop(key), outer.round)
         self._results.clear()
         self._taken.clear()
         self.publish(outer)
 
     def discard(self, key: str) -> None:
-        """Forgets a result."""
+        """Delete a result."""
         self._results.pop(key, None)
 
     def drop_group(self) -> None:
-        """Lets go of the group; all others in it know at once."""
+        """Drop the group; all its other members notice immediately."""
         with self._lock:
             group, self._group = self._group, None
             if self._building is not None:
-                self.server.mailbox.give_up(self._building)
+                self.server.mailbox.cancel(self._building)
         if group is not None:
             group[1].drop()
 
     def publish(self, outer: OuterRecord) -> None:
-        """Serves the state as it is, under this record, to whoever heals."""
+        """Serve the current state under this record to healing islands."""
         self._record = outer
         leaves = {name: ServedArray(held.array, held.version) for name, held in self.outer.leaves().items()}
         self.server.publish(Snapshot(outer.generation.number, outer.round, leaves, {"outer": outer.to_json()}))
 
     def fetch(self, sources: Sequence[Peer], settled: bool) -> FetchedState:
-        """Fetches this host's shards of the state of peers, beside the own ones. Raises TransferFailed."""
+        """Fetch this host's shards of the state of peers; keep the own shards. Raises TransferFailed."""
         if self._fetcher is None:
             expected = {name: (shape, dtype) for name, (dtype, shape) in self.outer.expected().items()}
             held = {name: leaf.array for name, leaf in self.outer.leaves().items()}
@@ -212,7 +212,7 @@ class HostWorker:
             raise DigestMismatch(f"what {', '.join(addresses)} gave is no state: {error}") from None
 
     def install(self, outer: OuterRecord) -> None:
-        """Takes over what was fetched last, and serves it under this record."""
+        """Adopt the last fetched state, and serve it under this record."""
         assert self._offered is not None
         self.outer.take_over(self._offered)
         self._offered = None
@@ -222,24 +222,24 @@ class HostWorker:
         self.publish(outer)
 
     def show(self, inner: InnerOptimizerState) -> None:
-        """Serves a copy of the inner optimizer's shards, in place of the last one."""
+        """Serve a copy of the inner optimizer's shards, replacing the previous copy."""
         leaves = {name: ServedArray(array, inner.step) for name, array in inner.arrays.items()}
         self.server.inner.publish(Snapshot(0, inner.step, leaves))
 
     def inherit(self, source: str) -> int:
-        """Fetches the inner optimizer's shards that a peer's host serves; returns its steps. Raises TransferFailed."""
+        """Fetch the inner optimizer's shards from a peer's host; return its step count. Raises TransferFailed."""
         self._inner = None
         fetched = fetch([source], self.token, self.inner, self.timeouts.heal, manifest="/manifest/inner")
         self._inner = InnerOptimizerState(fetched.round, fetched.arrays)
         return fetched.round
 
     def inherited(self) -> InnerOptimizerState | None:
-        """What was fetched of a peer's inner optimizer; given once."""
+        """Return and clear the fetched shards of a peer's inner optimizer."""
         inner, self._inner = self._inner, None
         return inner
 
     def _joined(self, key: str, members: tuple[Peer, ...], rank: int) -> Group:
-        """The group of these members: the one that there is, or a new one."""
+        """Return the group of these members: the current one, or a new one."""
         with self._lock:
             if self._group is not None and self._group[0] == members and not self._group[1].failure:
                 return self._group[1]
@@ -262,7 +262,7 @@ class HostWorker:
             fetcher.close()
 
     def close(self) -> None:
-        """Leaves the group and stops serving."""
+        """Leave the group and stop the server."""
         self._end_fetching()
         with suppress(GroupFailed):
             self.drop_group()

@@ -1,7 +1,7 @@
-"""An island's inner optimizer in host memory, for an island that joins and has none of its own.
+"""The inner optimizer of an island in host memory, for a joining island that has none.
 
-Its moments and counters are those of the peer that shows them: the learning rate of a joiner is where the fleet's is,
-and its first steps are not those of an optimizer that knows nothing yet.
+The joiner takes its moments and counters from a peer. So its learning rate is that of the fleet, and its first steps do
+not come from an optimizer with empty moments.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Expected = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class InnerOptimizerState(NamedTuple):
-    """A peer's inner optimizer, by the key of the shard, after so many steps of its own."""
+    """A peer's inner optimizer after `step` inner steps, by shard key."""
 
     step: int
     arrays: dict[str, np.ndarray]
 
 
 def on_host(state: PsdpState) -> dict[str, np.ndarray]:
-    """This host's shards of a state's optimizer, by key; waits for the device."""
+    """Return this host's shards of a state's optimizer, by key; wait for the device."""
     found = {}
     for path, array in _arrays(state).items():
         found |= {key: np.array(shard) for key, shard in shards_here(path, array).items()}
@@ -36,7 +36,7 @@ def on_host(state: PsdpState) -> dict[str, np.ndarray]:
 
 
 def expected(state: PsdpState) -> Expected:
-    """Shape and type of what `on_host` gives."""
+    """Return the shape and dtype of each array of `on_host`."""
     found = {}
     for path, array in _arrays(state).items():
         place = array.sharding
@@ -47,7 +47,7 @@ def expected(state: PsdpState) -> Expected:
 
 
 def taken_over(state: PsdpState, arrays: Mapping[str, np.ndarray]) -> PsdpState:
-    """The state with the optimizer that `arrays` are the shards of; its parameters stay."""
+    """Return the state with the optimizer made of the shards `arrays` and unchanged parameters."""
     own = _arrays(state)
     places = {path: array.sharding for path, array in own.items()}
     new = [on_devices(arrays, path, own[path].shape, place) for path, place in places.items()]  # pyright: ignore
@@ -56,6 +56,6 @@ def taken_over(state: PsdpState, arrays: Mapping[str, np.ndarray]) -> PsdpState:
 
 
 def _arrays(state: PsdpState) -> dict[str, jax.Array]:
-    """The optimizer's arrays by their path, in the order of its leaves."""
+    """Return the optimizer's arrays by path, in leaf order."""
     leaves = jax.tree_util.tree_flatten_with_path((state.sharded, state.gathered))[0]
     return {f"inner/{jax.tree_util.keystr(path, simple=True, separator='.')}": array for path, array in leaves}

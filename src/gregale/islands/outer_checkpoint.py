@@ -1,8 +1,8 @@
-"""The outer side of an island as it is saved: one folder a round, beside the checkpoints of the inner side.
+"""Checkpoints of the outer state of an island: one folder for each round, beside the checkpoints of the inner state.
 
-It lies on a disk or in an object store. `round-00000012` has the arrays one after the other, cut into files of 48 MiB
-(`1f2e3d4c-00000`, ...), and `manifest.json`, which says what they are, and their hashes. The files have a name by
-chance, the manifest is written last and whole, and it names them: so what is there counts, or is not there.
+They lie on a disk or in an object store. `round-00000012` has the concatenated arrays, cut into files of 48 MiB
+(`1f2e3d4c-00000`, ...), and `manifest.json` with their shapes and hashes. The file names are random. The manifest is
+written last, atomically, and names the files: so a folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from gregale.islands.protocol.headers import OuterRecord
 from gregale.methods.island_outer import NO_OWN_LEAVES, OwnLeaves, VersionedArray
 from gregale.storage import StoragePath, StoreError, names, remove_tree, write_bytes
 
-_THREADS = 4  # arrays at once, which are read
+_THREADS = 4  # arrays read in parallel
 
 
 class SavedOuterState(NamedTuple):
-    """An outer side that was read."""
+    """An outer state read from a checkpoint."""
 
     outer: OuterRecord
     arrays: dict[str, np.ndarray]
@@ -39,17 +39,17 @@ class SavedOuterState(NamedTuple):
 
 
 def folder_of(directory: StoragePath, number: int) -> StoragePath:
-    """Where the outer side after `number` rounds is."""
+    """Return the folder of the outer state after `number` rounds."""
     return directory / f"round-{number:08d}"
 
 
 def write(
     directory: StoragePath, outer: OuterRecord, leaves: Mapping[str, VersionedArray], own: OwnLeaves = NO_OWN_LEAVES
 ) -> None:
-    """Writes the outer side of a round, whole or not at all; nothing if it is there already.
+    """Write the outer state of a round atomically; do nothing if it exists.
 
-    Raises OSError, or `StoreError`. The outer side that another line of the fleet had after as many rounds stays until
-    this one is complete.
+    Raises OSError or `StoreError`. The outer state of another generation for the same round stays until this one is
+    complete.
     """
     folder = folder_of(directory, outer.round)
     if _is_of(folder, outer):
@@ -79,7 +79,7 @@ def write(
 
 
 def read(directory: StoragePath, number: int) -> SavedOuterState:
-    """Reads the outer side of a round; raises `UserError` if it is not there or damaged, or the store does not tell."""
+    """Read the outer state of a round. Raises `UserError` if it is missing or damaged, and `StoreError`."""
     folder = folder_of(directory, number)
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -102,7 +102,7 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
         return SavedOuterState(
             outer, arrays, {entry[0]: entry[3] for entry in manifest["arrays"] if entry[0] in arrays}, own
         )
-    except StoreError:  # no damage, and nothing is gained by beginning anew
+    except StoreError:  # the store may be reachable again later; a fresh start would not help
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = os_error_text(error) if isinstance(error, OSError) else str(error)
@@ -113,17 +113,17 @@ def read(directory: StoragePath, number: int) -> SavedOuterState:
 
 
 def keep_only(directory: StoragePath, numbers: Iterable[int]) -> None:
-    """Deletes the folders of all other rounds, as far as that can be done."""
+    """Delete the folders of all other rounds; ignore errors."""
     kept = {folder_of(directory, number).name for number in numbers}
     for name in names(directory):
         if name.startswith("round-") and name not in kept:
             with suppress(OSError, StoreError):
-                (directory / name / MANIFEST).unlink(missing_ok=True)  # first: what is left then counts for nothing
+                (directory / name / MANIFEST).unlink(missing_ok=True)  # first: files without it are no checkpoint
                 remove_tree(directory / name)
 
 
 def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kind: tuple, start: int) -> np.ndarray:
-    """An array that begins at a byte of the parts; raises ValueError if it is not what was written."""
+    """Read an array that begins at byte `start` of the parts. Raises ValueError if its hash is wrong."""
     dtype, shape = kind
     content = np.empty(dtype.itemsize * prod(shape), np.uint8)
     parts.read_parts(content, folder, own, part_bytes, start)
@@ -133,7 +133,7 @@ def _array(folder: StoragePath, own: str, part_bytes: int, entry: list[Any], kin
 
 
 def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
-    """Whether a folder has the outer side of this record."""
+    """Return whether a folder has the outer state of this record."""
     try:
         return OuterRecord.from_json(json.loads((folder / MANIFEST).read_bytes())["outer"]) == outer
     except StoreError:
@@ -143,7 +143,7 @@ def _is_of(folder: StoragePath, outer: OuterRecord) -> bool:
 
 
 def _remove(folder: StoragePath, chosen: Callable[[str], bool]) -> None:
-    """Deletes some of the files of a folder, as far as that can be done."""
+    """Delete the chosen files of a folder; ignore errors."""
     with suppress(OSError, StoreError):
         for name in filter(chosen, names(folder)):
             (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Asks peers whether they live: the sockets of a group say nothing of one that is cut off. Tells them small things."""
+"""Liveness checks of peers, because a group's sockets do not report a cut-off peer; and short messages to peers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ THREADS = 8
 
 
 def dead_peers(peers: Iterable[Peer]) -> frozenset[str]:
-    """The identities of those whose host refuses a connection: it is there, and their process is not.
+    """Return the identities of the peers whose host refuses a connection: the host runs, the process does not.
 
-    Who does not answer may be cut off, or stopped for a while: that says nothing.
+    A peer that does not answer may be cut off or paused, so it does not count as dead.
     """
     return frozenset(peer.identity for peer in peers if _is_refused(peer.hosts[0]))
 
@@ -36,12 +36,12 @@ def _is_refused(address: str) -> bool:
 
 
 class PeerProbe:
-    """In a `with` statement: asks peers whether they live; calls `drop` for one that is silent for `seconds`.
+    """A `with` block that probes peers, and calls `drop` if one is silent for `seconds`.
 
-    Nobody is asked in the first half of that time, in which most rounds are over.
+    The first probe is sent after half of that time, when most rounds are over.
 
     - `peers`: addresses by name
-    - `silent`: names of those that did not answer
+    - `silent`: the names of the peers that did not answer
     """
 
     def __init__(self, peers: Mapping[str, str], token: bytes, seconds: float, drop: Callable[[], None]):
@@ -50,7 +50,7 @@ class PeerProbe:
         self.silent: list[str] = []
 
     def reason(self) -> str:
-        """Who did not answer, in words; empty if all did."""
+        """Return a text that names the silent peers; empty if all answered."""
         return f"{' and '.join(self.silent)} did not answer" if self.silent else ""
 
     def __enter__(self) -> PeerProbe:
@@ -75,29 +75,29 @@ class PeerProbe:
                     self._drop()
                 return
             except RequestRejected:
-                return  # it lives
+                return  # the peer is alive
             self._over.wait(self._half)
 
 
-class Telling:
-    """Tells peers with this fleet's `token`."""
+class PeerMessenger:
+    """A sender of short messages to peers, signed with the fleet's `token`."""
 
     def __init__(self, token: bytes):
         self._token, self._threads = token, ThreadPoolExecutor(THREADS, "telling")
 
-    def due(self, addresses: Sequence[str], number: int) -> None:
-        """Tells these peers that a round is due. What does not arrive is told again."""
+    def announce(self, addresses: Sequence[str], number: int) -> None:
+        """Announce to these peers that a round is due. Lost announcements are not repeated here."""
         for address in addresses:
-            self.soon(lambda address=address: self._due(address, number))
+            self.run(lambda address=address: self._announce(address, number))
 
-    def soon(self, what: Callable[[], object]) -> None:
-        """Does something else that may take a while."""
-        self._threads.submit(what)
+    def run(self, work: Callable[[], object]) -> None:
+        """Run slow work in a thread."""
+        self._threads.submit(work)
 
     def close(self) -> None:
-        """Begins nothing more."""
+        """Start no more work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _due(self, address: str, number: int) -> None:
+    def _announce(self, address: str, number: int) -> None:
         with suppress(PeerUnreachable, RequestRejected):
             call(address, self._token, {"kind": "due", "round": number}, TELL_SECONDS)

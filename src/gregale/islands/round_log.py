@@ -1,4 +1,4 @@
-"""What is written down of each round: who took part, how long it took, what was waited for and sent."""
+"""The log of rounds: members, duration, waiting time and bytes of each round."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gregale.islands.protocol.headers import OuterRecord
 
 
 @dataclass
-class Underway:
-    """A round as this island goes through it: when it began, and what had been sent and received until then."""
+class CurrentRound:
+    """The current round of this island: its start, and the bytes sent and received until then."""
 
     began: float
     sent: int
@@ -22,49 +22,49 @@ class Underway:
 
 
 class RoundLog:
-    """Follows the round that is under way; a finished one goes to `record`, for rounds.jsonl.
+    """The log of one island. It measures the current round, and passes a finished one to `record`, for rounds.jsonl.
 
     - `count`: bytes sent and received so far
-    - `members`: who took part in the newest round
+    - `members`: the names of the members of the newest round
     """
 
     def __init__(self, count: Count, record: Callable[[dict[str, Any]], None]):
         self._count, self._record = count, record
-        self._underway: Underway | None = None
+        self._current: CurrentRound | None = None
         self._waits_since: float | None = None
         self.members: tuple[str, ...] = ()
 
-    def place(self, name: str) -> float:
-        """Where an island is among those of the newest round, from 0 to 1: its turn to write a checkpoint."""
+    def save_offset(self, name: str) -> float:
+        """Return an island's position among the members of the newest round, in [0, 1): it staggers checkpoints."""
         return self.members.index(name) / len(self.members) if name in self.members else 0.0
 
     def begin(self) -> None:
-        """A round, or healing, begins for this island."""
-        self._underway = Underway(time.time(), self._count.sent, self._count.received)
+        """Note the start of a round, or of healing."""
+        self._current = CurrentRound(time.time(), self._count.sent, self._count.received)
 
-    def waits(self) -> None:
-        """The trainer begins to wait, most often for the round that is under way."""
+    def wait_begins(self) -> None:
+        """Note that the trainer starts to wait, usually for the current round."""
         self._waits_since = time.time()
 
-    def waited(self) -> None:
-        """It goes on."""
+    def wait_ends(self) -> None:
+        """Note that the trainer continues."""
         self._count_waiting()
         self._waits_since = None
 
     def _count_waiting(self) -> None:
-        """What was waited until now belongs to the round that is under way, if there is one."""
+        """Add the waiting time until now to the current round, if there is one."""
         if self._waits_since is None:
             return
         now = time.time()
-        if self._underway is not None:
-            self._underway.waiting += now - max(self._waits_since, self._underway.began)
+        if self._current is not None:
+            self._current.waiting += now - max(self._waits_since, self._current.began)
         self._waits_since = now
 
     def end(self, outer: OuterRecord, weight: float, healed: bool = False) -> None:
-        """A state is committed, to which this island contributed `weight` tokens, or fetched from a peer."""
+        """Record a committed state, with `weight` contributed tokens, or a state fetched from a peer."""
         self._count_waiting()
-        now, at = time.time(), self._underway or Underway(time.time(), self._count.sent, self._count.received)
-        self._underway = None
+        now, at = time.time(), self._current or CurrentRound(time.time(), self._count.sent, self._count.received)
+        self._current = None
         self._record(
             {
                 "round": outer.round,

@@ -1,7 +1,7 @@
-"""How long a round is waited for that should have been decided: what rounds usually take, and as much again.
+"""An adaptive timeout for rounds: a multiple of the median duration of recent rounds.
 
-A network that is slower than H steps makes all rounds long, and is waited for. A round that takes far longer than the
-others has lost somebody: to find that out takes seconds, in which an island trains on.
+A network slower than H steps makes all rounds long, and the timeout grows with them. A round that takes much longer
+than the others has lost a member. Detecting that takes seconds, in which the island continues to train.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-ROUNDS = 15  # of which the usual time is the median
-LATE = 2.0  # times the usual
-REDUCES = 4  # in units of the time that one reduce may take: the longest patience
+ROUNDS = 15  # in the median
+LATE = 2.0  # times the median
+REDUCES = 4  # the longest timeout, in units of the limit of one reduce
 
 
 class RoundTimeout:
-    """Learns from the rounds of an island.
+    """The timeout of one island's rounds.
 
-    - `most_seconds`: never longer; and until there has been a round
+    - `max_seconds`: the upper limit, and the timeout until the first round is known
     """
 
-    def __init__(self, most_seconds: float):
-        self._most_seconds = most_seconds
+    def __init__(self, max_seconds: float):
+        self._max_seconds = max_seconds
         self._took: deque[float] = deque(maxlen=ROUNDS)
 
     def learn(self, seconds: float) -> None:
-        """A round was decided so long after this island had said that it was due, or had handed over its message."""
+        """Record the time from this island's announcement or message to the decision of the round."""
         self._took.append(seconds)
 
     @property
     def seconds(self) -> float:
-        """After which a round is not waited for any more."""
-        return min(self._most_seconds, LATE * median(self._took)) if self._took else self._most_seconds
+        """The time after which the island no longer waits for a round."""
+        return min(self._max_seconds, LATE * median(self._took)) if self._took else self._max_seconds

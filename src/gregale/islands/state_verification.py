@@ -1,7 +1,7 @@
-"""What an island makes sure of before it takes over a state that it has fetched: that it is the one of its record.
+"""The check that a fetched state matches the digest of its record.
 
-Pieces have their hashes, but those are of what the source has now. The digest in the record is what the fleet agreed on
-when it committed the round, over the arrays of all hosts, so a source whose memory has changed since is found here.
+Chunks have hashes, but the source computes them from its present memory. The digest in the record was agreed when the
+fleet committed the round, over the arrays of all hosts. So this check detects a source whose memory has changed since.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from gregale.islands.transport.transfer import TransferFailed
 
 
 class FetchedState(NamedTuple):
-    """A state that was fetched and fits: its record, and the digest of the arrays.
+    """A valid fetched state: its record, and the digest of the arrays.
 
-    - `settled`: no round was being made that would replace it
+    - `settled`: no round in progress would replace it
     """
 
     outer: OuterRecord
@@ -26,20 +26,20 @@ class FetchedState(NamedTuple):
 
 
 class DigestMismatch(TransferFailed):
-    """What was fetched is whole, but not one state, or not the one that its record says."""
+    """The fetched arrays are complete, but do not form one state, or not the state of their record."""
 
 
 def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) -> OuterRecord:
-    """Return the record of a state that nobody is about to replace.
+    """Return the record of a fetched state that no round in progress would replace.
 
-    To fetch the state of a large model may take longer than a round. The first call of `heal` brings most of it. Each
-    later one fetches only what has changed since, after the end of a round, so an island joins between two rounds.
+    Fetching the state of a large model may take longer than a round. The first call of `heal` fetches most of it. Each
+    later one fetches only changes, after the end of a round, so an island joins between two rounds.
 
     - `heal(settled)`: fetches the state of peers; `settled`: after the round that they are making
-    - `waits`: the first call waits for the end of a round too, because a round changes everything
-    - `seconds`: after which a state has to do that may be replaced
+    - `waits`: the first call also waits for the end of a round, because a round changes the whole state
+    - `seconds`: the time after which a state is accepted although a round may replace it
 
-    Raises what `heal` raises.
+    Raises the errors of `heal`.
     """
     until = time.monotonic() + seconds
     heal(waits)
@@ -50,9 +50,9 @@ def newest(heal: Callable[[bool], FetchedState], waits: bool, seconds: float) ->
 
 
 def healed(sources: Sequence[Peer], seconds: float, fetch: Callable[[Sequence[Peer]], FetchedState]) -> FetchedState:
-    """Return what `fetch` has brought of all sources or, if that is not as recorded, of one after the other.
+    """Return the state that `fetch` returns for all sources; on a digest mismatch, try each source alone.
 
-    - `seconds`: after which no other source is begun with
+    - `seconds`: the time after which no further source is tried
 
     Raises TransferFailed.
     """

@@ -1,4 +1,4 @@
-"""What an island's trainer is told to do between two steps, when its rounds are due, and what it waits for."""
+"""The commands to an island's trainer between two steps, and the pacing of rounds."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from gregale.methods.schedule import Schedule
 
 
 class Down(NamedTuple):
-    """What has come down to this host of a round's message."""
+    """This host's share of a round's message, copied to the host."""
 
     messages: Any  # of this host's shards
     weight: float  # tokens
-    norm: float | None  # root mean square of the whole; None: it is not finite
+    norm: float | None  # root mean square of the whole message; None: it is not finite
 
 
 class SendMessage(NamedTuple):
-    """Order: hand over the message of a round (`Driver.departed`)."""
+    """Command: hand over the message of a round (`Driver.message_sent`)."""
 
     round: int
 
     def to_wire(self) -> list[Any]:
-        """What other hosts are told of it."""
+        """Return the fields as JSON values, for the other hosts."""
         return [self.round]
 
 
 class ApplyRound(NamedTuple):
-    """Order: mix a round's fragment in, as it is in host memory now.
+    """Command: mix in a round's fragment, which is now in host memory.
 
-    - `weight`: what this island contributed; with 0 it keeps its own
-    - `place`: from 0 to 1, where in a period of checkpoints it is its turn to write one
+    - `weight`: the contribution of this island; with 0 it keeps its own parameters
+    - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
     round: int
     weight: float
-    place: float = 0.0
+    save_offset: float = 0.0
 
     def to_wire(self) -> list[Any]:
-        return [self.round, self.weight, self.place]
+        return [self.round, self.weight, self.save_offset]
 
 
 class LoadOuterState(NamedTuple):
-    """Order: the whole outer state is a peer's; take all of it for the island's parameters.
+    """Command: replace the island's parameters with the whole outer state, which a peer supplied.
 
-    `inherits`: and with it a peer's inner optimizer (`Driver.inherited`), for an island that has begun with none
+    `inherits`: also adopt a peer's inner optimizer (`Driver.inherited`), because the island has none of its own
     """
 
     round: int
@@ -55,14 +55,14 @@ class LoadOuterState(NamedTuple):
 
 
 class CopyInnerState(NamedTuple):
-    """Order: hand over a copy of the inner optimizer, for an island that joins (`Driver.shown`)."""
+    """Command: hand over a copy of the inner optimizer for a joining island (`Driver.shown`)."""
 
     def to_wire(self) -> list[Any]:
         return []
 
 
 class Finish(NamedTuple):
-    """Order: the last round has arrived, or the island has left the fleet; `complete`: the former."""
+    """Command: end; `complete`: the last round has arrived, otherwise the island has left the fleet."""
 
     complete: bool
 
@@ -76,25 +76,25 @@ _KINDS: dict[str, type[TrainerCommand]] = {
 }
 
 
-def order_of(told: list[Any] | None) -> TrainerCommand | None:
-    """The order that another host was told of: its name, and `told()`; None: take a step."""
-    return None if told is None else _KINDS[told[0]](*told[1:])
+def from_wire(wire: list[Any] | None) -> TrainerCommand | None:
+    """Return the command that host 0 sent as its name and `to_wire()`; None: take a step."""
+    return None if wire is None else _KINDS[wire[0]](*wire[1:])
 
 
 @dataclass
 class RoundPacing:
-    """When an island's rounds are due and what it waits for.
+    """When an island's rounds are due, and when the trainer waits for them.
 
     - `schedule`: H, P, tau
-    - `rounds`: of the whole run
+    - `rounds`: the number of rounds of the whole run
     - `lockstep`: every island makes exactly the same steps between rounds
-    - `patience_seconds`: for so long at most an island waits for a round that is late; then it trains on
+    - `timeout_seconds`: the longest wait for a late round; then the island continues to train
     """
 
     schedule: Schedule
     rounds: int
     lockstep: bool
-    patience_seconds: float
+    timeout_seconds: float
 
     @property
     def waits(self) -> bool:
@@ -102,13 +102,13 @@ class RoundPacing:
         return self.lockstep or self.schedule.delay == 0
 
     def interval(self, number: int) -> int:
-        """Steps from the message of the round before to that of round `number`."""
+        """Return the number of steps from the message of the previous round to that of round `number`."""
         return self.schedule.round_step(number) - self.schedule.round_step(number - 1)
 
 
 @dataclass
 class WaitTimers:
-    """Where the time went."""
+    """Seconds spent waiting for the network and healing."""
 
     waiting: float = 0.0
     healing: float = 0.0

@@ -1,4 +1,4 @@
-"""Asking the coordinator, always with the newest header."""
+"""The thread that requests views from the coordinator, always with the newest header."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from gregale.islands.transport.coordinator import (
 
 
 class ViewPoller:
-    """A thread that asks, one ask after the other; answers go to `seen`, failures to `failed`.
+    """A thread that sends one request after the other; views go to `seen`, failures to `failed`.
 
-    A new header does not wait for the answer to the one before: another thread asks with it, for which the coordinator
-    forgets the old one, and the old thread ends with its answer. Else one that has healed would be in the next view as
-    it was before, and behind again after it.
+    A new header does not wait for the answer to the previous one. Another thread sends it, the coordinator drops the
+    old request, and the old thread ends. Otherwise the next view would contain the outdated header of a healed member.
 
-    - `seconds`: after which an ask is given up
-    - `complain`: gets a line for each member of a view that cannot be read, and for a coordinator that refuses; once
-    - `refused`: gets the reason why this island has to end: the coordinator does not admit it, or it has no state yet
-      and one that it cannot read has one, so that it would begin a fleet of its own beside that
+    - `seconds`: the time after which a request is abandoned
+    - `complain`: receives one line for each unreadable member of a view, and one for a coordinator that refuses
+    - `refused`: receives the reason why this island ends. Either the coordinator does not admit it, or it has no state
+      but an unreadable member has one: then it would start a second fleet.
     """
 
     def __init__(
@@ -45,18 +44,18 @@ class ViewPoller:
         self._complaints: set[str] = set()  # of the last answer
         self._has_peers = False
         self._newest: Header | None = None
-        self._thread, self._asks = 0, False  # which one asks; whether it waits for an answer
+        self._thread, self._asks = 0, False  # which thread requests; whether it waits for an answer
         self._started: list[Thread] = []
         self._changed, self._closed = Condition(), False
 
     def start(self) -> None:
-        """Begins to ask, as soon as there is a header."""
+        """Start to send requests, as soon as there is a header."""
         started = Thread(target=self._run, args=(self._thread,), daemon=True, name="asking")
         self._started = [each for each in self._started if each.is_alive()] + [started]
         started.start()
 
     def ask(self, header: Header) -> None:
-        """Asks with this header next; one that waits to be asked with is forgotten."""
+        """Send this header with the next request, replacing one that is not sent yet."""
         with self._changed:
             self._newest = header
             if self._asks:
@@ -65,7 +64,7 @@ class ViewPoller:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Asks no more; the coordinator finds that this member is silent. Waits a while for what is under way."""
+        """Stop requesting; the coordinator notices the silence. Wait briefly for requests in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -100,7 +99,7 @@ class ViewPoller:
             return header
 
     def _is_answered(self, thread: int) -> bool:
-        """The thread has got an answer: whether it is that to the newest ask."""
+        """Note that the thread has an answer; return whether it belongs to the newest request."""
         with self._changed:
             if thread != self._thread:
                 return False
@@ -127,7 +126,7 @@ class ViewPoller:
 
 
 def readable(found: list[dict]) -> tuple[tuple[Header, ...], list[tuple[str, dict]]]:
-    """The headers that this version can read, and each other with a line."""
+    """Return the headers that this version can read, and a complaint for each other one."""
     headers, unreadable = [], []
     for value in found:
         try:

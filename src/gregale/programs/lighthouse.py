@@ -1,4 +1,4 @@
-"""`gregale lighthouse`: the coordinator of islands. It knows which islands live, and nothing of what they train."""
+"""`gregale lighthouse`: the coordinator of islands. It tracks live islands, and knows nothing of their training."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ def main(options: LighthouseOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     quorum = Quorum(options.minimum, options.join_seconds, options.heartbeat_seconds)
-    lighthouse = serve(options.bind, token, quorum, tell)
-    tell(f"The lighthouse listens at {lighthouse.address}. Islands come with --islands.lighthouse {lighthouse.address}")
+    lighthouse = serve(options.bind, token, quorum, print_line)
+    address = lighthouse.address
+    print_line(f"The lighthouse listens at {address}. Islands come with --islands.lighthouse {address}")
     stopped.wait()
     lighthouse.close()
-    tell("The lighthouse is closed.")
+    print_line("The lighthouse is closed.")
     return 0
 
 
-def tell(line: str) -> None:
-    """Print a line; nobody may be there to read it."""
+def print_line(line: str) -> None:
+    """Print a line; ignore a closed output."""
     with suppress(OSError):
         say(line, flush=True)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gregale.distributed.agreement import to_text
-from gregale.islands.protocol.decision import PARTING, decide
+from gregale.islands.protocol.decision import SPLIT_AFTER, decide
 from gregale.islands.protocol.headers import NO_GENERATION, AcceptedResult, Generation, View
 from gregale.islands.protocol.outliers import Size
 from gregale.islands.protocol.plans import CommitAccepted, FormGroup, NewGeneration, StartFleet, Wait
@@ -101,8 +101,8 @@ def test_what_one_that_is_here_does_not_hold_is_done_again(header, holders):
 def test_what_an_absent_one_may_have_committed_is_never_dropped(header):
     plan = meaning(header("a", held=HELD, ballot=1), header("b", ballot=1, failures=1)).plan
     assert isinstance(plan, NewGeneration)
-    assert plan.settle == CommitAccepted("k6", "d6")
-    assert plan.there == {"a/s"}
+    assert plan.commit == CommitAccepted("k6", "d6")
+    assert plan.identities == {"a/s"}
 
 
 def test_one_that_is_no_voter_may_have_committed_too(header):
@@ -117,10 +117,10 @@ def test_without_a_wait_only_voters_begin_a_generation(header):
     new = header("new", voter=False)
     plan = meaning(header("a"), new).plan
     assert isinstance(plan, NewGeneration)
-    assert plan.there == {"a/s"}
+    assert plan.identities == {"a/s"}
     plan = meaning(header("a", seen=0, wait_expired=True), new).plan
     assert isinstance(plan, NewGeneration)
-    assert plan.there == {"a/s", "new/s"}
+    assert plan.identities == {"a/s", "new/s"}
 
 
 def test_the_newest_of_two_results_counts(header):
@@ -134,7 +134,7 @@ def test_the_newest_of_two_results_counts(header):
 def test_half_of_the_voters_begin_a_generation_if_one_saw_that_nobody_went_on(header):
     plan = meaning(header("a"), id=8).plan
     assert isinstance(plan, NewGeneration)
-    assert (plan.generation.number, plan.there, plan.settle, plan.waited) == (2, {"a/s"}, None, False)
+    assert (plan.generation.number, plan.identities, plan.commit, plan.waited) == (2, {"a/s"}, None, False)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_where_half_of_the_voters_do_not_reach_the_others_one_half_goes_on_after
         pair = header("a", unreachable=("b",), **changes), header("b", unreachable=("a",), **changes)
         return meaning(*pair, minimum=minimum).plan
 
-    assert isinstance(plan(PARTING - 1), FormGroup)
-    parted = plan(PARTING)
+    assert isinstance(plan(SPLIT_AFTER - 1), FormGroup)
+    parted = plan(SPLIT_AFTER)
     assert isinstance(parted, NewGeneration)
     assert len(parted.members) == 1
-    assert not parted.settle
-    assert isinstance(plan(PARTING, minimum=2), FormGroup)
+    assert not parted.commit
+    assert isinstance(plan(SPLIT_AFTER, minimum=2), FormGroup)
 
 
 def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(header):
@@ -264,7 +264,7 @@ def test_a_round_takes_the_minimum_also_where_one_does_not_reach_the_others(head
 def test_where_nobody_can_tell_who_does_not_answer_members_are_left_out_in_turn(header):
     groups = set()
     for ballot in range(3):
-        plan = meaning(*(header(name, failures=PARTING, ballot=ballot) for name in "abc")).plan
+        plan = meaning(*(header(name, failures=SPLIT_AFTER, ballot=ballot) for name in "abc")).plan
         assert isinstance(plan, FormGroup)
         groups.add("".join(peer.name for peer in plan.members))
     assert groups == {"ab", "ac", "bc"}

@@ -179,7 +179,7 @@ def test_one_whose_healing_is_slower_than_rounds_is_waited_for_at_times_and_not_
         late.handle(m.Tick(100.0 * number + 5.0))
         only(late.handle(m.Healed(a.outer)), m.Install)
     assert awaited == [False, True, True, False, False, False, False, False]
-    assert late._time_awaited() > LAN.turnover_seconds  # 5 s each time: after 8 s in all, no more
+    assert late._hold_time() > LAN.turnover_seconds  # 5 s each time: after 8 s in all, no more
 
 
 def test_one_that_cannot_heal_is_waited_for_no_longer_in_all_than_once():
@@ -340,21 +340,24 @@ def test_after_an_outer_step_that_is_not_finite_all_begin_the_round_again():
 
 def test_it_can_say_why_no_round_is_made():
     a, b = begun(member("a"), member("b"))
-    assert a.why() == ""
+    assert a.stall_reason() == ""
     a.handle(m.RoundDue())
-    assert a.why() == "this island is in the middle of a step (the last took 0.0 s)"
+    assert a.stall_reason() == "this island is in the middle of a step (the last took 0.0 s)"
     a.handle(m.MessageReady(0, 8.0, 2))
-    assert a.why() == "the coordinator waits for other islands to ask, for 0 s now (the last round was made by a, b)"
+    assert (
+        a.stall_reason()
+        == "the coordinator waits for other islands to ask, for 0 s now (the last round was made by a, b)"
+    )
     a.handle(m.ViewFailed("it does not answer"))
     a.handle(m.Tick(20.0))
-    assert a.why() == "the coordinator has not answered for 20 s (it does not answer)"
+    assert a.stall_reason() == "the coordinator has not answered for 20 s (it does not answer)"
     a.handle(m.ViewReceived(View(1, (a.header,))))
-    assert a.why().endswith("(b)")  # a voter that is missing
+    assert a.stall_reason().endswith("(b)")  # a voter that is missing
     a.handle(m.Tick(21.0))
     b.handle(m.RoundDue())
     b.handle(m.MessageReady(0, 8.0, 2))
     assert "Reduce" in kinds(a.handle(view(a, b)))
-    assert a.why() == "round 0 is being reduced by a, b"
+    assert a.stall_reason() == "round 0 is being reduced by a, b"
 
 
 def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time_that_doubles():
@@ -387,5 +390,5 @@ def test_one_whose_reduces_fail_keeps_out_of_the_rounds_of_the_others_for_a_time
             break
     assert LAN.turnover_seconds <= pauses[0] < LAN.turnover_seconds + 2 * LAN.retry_seconds
     bad._failures = 2
-    bad._pause_if_shut_out()
+    bad._pause_if_excluded()
     assert bad._paused_until == now + 2 * LAN.turnover_seconds

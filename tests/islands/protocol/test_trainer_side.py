@@ -14,9 +14,9 @@ from gregale.methods.schedule import Schedule
 class Side(TrainerSide):
     """With a handover of its own, and the time of the test."""
 
-    def __init__(self, delay: int = 2, lockstep: bool = False, patience_seconds: float = 1e9):
+    def __init__(self, delay: int = 2, lockstep: bool = False, timeout_seconds: float = 1e9):
         self.handover, self.now = Handover(), 0.0
-        pace = RoundPacing(Schedule(10, 2, delay, 4), 100, lockstep, patience_seconds)  # rounds every 5 steps
+        pace = RoundPacing(Schedule(10, 2, delay, 4), 100, lockstep, timeout_seconds)  # rounds every 5 steps
         super().__init__(pace, self.handover)
 
     def steps(self, count: int) -> None:
@@ -147,7 +147,7 @@ def test_without_delay_it_waits_at_once_but_not_for_a_round_to_which_it_contribu
 
 @pytest.mark.parametrize("patience", [1e9, 0.0])
 def test_a_network_that_is_slower_than_the_steps_is_waited_for_but_not_for_ever(patience):
-    side = Side(patience_seconds=patience)
+    side = Side(timeout_seconds=patience)
     side.sends(0)
     side.steps(4)
     assert not side.must_wait(0, 0.0)

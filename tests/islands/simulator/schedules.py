@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gregale.islands.protocol import messages as m
-from gregale.islands.protocol.decision import PARTING
+from gregale.islands.protocol.decision import SPLIT_AFTER
 from gregale.islands.protocol.member import Member
 from tests.islands.simulator.invariants import BrokenError
 from tests.islands.simulator.node import Node
@@ -165,7 +165,7 @@ def longest_wait(world: World) -> float:
     - the time in which all islands hand over a message that has something in it.
     """
     timing, count = world.timing, len(staying(world))
-    tries = PARTING + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
+    tries = SPLIT_AFTER + 1 + (count * (count - 1) if world.is_silent and world.bad else 0)
     ask = timing.join_seconds + timing.retry_seconds
     steps = SLOWEST_STEP * (1 + max(world.pace.interval(number) for number in range(world.pace.schedule.fragments)))
     waits = timing.heartbeat_seconds + timing.ask_seconds + 2 * timing.turnover_seconds

@@ -70,8 +70,8 @@ class World:
         self.rng = random.Random(number)
         self.member_class, self.trace, self.timing = member_class, trace, TIMING
         rng = self.rng
-        lot, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
-        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lot=lot, lockstep=lockstep)
+        lease_policy, lockstep = LeasePolicy(size=40, low=24), rng.random() < 0.1
+        self.rules = Rules(minimum=rng.choice((1, 1, 1, 2)), lease_policy=lease_policy, lockstep=lockstep)
         rough = rng.random() < 0.5
         self.weather = Weather(
             lost=rng.choice((0.02, 0.1, 0.25)) if rough else 0.0,

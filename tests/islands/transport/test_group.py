@@ -197,14 +197,14 @@ def test_one_that_is_given_up_is_left_at_once_whatever_gloo_waits_for(make_serve
         built = threads.submit(Group.build, "key", 0, [server.address, "127.0.0.1:9"], server, 60.0)
         try:
             assert begun.wait(60.0)
-            server.mailbox.give_up("key")
+            server.mailbox.cancel("key")
             with pytest.raises(GroupFailed, match="given up"):
                 built.result(30.0)
         finally:
             goes_on.set()
     for connecting in list(CONNECTING):
         connecting.join()
-    assert not server.mailbox.is_given_up("key"), "it is forgotten when nothing is under way any more"
+    assert not server.mailbox.is_cancelled("key"), "it is forgotten when nothing is under way any more"
 
 
 def test_a_group_of_one(build):

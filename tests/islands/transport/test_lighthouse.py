@@ -31,7 +31,7 @@ from tests.islands.transport.conftest import TOKEN
 
 QUORUM = Quorum(minimum=1, join_seconds=0.6, heartbeat_seconds=1.5)
 NOTHING = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-PATIENCE_SECONDS = 20.0
+IDLE_SECONDS = 20.0
 
 
 class Fleet:
@@ -52,12 +52,12 @@ class Fleet:
 
     def wait_for(self, *texts: str) -> None:
         """Returns when the lighthouse has said all of it."""
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + IDLE_SECONDS
         while missing := [text for text in texts if not any(text in line for line in self.said)]:
             assert time.monotonic() < until, f"{missing} in {self.said}"
             time.sleep(0.02)
 
-    def ask(self, name: str, x: int = 0, seconds: float = PATIENCE_SECONDS) -> Future[View]:
+    def ask(self, name: str, x: int = 0, seconds: float = IDLE_SECONDS) -> Future[View]:
         return self.threads.submit(self.members[name].ask, {"x": x}, seconds)
 
     def ask_all(self, names: str, x: int = 0) -> list[View]:
@@ -88,7 +88,7 @@ def seen(view: View) -> list[tuple[str, int]]:
 def sent(address: str, content: bytes) -> bytes:
     """All that comes back for these bytes."""
     host, _, port = address.partition("/")[0].partition(":")
-    with socket.create_connection((host, int(port)), PATIENCE_SECONDS) as connection:
+    with socket.create_connection((host, int(port)), IDLE_SECONDS) as connection:
         connection.sendall(content)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
@@ -140,7 +140,7 @@ def test_all_get_the_same_view_with_everybodys_header(fleet):
 def test_a_large_header_arrives(fleet):
     fleet.join("a")
     header = {"text": "x" * 100_000, "nested": {"list": [1, None, "é", 2.5]}}
-    assert fleet.members["a"].ask(header, PATIENCE_SECONDS).headers == [{**header, "name": "a"}]
+    assert fleet.members["a"].ask(header, IDLE_SECONDS).headers == [{**header, "name": "a"}]
 
 
 def test_an_ask_without_an_answer_in_time_is_over_and_in_no_view(fleet):
@@ -177,7 +177,7 @@ def test_a_second_island_of_a_name_is_refused_in_one_line_and_the_first_goes_on(
     fleet.join("a")
     twin = CoordinatorClient(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.name: .*another island of the fleet has the name 'a'"):
-        twin.ask({"x": 9}, PATIENCE_SECONDS)
+        twin.ask({"x": 9}, IDLE_SECONDS)
     twin.close()
     assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
     assert fleet.said.count("A second island with the name a was refused.") == 1
@@ -190,14 +190,14 @@ def test_one_that_was_killed_and_starts_again_has_its_name_after_a_heartbeat(fle
     fleet.members["a"] = CoordinatorClient(fleet.lighthouse.address, "a", TOKEN, QUORUM.heartbeat_seconds)
     assert seen(fleet.ask("a", 2).result()) == [("a", 2)]
     with pytest.raises(NotAdmitted):  # it was stopped, not dead
-        killed.ask({"x": 1}, PATIENCE_SECONDS)
+        killed.ask({"x": 1}, IDLE_SECONDS)
 
 
 def test_another_token_ends_nobody_but_the_one_that_has_it(fleet):
     fleet.join("a")
     stranger = CoordinatorClient(fleet.lighthouse.address, "b", b"another token here", QUORUM.heartbeat_seconds)
     with pytest.raises(NotAdmitted, match=r"islands\.lighthouse: .* another token.* islands\.token_file"):
-        stranger.ask({"x": 9}, PATIENCE_SECONDS)
+        stranger.ask({"x": 9}, IDLE_SECONDS)
     stranger.close()
     assert seen(fleet.ask("a", 1).result()) == [("a", 1)]
     [line] = [line for line in fleet.said if "refused" in line]
@@ -243,7 +243,7 @@ def test_strangers_neither_read_nor_slow_a_fleet(fleet):
 
 def test_silent_strangers_do_not_keep_a_fleet_out(fleet):
     host, port = fleet.lighthouse.address.split(":")
-    held = [socket.create_connection((host, int(port)), 5.0) for _ in range(2 * listener.MOST_STRANGERS)]
+    held = [socket.create_connection((host, int(port)), 5.0) for _ in range(2 * listener.MAX_UNIDENTIFIED)]
     for each in held[-4:]:
         each.sendall(b"POST /message HTTP/1.1\r\n")
     fleet.join("a", "b")
@@ -270,7 +270,7 @@ def test_a_captured_request_is_refused_by_everybody_else_and_later_by_the_same(f
     for request in captured:
         assert sent(fleet.lighthouse.address, request) == NOTHING
     assert not any("is here" in line for line in fleet.said)
-    greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, PATIENCE_SECONDS)
+    greeting = PeerClient(f"{fleet.lighthouse.address}/{ALIAS}", TOKEN, IDLE_SECONDS)
     with pytest.raises(PeerUnreachable, match=r"another token"):  # by a name that all lighthouses have
         greeting.request("POST", "/message", b'{"kind":"leave","name":"a","session":"s"}')
     other.close()
@@ -282,7 +282,7 @@ def test_a_request_to_an_island_is_refused_by_another_one_and_by_the_lighthouse(
     one = Server("127.0.0.1", TOKEN, lambda message: taken.append(message) or {})
     other = Server("127.0.0.1", TOKEN, lambda message: pytest.fail("it was taken"))
     tap = Tap(one.address)
-    call(f"{tap.address}/{one.recipient}", TOKEN, {"kind": "due", "round": 5}, PATIENCE_SECONDS)
+    call(f"{tap.address}/{one.recipient}", TOKEN, {"kind": "due", "round": 5}, IDLE_SECONDS)
     [captured] = tap.requests(b'"due"')
     assert [sent(address, captured) for address in (other.address, fleet.lighthouse.address)] == [NOTHING, NOTHING]
     assert taken == [{"kind": "due", "round": 5}]
@@ -299,7 +299,7 @@ def test_what_islands_report_is_told_when_rounds_stop(fleet, monkeypatch):
     fleet.wait_for("Rounds go on: round 5")
     fleet.said.clear()
     fleet.wait_for("No round for")
-    fleet.members["a"].ask({"round": 6}, PATIENCE_SECONDS)
+    fleet.members["a"].ask({"round": 6}, IDLE_SECONDS)
     fleet.wait_for("Rounds go on: round 6")
 
 

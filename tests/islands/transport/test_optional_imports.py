@@ -12,7 +12,7 @@ from gregale.errors import UserError
 from gregale.islands.transport.group import load_torch
 from tests.test_layers import MODULES, SOURCE
 
-ENGINE = SOURCE / "islands" / "transport"
+TRANSPORT = SOURCE / "islands" / "transport"
 
 
 def test_no_other_module_imports_it():
@@ -20,8 +20,8 @@ def test_no_other_module_imports_it():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            is_engine = any(name.split(".")[0] == "torch" for name in names)
-            assert not is_engine or path == ENGINE / "group.py"
+            is_transport = any(name.split(".")[0] == "torch" for name in names)
+            assert not is_transport or path == TRANSPORT / "group.py"
 
 
 def test_the_lighthouse_runs_without_it():

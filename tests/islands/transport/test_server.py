@@ -173,7 +173,7 @@ def test_garbage_is_refused_in_one_line(make_server, garbage):
 
 
 def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
-    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(listener, "IDLE_SECONDS", 0.4)
     server = make_server()
     with (
         socket.create_connection((server.host, server.port), 5.0) as silent,
@@ -193,15 +193,15 @@ def test_who_says_nothing_or_too_little_is_cut_off(make_server, monkeypatch):
 
 def test_who_has_the_token_may_wait_long_for_an_answer(make_server, monkeypatch):
     """The copy of an inner optimizer comes at the end of a step."""
-    monkeypatch.setattr(listener, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.2)
     answered = threading.Event()
     server = make_server(on_message=lambda message: {"late": not answered.wait(0.6)})
     assert call(server.address, TOKEN, {"kind": "inner"}, 20.0) == {"late": True}
 
 
 def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(listener, "MAX_UNIDENTIFIED", 3)
     server, before = make_server(), set(threading.enumerate())  # threads of another test's server may still end
     known = PeerClient(server.address, TOKEN, 5.0)
     known.request("GET", "/status")
@@ -218,7 +218,7 @@ def test_strangers_take_no_place_of_the_fleet(make_server, monkeypatch):
 
 
 def test_of_strangers_those_of_the_address_that_has_the_most_make_place(make_server, monkeypatch):
-    monkeypatch.setattr(listener, "MOST_STRANGERS", 3)
+    monkeypatch.setattr(listener, "MAX_UNIDENTIFIED", 3)
     server = make_server()
     with socket.create_connection((server.host, server.port), 5.0, ("127.0.0.2", 0)) as lonely:
         held = [socket.create_connection((server.host, server.port), 5.0) for _ in range(6)]
@@ -238,7 +238,7 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     server.publish(Snapshot(0, 1, {"a": ServedArray(array, 1)}))
     peer = PeerClient(server.address, TOKEN, 5.0)
     leaf = peer.request("GET", "/manifest")["leaves"]["a"]
-    assert peer.open_pieces([(leaf["hash"], 0)], array.nbytes)
+    assert peer.open_chunks([(leaf["hash"], 0)], array.nbytes)
     peer.read_into(memoryview(bytearray(array.nbytes)))
     peer.request("GET", "/manifest")  # the server has nothing more to do with the request before
     peer.close()
@@ -258,13 +258,13 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     server.publish(Snapshot(0, 2, {"a": ServedArray(second, 2)}))
     assert peer.request("GET", "/manifest")["round"] == 2
     got = bytearray(first.nbytes)
-    piece = manifest["leaves"]["a"]["hash"], 0
-    assert peer.open_pieces([piece], first.nbytes)
+    chunk = manifest["leaves"]["a"]["hash"], 0
+    assert peer.open_chunks([chunk], first.nbytes)
     peer.read_into(memoryview(got))
     assert bytes(got) == first.tobytes()
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server.publish(Snapshot(0, 3, {"a": ServedArray(second, 2)}))
-    assert not peer.open_pieces([piece], first.nbytes)
+    assert not peer.open_chunks([chunk], first.nbytes)
     peer.close()
 
 

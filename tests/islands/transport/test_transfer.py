@@ -22,15 +22,15 @@ from gregale.islands.transport.snapshot_store import ServedArray
 from gregale.islands.transport.transfer import Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.transport.conftest import TOKEN
 
-PIECE_BYTES = 1 << 16
-SIZE = 10 * PIECE_BYTES // 4 + 77
+CHUNK_BYTES = 1 << 16
+SIZE = 10 * CHUNK_BYTES // 4 + 77
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
+def small_chunks(monkeypatch):
     """Pieces of 64 kB, and short patience."""
     for module in (snapshot_store, transfer, manifest):
-        monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
+        monkeypatch.setattr(module, "PIECE_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(transfer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
@@ -119,7 +119,7 @@ def way() -> Iterator[Callable[..., str]]:
         each.close()
 
 
-AFTER = 20_000  # the manifest and a part of the first pieces
+AFTER = 20_000  # the manifest and a part of the first chunks
 
 
 def corrupt(content: bytes, offset: int) -> bytes:
@@ -160,8 +160,8 @@ def test_many_small_arrays_take_few_requests(make_server):
     server = make_server()
     many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
     server.publish(Snapshot(1, 4, many))
-    requests, lend = [], server.shelf.lend
-    server.shelf.lend = lambda names: requests.append(names) or lend(names)
+    requests, lend = [], server.outer.lend
+    server.outer.lend = lambda names: requests.append(names) or lend(names)
     expected = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in many.items()}
     assert_is(fetch([server.address], TOKEN, expected, 10.0), many)
     assert len(requests) <= transfer.STREAMS
@@ -195,21 +195,21 @@ def test_without_a_good_source_it_says_why_and_can_go_on(sources, way, meddle, r
 
 def test_what_came_before_a_failure_is_kept(sources, way):
     def late_cut(content: bytes, offset: int) -> bytes | None:
-        return content if offset < 3 * PIECE_BYTES else None
+        return content if offset < 3 * CHUNK_BYTES else None
 
     fetcher = Fetcher(TOKEN, EXPECTED)
     with pytest.raises(TransferFailed):
         fetcher.fetch([way(sources[0], late_cut)], 10.0)
     fetched = fetcher.fetch([sources[1].address], 10.0)
     assert_is(fetched, STATE)
-    assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * PIECE_BYTES
+    assert fetched.received_bytes <= STATE["large|0"].array.nbytes - 2 * CHUNK_BYTES
 
 
 def test_a_slow_source_does_not_hold_up_the_end(sources, way):
     slow = way(sources[0], dribble)
     begin = time.monotonic()
     assert_is(fetch([slow, sources[1].address], TOKEN, EXPECTED, 30.0), STATE)
-    # Its first piece alone would take it 4 x 0.3 s a connection, and it would have half of eleven.
+    # Its first chunk alone would take it 4 x 0.3 s a connection, and it would have half of eleven.
     assert time.monotonic() - begin < 3.0
 
 
@@ -242,7 +242,7 @@ def test_the_end_of_a_round_is_waited_for(make_server):
     """An island that joins between two rounds takes part in the next one, however long the fetch took."""
     server = make_server()
     server.publish(Snapshot(1, 4, STATE))
-    server.shelf.expect(60.0)
+    server.outer.expect(60.0)
     fetcher = Fetcher(TOKEN, EXPECTED)
     before = fetcher.fetch([server.address], 10.0)
     assert (before.round, before.settled) == (4, False)
@@ -269,7 +269,7 @@ def test_only_what_is_not_here_is_fetched(sources):
     before = changed.copy()
     fetched = fetch([sources[0].address], TOKEN, EXPECTED, 10.0, held={**held, "large|0": changed})
     assert_is(fetched, STATE)
-    assert fetched.received_bytes == STATE["large|0"].array.nbytes % PIECE_BYTES
+    assert fetched.received_bytes == STATE["large|0"].array.nbytes % CHUNK_BYTES
     np.testing.assert_array_equal(changed, before)
 
 
@@ -279,7 +279,7 @@ def test_a_round_that_is_committed_meanwhile(sources, monkeypatch):
     after["matrix|0"] = STATE["matrix|0"]
 
     def commit(here: int, total: int) -> None:
-        if total // 3 < here and server.shelf._snapshot.round == 4:
+        if total // 3 < here and server.outer._snapshot.round == 4:
             server.publish(Snapshot(1, 5, after))
 
     fetched = Fetcher(TOKEN, EXPECTED, progress=commit).fetch([server.address], 10.0)
@@ -300,10 +300,10 @@ def no_allocation(shape, dtype):
 
 
 def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_allocated(sources):
-    offered = copy.deepcopy(sources[0].shelf.manifest())
+    offered = copy.deepcopy(sources[0].outer.manifest())
     liar = sources[1]
     offered["leaves"]["large|0"]["shape"] = [250_000_000_000]
-    liar.shelf.manifest = lambda wait_seconds: offered
+    liar.outer.manifest = lambda wait_seconds: offered
     with pytest.raises(TransferFailed, match=r"offers large\|0 as float32\[250000000000\].*; here it is float32"):
         Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([liar.address], 10.0)
     fetched = fetch([liar.address, sources[0].address], TOKEN, EXPECTED, 10.0)
@@ -313,13 +313,13 @@ def test_a_manifest_that_asks_for_a_terabyte_is_refused_before_anything_is_alloc
 
 def test_a_reply_that_never_ends_is_not_read(make_server, way):
     endless = make_server()
-    endless.shelf.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
+    endless.outer.manifest = lambda wait_seconds: {"leaves": "[" * largest_manifest_bytes(EXPECTED)}
     with pytest.raises(TransferFailed, match=r"offers \d+ bytes for /manifest; at most \d+ are expected"):
         Fetcher(TOKEN, EXPECTED, allocate=no_allocation).fetch([endless.address], 10.0)
 
 
 def test_what_a_server_says_fits_into_what_is_expected(sources):
-    assert len(canonical(sources[0].shelf.manifest())) < largest_manifest_bytes(EXPECTED) - 2**20
+    assert len(canonical(sources[0].outer.manifest())) < largest_manifest_bytes(EXPECTED) - 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,41 @@
-"""What a view means: a pure function of the view, so that all who see the same view decide the same.
+"""The decision of a view: a pure function, so that all members of the same view make the same decision.
 
-A round is agreed on as in single-decree Paxos, with the coordinator's views for messages and a reduce for a ballot.
-The *voters* of a round are the members that took part in the reduce that made it (or that began the generation). For
-the next round they are the acceptors:
+A round is agreed as in single-decree Paxos: the coordinator's views are the messages, and each reduce is a ballot. The
+*voters* of a round are the members of the reduce that made it, or those that began the generation. They are the
+acceptors of the next round:
 
-- a header is a promise: a member that asks is in no reduce, and begins one only by the view of its newest ask. So what
-  does not hold a result now will never hold one of an older view;
-- a result is *held* from `Reduced` until a newer one is held. A reduce ends well only if all of its group take part,
-  so all their headers in its view were their newest;
-- held results are committed in a view in which more than half of the round's voters hold it. Such a view and any other
-  with more than half of the voters have a member in common, which shows what it holds. So no answer, late, lost or
-  repeated, and no coordinator without memory makes two members commit different results for a round of a generation.
-  A result that may have been committed by absent members is never dropped.
+- A header is a promise. A member that requests a view is in no reduce, and begins one only by the view of its newest
+  request. So a member that does not hold a result now will never hold one of an older view.
+- A member *holds* a result from `Reduced` until it holds a newer one. A reduce succeeds only if its whole group takes
+  part, so the headers of the group in that view were the newest.
+- A held result is committed in a view in which more than half of the round's voters hold it. Any two views with more
+  than half of the voters share a member, whose header shows the held result. So no two members commit different results
+  for a round of a generation, whatever answers are late, lost or repeated, even with a restarted coordinator. A result
+  that absent members may have committed is never dropped.
 
-So much for differing commits. That no committed round is lost needs more, as the members of a view may go on without
-the others: a view goes on only if nobody can have gone on elsewhere. Either all voters are in it, or a *witness* is: a
-voter all of whose asks were answered and who saw the view with this id or the one before (ids count changes of
-membership: it was in every view since). Where neither is so, the members wait for `turnover_seconds` for the others,
-or until they know that those are dead (`Header.waited`).
+That rules out differing commits. Keeping every committed round needs a second rule, because the members of a view may
+continue without the others: a view continues only if no other view can have continued. Either all voters are in it, or
+a *witness* is. A witness is a voter whose requests were all answered, and which saw the view with this id or the
+previous id. Ids count changes of membership, so the witness was in every view since. Without either, the members wait
+`turnover_seconds` for the others, or until the others are known to be dead (`Header.wait_expired`).
 
-With half of the voters or fewer, or a result that absent members may have committed and too few hold, or after a wait,
-the members in the view begin a new *generation*: its name is made of this view, so no other view begins the same, and
-what is committed elsewhere has another name. They begin it with the newest result that one of them holds.
+The members in the view begin a new *generation* in three cases: with half of the voters or fewer; with a result that
+absent members may have committed and too few hold; or after a wait. Its name is derived from this view, so no other
+view begins the same one. It begins with the newest result that one of the members holds.
 
-A view without all voters is first asked for again: the coordinator counts its patience from the oldest ask, also a
-joiner's, so that a view may lack members that live and were about to ask.
+A view without all voters is requested once more. The coordinator's timeout starts at the oldest request, also a
+joiner's, so a view may lack live members that were about to send a request.
 
-The coordinator guarantees two things more (`membership`): a view has one header of each name. And a coordinator that
-starts again begins with an id that no member has seen, so no id of before the start makes a witness.
+The coordinator (`membership`) also guarantees that a view has one header for each name. A restarted coordinator begins
+with an id that no member has seen, so no earlier id makes a witness.
 
-The documented limit: after a wait living members may have gone on elsewhere. When both meet, the line with more rounds
-wins, and the others heal from it. "No two members commit different states" holds for every generation; no round is lost
-but by such a wait.
+The limit: after a wait, live members may have continued elsewhere. When both groups meet, the generation with more
+rounds wins, and the others heal from it. Every generation still has one state for each round; only such a wait can lose
+a round.
 
-Why not the simpler rules "a result passes if all members of its group in the view hold it" and "a view goes on if
-someone saw the one before": a member that comes back alone, or two after a restart of the coordinator, drops what a
-missing one had committed; one that healed counts as a witness of what it never took part in; an ask that was given up
+Two simpler rules fail: "commit a result if all members of its group in the view hold it", and "continue a view if a
+member saw the previous one". A member that returns alone, or two after a restart of the coordinator, drop a result that
+an absent member committed. A healed member counts as a witness of rounds in which it took no part. An abandoned request
 may have been in a view that its member never saw.
 """
 
@@ -50,12 +50,12 @@ from gregale.islands.protocol.ledger import LeaseReport, digest_of
 from gregale.islands.protocol.plans import CommitAccepted, Decision, FormGroup, NewGeneration, Plan, StartFleet, Wait
 from gregale.islands.protocol.settings import Rules
 
-STUBBORN = 2  # failed reduces of a round after which members that do not reach each other are left out
-PARTING = 4  # failed reduces of a round after which half of the voters or fewer go on without the others
+EXCLUDE_AFTER = 2  # failed reduces of a round after which members that do not reach each other are excluded
+SPLIT_AFTER = 4  # failed reduces of a round after which half of the voters or fewer continue without the others
 
 
 def decide(view: View, rules: Rules) -> Decision:
-    """The meaning of a view."""
+    """Return the decision that follows from a view."""
     return replace(_decide(view, rules), headers={header.identity: header for header in view.headers})
 
 
@@ -63,10 +63,10 @@ def _decide(view: View, rules: Rules) -> Decision:
     headers, refused = _admitted(view.headers)
     states = [header for header in headers if header.round > NO_ROUND]
     if not states:
-        return _beginning(view, headers, refused, rules)
+        return _start(view, headers, refused, rules)
     newest = max((header.round, header.generation) for header in states)
     at_top = [header for header in states if (header.round, header.generation) == newest]
-    digest = _most(header.digest for header in at_top)
+    digest = _most_common(header.digest for header in at_top)
     current = [header for header in at_top if header.digest == digest]
     plan = _plan(view, headers, current, rules)
     return Decision(
@@ -79,7 +79,7 @@ def _decide(view: View, rules: Rules) -> Decision:
     )
 
 
-def _most(values: Iterable[str]) -> str:
+def _most_common(values: Iterable[str]) -> str:
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value))
 
@@ -89,7 +89,7 @@ def _peer(header: Header) -> Peer:
 
 
 def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
-    """Those that agree with the most members that have a state; why not for the others."""
+    """Return the members that agree with most members that have a state, and the reasons against the others."""
     if not headers:
         return [], {}
     states = [header for header in headers if header.round > NO_ROUND] or headers
@@ -109,22 +109,22 @@ def _admitted(headers: Sequence[Header]) -> tuple[list[Header], dict[str, str]]:
 
 
 def _disagreement(fleet: Header, own: Header) -> str:
-    """Why an island is refused that does not agree with one of the fleet: the key, and both values."""
+    """Return why an island disagrees with the fleet: the key, and both values."""
     return difference({"the fleet": from_text(fleet.agreement), "this island": from_text(own.agreement)})
 
 
 def fingerprint(view: View) -> str:
-    """A name that no other view has: every ask has another number."""
+    """Return a name that no other view has, because every request has another number."""
     return digest_of(view.id, sorted((header.name, header.session, header.asked) for header in view.headers))
 
 
-def _beginning(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
+def _start(view: View, headers: list[Header], refused: dict[str, str], rules: Rules) -> Decision:
     if len(headers) < (needed := max(rules.minimum, rules.start)):
         return Decision(_too_few(headers, needed), None, frozenset(), (), refused)
     if any(header.healing for header in headers):
         healing = _names(header for header in headers if header.healing)
         return Decision(Wait("islands fetch a state", healing), None, frozenset(), (), refused)
-    digest = _most(header.digest for header in headers)
+    digest = _most_common(header.digest for header in headers)
     right = [header for header in headers if header.digest == digest]
     return Decision(
         plan=StartFleet(
@@ -153,7 +153,7 @@ def _names(headers: Iterable[Header]) -> tuple[str, ...]:
 
 
 def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules) -> Plan:
-    # One that comes back from checkpoints waits for as many as a new fleet: the first to come may have an older state.
+    # An island restored from a checkpoint waits like a new fleet: the first to come may have an older state.
     needed = max(rules.minimum, rules.start if all(header.from_checkpoint for header in current) else 0)
     if len(headers) < needed:
         return _too_few(headers, needed)
@@ -166,7 +166,7 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
     if verdict == "commit" and best:
         return CommitAccepted(best.key, best.digest)
     if verdict == "turn":
-        return _turn(view, current, best)
+        return _new_generation(view, current, best)
     if awaited := _names(header for header in headers if header.hold_rounds):
         return Wait("islands heal more slowly than rounds are made", awaited)
     if rules.lockstep and (early := _names(header for header in current if not header.ready)):
@@ -175,7 +175,7 @@ def _plan(view: View, headers: list[Header], current: list[Header], rules: Rules
 
 
 def _newest_held(current: list[Header]) -> AcceptedResult | None:
-    """The held result of the newest ballot; of two that differ the one that more hold."""
+    """Return the held result of the newest ballot; of two that differ, the one with more holders."""
     held = [header.held for header in current if header.held]
     counts = Counter((each.key, each.digest) for each in held)
     return min(held, key=lambda h: (-h.ballot, h.key, -counts[h.key, h.digest], h.digest), default=None)
@@ -186,18 +186,18 @@ def _holds(header: Header, best: AcceptedResult) -> bool:
 
 
 def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
-    """commit, turn (a new generation is needed) or form (nothing is held that may have been committed)."""
+    """Return "commit", "turn" (a new generation is needed) or "form" (no held result may have been committed)."""
     voters = current[0].voters
     present = [header for header in current if header.voter]
     if best is None:
         return "form"
-    here = {header.identity for header in current}
-    absent = any(member not in here for member in best.members)
-    absent_voters = sum(elector not in here for elector in best.electors)
+    present_identities = {header.identity for header in current}
+    absent = any(member not in present_identities for member in best.members)
+    absent_voters = sum(elector not in present_identities for elector in best.electors)
     holders = sum(_holds(header, best) for header in present)
-    # A voter that is here and does not hold it must be able to witness that nothing was committed: so the result is
-    # redone with it, unless absent ones may have committed it. One that keeps failing is no witness (`_witnessed`).
-    others = any(not _holds(header, best) and header.failures < STUBBORN for header in present)
+    # A present voter that does not hold the result must witness that nobody committed it. So the result is reduced
+    # again with it, unless absent voters may have committed it. A voter that keeps failing is no witness.
+    others = any(not _holds(header, best) and header.failures < EXCLUDE_AFTER for header in present)
     overtaken = any(header.ballot > best.ballot for header in current)
     if 2 * holders > voters and not overtaken and (absent or not others):
         return "commit"
@@ -207,24 +207,24 @@ def _verdict(current: list[Header], best: AcceptedResult | None) -> str:
 
 
 def _witnessed(current: list[Header], view: View) -> bool:
-    """Whether a voter was in all views since one that it saw, so that nobody went on without it."""
-    return any(h.voter and h.failures < STUBBORN and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
+    """Return whether a voter was in all views since one that it saw, so that no others continued without it."""
+    return any(h.voter and h.failures < EXCLUDE_AFTER and h.seen > 0 and view.id - h.seen in (0, 1) for h in current)
 
 
-def _turn(view: View, current: list[Header], best: AcceptedResult | None) -> NewGeneration | Wait:
-    there = [header for header in current if best is None or _holds(header, best)]
-    voters = [header for header in there if header.voter]
+def _new_generation(view: View, current: list[Header], best: AcceptedResult | None) -> NewGeneration | Wait:
+    holders = [header for header in current if best is None or _holds(header, best)]
+    voters = [header for header in holders if header.voter]
     witness = bool(voters) and _witnessed(current, view)
     if not witness and not any(header.wait_expired for header in current):
         return Wait("the islands that made the last round are missing", missing=True)
-    there = voters if witness else there  # a view in which all voters still have the old state shows that nobody turned
+    holders = voters if witness else holders  # a view of all voters with the old state shows that no generation began
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
-        members=tuple(_peer(header) for header in there),
-        settle=CommitAccepted(best.key, best.digest) if best else None,
+        members=tuple(_peer(header) for header in holders),
+        commit=CommitAccepted(best.key, best.digest) if best else None,
         waited=not witness,
         reason="half of the islands or more are gone" if witness else "the others were waited for and did not come",
-        reports=tuple(_report(each) for each in there),
+        reports=tuple(_report(each) for each in holders),
     )
 
 
@@ -232,14 +232,14 @@ def _form(view: View, headers: list[Header], current: list[Header], rules: Rules
     ballot = 1 + max(max(h.ballot, h.held.ballot if h.held else 0) for h in current)
     group = sorted(_reaching(current, ballot, rules.minimum), key=lambda header: header.name)
     if 2 * sum(header.voter for header in group) <= current[0].voters:
-        return _part(view, current, group, "islands do not reach one another")
+        return _split_generation(view, current, group, "islands do not reach one another")
     messages = {h.name: _size(h) for h in group if h.ready and (h.weight > 0 or h.norm is None)}
     left_out = outliers.left_out(messages, current[0].usual, rules.outlier)
     counted = {name: size for name, size in messages.items() if size and name not in left_out}
     weights = tuple(header.weight if header.name in counted else 0.0 for header in group)
     if not any(weights):
         if all(header.starved for header in group):
-            return _part(view, current, group, "no island has data left to train on")
+            return _split_generation(view, current, group, "no island has data left to train on")
         return Wait("nobody brings anything", _names(group), idle=True)
     inside = {header.identity for header in group}
     return FormGroup(
@@ -260,15 +260,15 @@ def _size(header: Header) -> outliers.Size | None:
     return None if header.norm is None else outliers.Size(float(header.norm), float(header.weight))
 
 
-def _part(view: View, current: list[Header], members: Iterable[Header], reason: str) -> NewGeneration:
-    """A new generation of the voters among some members, from the same state and with new leases.
+def _split_generation(view: View, current: list[Header], members: Iterable[Header], reason: str) -> NewGeneration:
+    """Return a new generation of the voters among `members`, with the same state and new leases.
 
-    Nobody has begun a reduce by an older view, and none of these voters begins one by this view: so nothing is lost.
+    No voter has begun a reduce by an older view, and none of these begins one by this view: so no result is lost.
     """
     return NewGeneration(
         generation=Generation(current[0].generation.number + 1, fingerprint(view)),
         members=tuple(_peer(header) for header in members if header.voter),
-        settle=None,
+        commit=None,
         waited=False,
         reason=reason,
         reports=tuple(_report(each) for each in current),
@@ -276,25 +276,25 @@ def _part(view: View, current: list[Header], members: Iterable[Header], reason: 
 
 
 def _reaching(current: list[Header], ballot: int, minimum: int) -> list[Header]:
-    """The members without those that do not reach others, once reduces keep failing; at least `minimum` of them.
+    """Return the members without those that do not reach others, once reduces keep failing; at least `minimum`.
 
-    More than half of the voters are left, or all members; after some more failures also fewer voters, at least one.
-    Where nobody can tell who does not answer, members are left out in turn: one, then two, and so on.
+    The result has more than half of the voters, or all members; after more failures also fewer voters, at least one. If
+    no failure names a member, members are excluded in turn: one, then two, and so on.
     """
     group, failures = list(current), max(header.failures for header in current)
-    stubborn = {header.name for header in current if header.failures >= STUBBORN}
-    pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in stubborn}
+    failing = {header.name for header in current if header.failures >= EXCLUDE_AFTER}
+    pairs = {(h.name, name) for h in current for name in h.unreachable if h.name in failing}
     while len(group) > minimum and (pairs := _inside(pairs, group)):
         last = [header.name for header in group if header.voter]
-        blame = Counter(name for pair in pairs for name in pair if name in stubborn and [name] != last)
+        blame = Counter(name for pair in pairs for name in pair if name in failing and [name] != last)
         if not blame:
             break
         worst = min(blame, key=lambda name: (-blame[name], name))
         group = [header for header in group if header.name != worst]
-    if len(group) == len(current) and failures >= PARTING:
-        group = _without_some(current, (failures - PARTING) // len(current), ballot, minimum)
+    if len(group) == len(current) and failures >= SPLIT_AFTER:
+        group = _without_some(current, (failures - SPLIT_AFTER) // len(current), ballot, minimum)
     voters = sum(header.voter for header in group)
-    return group if 2 * voters > current[0].voters or (voters and failures >= PARTING) else list(current)
+    return group if 2 * voters > current[0].voters or (voters and failures >= SPLIT_AFTER) else list(current)
 
 
 def _inside(pairs: set[tuple[str, str]], group: list[Header]) -> set[tuple[str, str]]:

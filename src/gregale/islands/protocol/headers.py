@@ -1,8 +1,8 @@
-"""What members tell each other: headers, gathered in views; and the record of an outer state.
+"""The headers of members, the views that collect them, and the record of an outer state.
 
-A header is everything that others may know of a member. The coordinator gathers the headers of all that ask into a view
-and answers each of them with the same one. A header is a promise: what it says of held results stays true until its
-member asks again, so a member acts on a view only if the view has the header of its newest ask (`asked`).
+A header is the public state of a member. The coordinator collects the headers of all requests in a view and returns
+that view to each member. A header is a promise: its entries about held results stay true until the member's next
+request. So a member acts on a view only if the view has the header of its newest request (`asked`).
 """
 
 import json
@@ -16,11 +16,11 @@ NO_ROUND = -1
 
 
 class GarbageError(ValueError):
-    """A header or record that a peer sent is not what this version writes."""
+    """A header or record of a peer does not have the format of this version."""
 
 
 class Generation(NamedTuple):
-    """A line of rounds. Its name is made of the view in which it began, so no two views begin the same one."""
+    """A line of rounds. Its name is derived from the view in which it began, so no two views begin the same one."""
 
     number: int
     name: str
@@ -31,11 +31,11 @@ NO_GENERATION = Generation(0, "")
 
 @dataclass(frozen=True, slots=True)
 class OuterRecord:
-    """What is agreed about a committed outer state; it travels with the state to joiners and into checkpoints.
+    """The agreed facts about a committed outer state; joiners and checkpoints receive it with the state.
 
-    `digest` is the engine's, of parameters and optimizer state; `last` the key of the reduce that made the round;
-    `voters` how many members began the reduce of the round (or the generation) and stayed; `sizes` those of the
-    messages of the last rounds (`outliers`).
+    `digest` is that of the parameters and optimizer state; `last` is the key of the reduce that made the round;
+    `voters` is the number of members that began the reduce of the round (or the generation) and stayed; `sizes` are
+    those of the messages of the last rounds (`outliers`).
     """
 
     generation: Generation
@@ -47,16 +47,16 @@ class OuterRecord:
     sizes: tuple[Size, ...] = ()
 
     def fingerprint(self) -> str:
-        """Digest of the state and of what else is agreed: what members compare."""
+        """Return the digest of the state and of all other agreed facts, by which members compare records."""
         parts = self.digest, self.ledger.digest()
         return digest_of(*parts, self.sizes) if self.sizes else digest_of(*parts)
 
     def usual(self) -> Size | None:
-        """What messages of the last rounds were like: `outliers`."""
+        """Return the median size of the messages of the last rounds (`outliers`)."""
         return median(self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for a manifest or a checkpoint."""
+        """Return JSON values, for a manifest or a checkpoint."""
         return {
             "generation": list(self.generation),
             "round": self.round,
@@ -69,9 +69,9 @@ class OuterRecord:
 
     @classmethod
     def from_json(cls, value: object) -> "OuterRecord":
-        """The record of `to_json`; anything else is a `GarbageError`."""
+        """Return the record of `to_json`; raise `GarbageError` for anything else."""
         if isinstance(value, dict):
-            value = {"sizes": [], **value}  # a record that an earlier version has saved has none
+            value = {"sizes": [], **value}  # records of earlier versions lack this field
         fields = _fields(value, _OUTER, "record of an outer state")
         fields["generation"] = _generation(fields["generation"])
         fields["sizes"] = tuple(_size(size) for size in fields["sizes"])
@@ -84,10 +84,10 @@ class OuterRecord:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedResult:
-    """The result of a reduce that a member has, prepared and not committed.
+    """The result of a reduce that a member has prepared and not committed.
 
-    `digest` is that of the outer state (and ledger) that it would make. `members` are all that took part
-    (`Header.identity`): only they can have committed it; `electors` are the voters of the round before among them.
+    `digest` is that of the outer state (and ledger) after a commit. `members` are the identities of the group: only
+    they can have committed it. `electors` are the voters of the previous round among them.
     """
 
     key: str
@@ -99,31 +99,31 @@ class AcceptedResult:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a member tells all others when it asks for a view.
+    """The public state of a member, which it sends with each request for a view.
 
-    name, session       who it is; `session` is random, new for every start of the process
-    asked               counts the asks of this session
-    agreement, version  what must be the same everywhere: settings and text (`services.agreement`), version
-    hosts               addresses of the servers of the island's hosts, leader first
-    batch               examples of a batch, by which its data is leased
-    round, generation   of its outer state; NO_ROUND: has none but the one of the common seed
+    name, session       the identity; `session` is random, new for every start of the process
+    asked               the number of this request in the session
+    agreement, version  values that must be equal in all islands: settings and text (`agreement`), version
+    hosts               addresses of the servers of the island's hosts, host 0 first
+    batch               examples of a batch, the unit of its leases
+    round, generation   of its outer state; NO_ROUND: it has only the state of the common seed
     digest, last        of its outer state: `OuterRecord.fingerprint` and the key that made it
-    voter, voters       whether it took part in the reduce of its round, and how many did
-    ballot, held        newest reduce it began for the next round, and the result it holds, if any
-    failures, unreachable   reduces of the next round that failed here, and the names it could not reach in the last one
-    ready, weight       its snapshot is taken; tokens that it brings
+    voter, voters       whether it took part in the reduce of its round, and how many members did
+    ballot, held        newest ballot that it began for the next round, and the result that it holds, if any
+    failures, unreachable   failed reduces of the next round here, and the names that did not answer in the last one
+    ready, weight       its message is available; the message's tokens
     norm                of its message, as `outliers` compares it; None: it is not finite
-    usual               norm and weight of messages of the last rounds, of its outer state; None: there were none
+    usual               median norm and weight of the messages of the last rounds; None: there were none
     starved             it makes no more steps, because no data is leased to it
     seen                id of the newest view in which it was current; 0: none
     healing             it is fetching a state, so there is a fleet that has one
-    awaited             rounds were faster than its healing so far, and now shall wait for it
-    waited              it has waited `turnover_seconds` for members that are missing, or knows that they are dead
-    fresh               its state is a checkpoint's: it has not been in a fleet since its process began
-    again               its last view lacked voters too, and the grace for slow steps is over
-    leaving             it goes after this round
+    hold_rounds         rounds were faster than its healing so far, and must now wait for it
+    wait_expired        it has waited `turnover_seconds` for missing members, or knows that they are dead
+    from_checkpoint     its state is a checkpoint's: it has not been in a fleet since its process began
+    retried             its last view lacked voters too, and the grace for slow steps is over
+    leaving             it leaves after this round
     step_seconds        of its last steps, from which others learn their grace
-    holder, used        data: whose lease it uses (its session, or the one restored) and how many examples of it so far
+    holder, used        data: the session that holds its lease (its own, or the restored one), and the used examples
     """
 
     name: str
@@ -160,12 +160,12 @@ class Header:
     step_seconds: float = 0.0
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "Header":
-        """The header of `to_json`; anything else is a `GarbageError` that says what is wrong with it."""
+        """Return the header of `to_json`; raise `GarbageError` with the reason for anything else."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -263,7 +263,7 @@ def _size(value: object) -> Size:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The coordinator's answer: an id, which counts changes of membership, and the headers of all that are in it."""
+    """The coordinator's answer: an id that counts changes of membership, and the headers of all members in it."""
 
     id: int
     headers: tuple[Header, ...]
@@ -278,10 +278,10 @@ class Peer(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """As `Header.identity`."""
+        """Name and session, as `Header.identity`."""
         return f"{self.name}/{self.session}"
 
 
 def seed(digest: str) -> OuterRecord:
-    """The record of an island that has nothing but the common seed; `digest` is the engine's of that state."""
+    """Return the record of an island that has only the state of the common seed, with its `digest`."""
     return OuterRecord(NO_GENERATION, NO_ROUND, digest, "", 0, Ledger())

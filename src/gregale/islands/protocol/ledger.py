@@ -1,17 +1,17 @@
-"""Which examples which island may train on: leases of intervals of one global order, changed only by committed rounds.
+"""The data ledger: leases of intervals of one global order of examples, changed only by committed rounds.
 
-The stream's examples are numbered 0, 1, 2, ... without end (an epoch is a range of numbers: the data's matter). The
-ledger hands out intervals of them. It is part of the agreed outer state: `advance` is a pure function of the ledger
-and of the headers in the view that began the round, so all members compute the same one, and joiners and checkpoints
-get it with the state. No number is ever leased twice:
+The stream's examples are numbered 0, 1, 2, ... without end (an epoch is a range of numbers, defined by the data). The
+ledger leases intervals of them. It is part of the agreed outer state: `advance` is a pure function of the ledger and of
+the headers in the view that began the round. So all members compute the same ledger, and joiners and checkpoints
+receive it with the state. No number is ever leased twice:
 
-- a lease is topped up when fewer than `low` of its batches are left: what was handed back goes first, then `next`;
-- a clean leaver hands back what it has not used;
-- the rest of a dead island's lease is never handed out again (it may be alive and cut off, and go on using it);
+- a lease is refilled when fewer than `low` of its batches are left: first with returned examples, then from `next`;
+- a clean leaver returns its unused examples;
+- the rest of a dead island's lease is never leased again, because the island may be alive, cut off and still using it;
   once the island is back with another session, the rest is counted as `skipped`.
 
-A lease belongs to a name and a holder (the session that got it; a fleet restored from a checkpoint goes on with the
-holders in it). `used` counts all examples that a holder has used; it never goes back.
+A lease belongs to a name and a holder: the session that got it. A fleet restored from a checkpoint continues with the
+saved holders. `used` counts all examples that a holder has used; it never decreases.
 """
 
 import hashlib
@@ -24,22 +24,22 @@ Span = tuple[int, int]
 
 
 def digest_of(*parts: object) -> str:
-    """A short digest of values that JSON can write."""
+    """Return a short digest of JSON values."""
     return hashlib.blake2b(json.dumps(parts, separators=(",", ":")).encode(), digest_size=8).hexdigest()
 
 
 class LeasePolicy(NamedTuple):
-    """How much is handed out: leases of `size` batches when fewer than `low` are left."""
+    """The size of leases: `size` batches when fewer than `low` are left."""
 
     size: int = 4096
     low: int = 2048
 
 
 class LeaseReport(NamedTuple):
-    """What a member in a view says of its data.
+    """A member's report about its data.
 
-    - `leaving`: it hands back what it has not used
-    - `batch`: examples of one of its batches; islands may have batches of different sizes
+    - `leaving`: it returns its unused examples
+    - `batch`: examples of one of its batches; batch sizes of islands may differ
     """
 
     name: str
@@ -51,7 +51,7 @@ class LeaseReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What `holder` of island `name` may use: `spans`, in this order, after the `used` examples that it reported."""
+    """The examples of `holder` of island `name`: `spans`, in this order, after the `used` examples that it reported."""
 
     name: str
     holder: str
@@ -59,11 +59,11 @@ class Lease:
     spans: tuple[Span, ...]
 
     def left(self) -> int:
-        """Examples that were not reported as used."""
+        """Return the number of examples not reported as used."""
         return sum(stop - start for start, stop in self.spans)
 
     def after(self, used: int) -> "Lease":
-        """The lease when its holder has used so many examples in all."""
+        """Return the lease after its holder has used `used` examples in all."""
         if used <= self.used:
             return self
         spans, use = [], used - self.used
@@ -77,7 +77,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Examples from `next` on were never handed out; `free` were handed back; `skipped` are lost for their epoch."""
+    """Examples from `next` on were never leased; `free` were returned; `skipped` are lost for their epoch."""
 
     next: int = 0
     free: tuple[Span, ...] = ()
@@ -85,25 +85,25 @@ class Ledger:
     skipped: int = 0
 
     def lease(self, name: str, holder: str) -> Lease | None:
-        """The lease of an island, if it has one."""
+        """Return the lease of an island, if it has one."""
         return next((lease for lease in self.leases if (lease.name, lease.holder) == (name, holder)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return JSON values."""
         leases = [[each.name, each.holder, each.used, [list(s) for s in each.spans]] for each in self.leases]
         free = [list(span) for span in self.free]
         return {"next": self.next, "free": free, "leases": leases, "skipped": self.skipped}
 
     def digest(self) -> str:
-        """A digest of all of it."""
+        """Return a digest of the whole ledger."""
         return digest_of(self.to_json())
 
     @classmethod
     def from_json(cls, value: object) -> "Ledger":
-        """The ledger of `to_json`.
+        """Return the ledger of `to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the value has another format.
         """
         try:
             if not isinstance(value, dict) or value.keys() != {"next", "free", "leases", "skipped"}:
@@ -133,10 +133,10 @@ def _spans(value: Iterable[Sequence[object]]) -> tuple[Span, ...]:
     return spans
 
 
-def advance(ledger: Ledger, reports: Iterable[LeaseReport], lot: LeasePolicy) -> Ledger:
-    """The ledger after a round that began with a view of these members.
+def advance(ledger: Ledger, reports: Iterable[LeaseReport], lease_policy: LeasePolicy) -> Ledger:
+    """Return the ledger after a round that began with a view of these members.
 
-    Members are served in the order of their names. Absent ones keep what they have, and nobody else gets it.
+    Members are served in the order of their names. Absent ones keep their leases, and no other island receives those.
     """
     leases = {lease.name: lease for lease in ledger.leases}
     store = _Store(list(ledger.free), ledger.next)
@@ -150,8 +150,8 @@ def advance(ledger: Ledger, reports: Iterable[LeaseReport], lot: LeasePolicy) ->
         if report.leaving:
             store.free.extend(lease.spans)
             continue
-        if lease.left() < lot.low * report.batch:
-            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lot.size * report.batch))))
+        if lease.left() < lease_policy.low * report.batch:
+            lease = replace(lease, spans=_joined((*lease.spans, *store.take(lease_policy.size * report.batch))))
         leases[report.name] = lease
     free = _joined(sorted(store.free))
     return Ledger(store.next, free, tuple(leases[name] for name in sorted(leases)), skipped)

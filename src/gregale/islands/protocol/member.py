@@ -1,8 +1,8 @@
 """One island in the protocol: a state machine. Events in, actions out; no sockets, clocks, threads or randomness.
 
-A round, as one member sees it: `Due` (its own steps are made, or a peer says so) -> TakeSnapshot -> `Snapshot` or the
-grace is over -> Ask -> `Seen` a view -> Reduce -> `Reduced` -> Ask, with what it holds -> `Seen` -> Commit. One that is
-behind asks, is told by the view whom to heal from, and goes on asking while it heals, so that nobody waits for it.
+A round of one member: `RoundDue` (its own steps are made, or a peer announces it) -> RequestMessage -> `MessageReady`
+or the end of the grace -> RequestView -> `ViewReceived` -> Reduce -> `Reduced` -> RequestView, with the held result ->
+`ViewReceived` -> Commit. A member that is behind heals from the sources of the view, and requests views meanwhile.
 """
 
 import math
@@ -24,13 +24,13 @@ HANDLERS = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for k
 class Member(MemberState):
     """The protocol of one island.
 
-    `outer` is the record of the committed state (round -1: the common seed, with its digest); for an island that starts
-    from a checkpoint the record in it, with the `holder` whose lease it goes on with, and the examples that this holder
-    has `used`.
+    `outer` is the record of the committed state (round -1: the common seed, with its digest). An island restored from a
+    checkpoint passes the saved record, the `holder` of its lease, and the number of examples that this holder has
+    `used`.
     """
 
     def handle(self, event: m.Event) -> list[m.Action]:
-        """What is to be done now that `event` happened, in this order."""
+        """Return the actions that follow from `event`, in this order."""
         self._actions = []
         if not self._done:
             getattr(self, HANDLERS[type(event)])(event)
@@ -59,7 +59,7 @@ class Member(MemberState):
 
     def _on_round_due(self, event: m.RoundDue) -> None:
         if event.round is not None and event.round > self.outer.round:
-            self._attentive = True
+            self._needs_view = True
         elif event.round in (None, self.outer.round) and self.outer.round > NO_ROUND:
             self._begin_round(own=event.round is None)
 
@@ -76,12 +76,12 @@ class Member(MemberState):
         self.handover.want()
         grace = self.timing.grace_seconds
         if grace is None:
-            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.most_grace_seconds)
+            grace = min(max(self._slowest, self._step_seconds) or math.inf, self.timing.max_grace_seconds)
         self._grace_end = self._now + grace
         self._do(m.RequestMessage(self.outer.round))
 
     def _renew_if_old(self) -> None:
-        """Asks for another message in place of an old one, when no reduce can be made with that one any more."""
+        """Request another message in place of an old one, when no reduce can use the old one any more."""
         if self.handover.old and not (self._waiting_for or self._reducing or self._held):
             self._take_snapshot()
 
@@ -94,14 +94,14 @@ class Member(MemberState):
                 self._give_up_message()
 
     def _give_up_message(self) -> None:
-        """The message contributes nothing, and the island begins again from the outer parameters."""
+        """Set the message's weight to 0, and restart the island from the outer parameters."""
         if self.handover.snapshot is not None:
             self.handover.snapshot = replace(self.handover.snapshot, weight=0.0)
         self._do(m.Reset(tuple(peer for peer in self._group if peer.identity != self._me)))
 
     def _on_view_failed(self, event: m.ViewFailed) -> None:
-        # The ask may have been part of a view all the same: this member can vouch for nothing any more.
-        self._waiting_for, self._seen, self._unheard = False, 0, event.reason
+        # The request may have been part of a view nevertheless: this member is no witness any more.
+        self._waiting_for, self._seen, self._view_error = False, 0, event.reason
         self._retry_at = self._now + self.timing.retry_seconds
 
     def _on_reduced(self, event: m.Reduced) -> None:
@@ -111,7 +111,7 @@ class Member(MemberState):
         self._reducing = None
         if self._held:
             self._do(m.Discard(self._held.held.key))
-        ledger = advance(self.outer.ledger, form.reports, self.rules.lot)
+        ledger = advance(self.outer.ledger, form.reports, self.rules.lease_policy)
         sizes = form.sizes_after(self.outer.sizes)
         outer = OuterRecord(
             self.outer.generation, self.outer.round + 1, event.digest, form.key, form.voters, ledger, sizes
@@ -145,14 +145,14 @@ class Member(MemberState):
         if (outer.round, outer.generation) <= (self.outer.round, self.outer.generation) and not self._differs:
             return
         self._drop_round()
-        self.outer, self._voter, self._seen, self._fresh = outer, False, 0, wanted.from_checkpoint
+        self.outer, self._voter, self._seen, self._from_checkpoint = outer, False, 0, wanted.from_checkpoint
         self.holder = self.identity.session
-        self._in_vain, self._heal_failed = self._in_vain + 1, ""
+        self._vain_heals, self._heal_failed = self._vain_heals + 1, ""
         self._do(m.Install(outer))
-        self._attentive, self._waiting_for, self._retry_at = True, False, self._now  # what is asked is no longer true
+        self._needs_view, self._waiting_for, self._retry_at = True, False, self._now  # the requested header is outdated
 
     def _end_healing(self) -> None:
-        self._awaited_before = self._time_awaited()
+        self._hold_time_before = self._hold_time()
         self._healing = False
 
     def _on_heal_failed(self, event: m.HealFailed) -> None:
@@ -162,7 +162,7 @@ class Member(MemberState):
         self._do(m.LogLine(f"could not heal ({event.reason}); trying again"))
 
     def _on_peers_dead(self, event: m.PeersDead) -> None:
-        self._gone |= event.identities
+        self._dead |= event.identities
 
     def _on_leave(self, event: m.Leave) -> None:
         if self._leave_by is None:
@@ -177,7 +177,7 @@ class Member(MemberState):
             return
         self._waiting_for = False
         decision = decide(event.view, self.rules)
-        self._heard_at, self._unheard = self._now, ""
+        self._view_at, self._view_error = self._now, ""
         self._note_plan(decision)
         repeated, mine = self._note_asks(decision), decision.headers.get(self._me)
         if repeated or mine is None or mine.asked != self._asked:
@@ -189,8 +189,8 @@ class Member(MemberState):
             return
         self._peers, self._slowest = decision.addresses, decision.slowest
         if self._me in decision.current:
-            self._in_vain, self._awaited_before = 0, 0.0
-            self._attentive = not (isinstance(decision.plan, Wait) and decision.plan.idle)
+            self._vain_heals, self._hold_time_before = 0, 0.0
+            self._needs_view = not (isinstance(decision.plan, Wait) and decision.plan.idle)
             self._follow(event.view, decision)
         else:
             self._catch_up(decision)
@@ -199,7 +199,7 @@ class Member(MemberState):
         plan = decision.plan
         if isinstance(plan, Wait):
             self._wait(plan, decision)
-            # Nobody acts on such a view: who was in every view until this one still is.
+            # Members do not act on such a view: a member of every view until this one is a witness still.
             if self._seen and view.id - self._seen in (0, 1):
                 self._seen = view.id
             return
@@ -207,12 +207,12 @@ class Member(MemberState):
         if isinstance(plan, FormGroup):
             self._form(view, plan)
         elif isinstance(plan, CommitAccepted):
-            self._settle(view, plan)
+            self._commit_accepted(view, plan)
         elif isinstance(plan, NewGeneration):
-            self._turn(view, plan)
+            self._begin_generation(view, plan)
         else:
-            self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lot))
-            self._rename(plan.generation, 0, plan.voters)
+            self.outer = replace(self.outer, ledger=advance(Ledger(), plan.reports, self.rules.lease_policy))
+            self._change_generation(plan.generation, 0, plan.voters)
             self._group = decision.sources
             self._enter(view, m.Publish(self.outer))
             self._do(m.LogLine(f"the fleet begins with {plan.voters} islands"))
@@ -229,8 +229,8 @@ class Member(MemberState):
             self._do(m.ProbePeers(missing))
 
     def _enter(self, view: View, action: m.Action) -> None:
-        """A new state of record, agreed in `view`."""
-        self._voter, self._seen, self._attentive = True, view.id, False
+        """Adopt a record that was agreed in `view`."""
+        self._voter, self._seen, self._needs_view = True, view.id, False
         self._do(action)
 
     def _form(self, view: View, plan: FormGroup) -> None:
@@ -239,13 +239,13 @@ class Member(MemberState):
             self._reducing = (plan, self._now + self.timing.reduce_seconds)
             self._do(m.Reduce(plan.key, self.outer.round, plan.members, plan.weights))
         else:
-            self._pause_if_shut_out()
+            self._pause_if_excluded()
 
-    def _settle(self, view: View, plan: CommitAccepted) -> None:
+    def _commit_accepted(self, view: View, plan: CommitAccepted) -> None:
         if self._holds(plan):
             self._commit(view)
         else:
-            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
+            self._seen = 0  # it lacks the committed result: the next view names the sources for healing
 
     def _holds(self, plan: CommitAccepted) -> bool:
         return self._held is not None and (self._held.held.key, self._held.held.digest) == (plan.key, plan.digest)
@@ -253,14 +253,14 @@ class Member(MemberState):
     def _commit(self, view: View | None, generation: Generation | None = None, voters: int | None = None) -> None:
         assert self._held is not None
         prepared, self._held = self._held, None
-        self.outer, self._fresh = prepared.outer, False
+        self.outer, self._from_checkpoint = prepared.outer, False
         if generation is not None and voters is not None:
             self.outer = replace(self.outer, generation=generation, voters=voters)
         self._drop_round()
-        self._voter, self._attentive, self._group = not prepared.last, False, prepared.form.members
+        self._voter, self._needs_view, self._group = not prepared.last, False, prepared.form.members
         self._seen = view.id if view else 0
         self._do(m.Commit(prepared.held.key, self.outer, prepared.weight))
-        self._shut_out = 0 if len(prepared.form.members) > 1 else self._shut_out
+        self._times_excluded = 0 if len(prepared.form.members) > 1 else self._times_excluded
         self._report_left_out(prepared.form)
         if prepared.last:
             self._leave(clean=True)
@@ -269,28 +269,28 @@ class Member(MemberState):
 
     def _report_left_out(self, form: FormGroup) -> None:
         self._do(*(m.LogLine(text, loud=True) for text in self._left_out_lines(form)))
-        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # which it has found out itself
+        if form.left_out.get(self.identity.name, NOT_FINITE) != NOT_FINITE:  # otherwise it has found that out itself
             contributed = zip(form.members, form.weights, strict=True)
             self._do(m.Reset(tuple(peer for peer, weight in contributed if weight)))
 
-    def _turn(self, view: View, plan: NewGeneration) -> None:
-        if self._me not in plan.there:
-            self._pause_if_shut_out()
-            self._seen = 0  # it lacks what the others commit: the next view says from whom to heal
+    def _begin_generation(self, view: View, plan: NewGeneration) -> None:
+        if self._me not in plan.identities:
+            self._pause_if_excluded()
+            self._seen = 0  # it lacks the committed result: the next view names the sources for healing
             return
         text = f"generation {plan.generation.number} from round {self.outer.round}: {plan.reason}"
         self._do(m.LogLine(text, loud=True))
-        if plan.settle:
-            self._commit(view, plan.generation, len(plan.there))
+        if plan.commit:
+            self._commit(view, plan.generation, len(plan.identities))
         else:
-            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lot))
-            self._rename(plan.generation, self.outer.round, len(plan.there))
-            self.handover.starved = False  # as far as is known: it may have a lease now
+            self.outer = replace(self.outer, ledger=advance(self.outer.ledger, plan.reports, self.rules.lease_policy))
+            self._change_generation(plan.generation, self.outer.round, len(plan.identities))
+            self.handover.starved = False  # as far as this member knows: it may have a lease now
             self._enter(view, m.Publish(self.outer))
         self._group = plan.members
 
     def _catch_up(self, decision: Decision) -> None:
-        self._attentive, top = True, decision.top
+        self._needs_view, top = True, decision.top
         if top is None:
             self._retry_at = self._now + self.timing.retry_seconds
             return
@@ -304,7 +304,7 @@ class Member(MemberState):
         elif self._pauses(decision):
             self._retry_at = self._now + self.timing.retry_seconds
         elif self.outer.fingerprint() == top.digest and max(self.outer.round, 0) == top.round:
-            self._rename(top.generation, top.round, top.voters)
+            self._change_generation(top.generation, top.round, top.voters)
             self._voter, self._seen = False, 0
             self._do(m.Publish(self.outer))
         elif not self._healing:
@@ -315,13 +315,13 @@ class Member(MemberState):
             self._sources = decision.sources
             self._do(m.Heal(decision.sources, top.generation, top.round, top.digest))
 
-    def _rename(self, generation: Generation, round: int, voters: int) -> None:
-        """The same state in another generation; the round that is due stays so."""
+    def _change_generation(self, generation: Generation, round: int, voters: int) -> None:
+        """Move the same state to another generation; a due round stays due."""
         self._drop_results()
         self.outer = replace(self.outer, generation=generation, round=round, voters=voters)
 
     def _drop_round(self) -> None:
-        """Nothing of the round that was under way is of use any more."""
+        """Discard everything that belongs to the current round."""
         self._drop_results()
         self._forget_round()
 
@@ -342,8 +342,8 @@ class Member(MemberState):
         if self._done or self._waiting_for or self._reducing or self._now < self._retry_at:
             return
         ready = self.handover.due and (self.handover.snapshot is not None or self._now >= self._grace_end)
-        if ready or self._held or self._attentive:
+        if ready or self._held or self._needs_view:
             self._asked += 1
-            self._heard_at = self._now if math.isnan(self._heard_at) else self._heard_at
+            self._view_at = self._now if math.isnan(self._view_at) else self._view_at
             self._waiting_for = True
             self._do(m.RequestView(self.header))

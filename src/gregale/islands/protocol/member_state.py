@@ -1,4 +1,4 @@
-"""Where a member of the protocol stands: its state, and what it tells of it. `member.Member` has what happens to it."""
+"""The state of a member of the protocol, and the header made from it. `member.Member` handles the events."""
 
 import math
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from gregale.islands.protocol.headers import NO_ROUND, AcceptedResult, Header, O
 from gregale.islands.protocol.plans import Decision, FormGroup, Plan, Wait
 from gregale.islands.protocol.settings import Rules, Timing
 
-MOST_DOUBLINGS = 3  # of the pause of a member whose reduces fail: 8 times `turnover_seconds`
+MAX_DOUBLINGS = 3  # of the pause of a member whose reduces fail: at most 8 times `turnover_seconds`
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who an island is: name, session (random at every start), what it must share with others, its hosts' addresses.
+    """An island's name, session (random at every start), agreement with the others, and hosts' addresses.
 
     - `batch`: examples of a batch
     """
@@ -31,13 +31,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class PendingCommit:
-    """A result that is held: what others are told, the outer state that it makes, what this island put in."""
+    """A held result: its header entry, the resulting outer state, and this island's contribution."""
 
     held: AcceptedResult
     outer: OuterRecord
     weight: float
-    last: bool  # this member leaves with it
-    form: FormGroup  # of the group that made it
+    last: bool  # this member leaves after this round
+    form: FormGroup  # the plan that led to it
 
 
 class MemberState:
@@ -57,32 +57,32 @@ class MemberState:
         self._now = 0.0
         self._actions: list[m.Action] = []
         self._voter = False
-        self._asked, self._waiting_for = 0, False  # number of the newest ask; whether its answer is awaited
+        self._asked, self._waiting_for = 0, False  # number of the newest request; whether its answer is pending
         self._seen, self._retry_at = 0, 0.0
         self._waiting_since: float | None = None
-        self._group: tuple[Peer, ...] = ()  # who made the newest round with this member, if it did
-        self._missing: frozenset[str] = frozenset()  # those of them that are waited for
-        self._gone: frozenset[str] = frozenset()  # dead
-        self._asks: dict[str, int] = {}  # number of the newest one that it saw of each, by identity
+        self._group: tuple[Peer, ...] = ()  # members of the newest round, if this member took part
+        self._missing: frozenset[str] = frozenset()  # members of that group that are missing
+        self._dead: frozenset[str] = frozenset()  # identities of dead peers
+        self._asks: dict[str, int] = {}  # the newest request number seen, by identity
         self._peers: tuple[str, ...] = ()
         self._slowest = 0.0
-        self._attentive = True  # has to see a view, whether or not a round is due
+        self._needs_view = True  # must see a view, whether or not a round is due
         self._healing = False
-        self._heard_at, self._unheard = math.nan, ""  # the newest view; why the newest ask had none
-        self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, and who is waited for
-        self._sources: tuple[Peer, ...] = ()  # of the state that is fetched
+        self._view_at, self._view_error = math.nan, ""  # time of the newest view; reason why the newest request failed
+        self._plan: tuple[Plan | None, tuple[str, ...]] = (None, ())  # of the newest view, with the names it waits for
+        self._sources: tuple[Peer, ...] = ()  # of the fetched state
         self._heal_failed = ""
         self._left_out: dict[
             str, int
         ] = {}  # rounds in a row to which islands have contributed nothing, as they diverge
-        self._in_vain, self._healing_since = 0, 0.0  # heals in a row after which it was behind again
-        self._shut_out, self._paused_until = 0, 0.0  # times in a row that the others went on because its reduces failed
-        self._awaited_before = 0.0  # seconds for which rounds waited for heals before this one
+        self._vain_heals, self._healing_since = 0, 0.0  # consecutive heals after which it was behind again
+        self._times_excluded, self._paused_until = 0, 0.0  # consecutive rounds that the others made without this member
+        self._hold_time_before = 0.0  # seconds for which rounds waited for earlier heals
         self._used, self._step_seconds = used, 0.0
         self._leave_by: float | None = None
         self._done = False
         self.handover = Handover()
-        self._fresh = outer.round > NO_ROUND
+        self._from_checkpoint = outer.round > NO_ROUND
         self._forget_round()
 
     def _forget_round(self) -> None:
@@ -92,7 +92,7 @@ class MemberState:
         self._held: PendingCommit | None = None
         self._ballot, self._failures = 0, 0
         self._unreachable: tuple[str, ...] = ()
-        self._lacked = False  # a view of this round lacked voters, who may only have been late
+        self._lacked = False  # a view of this round lacked voters, which may only have been late
 
     @property
     def _me(self) -> str:
@@ -100,16 +100,16 @@ class MemberState:
 
     @property
     def header(self) -> Header:
-        """What this member would tell now."""
-        who, outer, shot = self.identity, self.outer, self.handover.snapshot
+        """The header of this member at this moment."""
+        own, outer, message = self.identity, self.outer, self.handover.snapshot
         return Header(
-            name=who.name,
-            session=who.session,
+            name=own.name,
+            session=own.session,
             asked=self._asked,
-            agreement=who.agreement,
-            version=who.version,
-            hosts=who.hosts,
-            batch=who.batch,
+            agreement=own.agreement,
+            version=own.version,
+            hosts=own.hosts,
+            batch=own.batch,
             round=outer.round,
             generation=outer.generation,
             digest=outer.fingerprint(),
@@ -120,65 +120,67 @@ class MemberState:
             held=self._held.held if self._held else None,
             failures=self._failures,
             unreachable=self._unreachable,
-            ready=shot is not None,
-            weight=shot.weight if shot else 0.0,
-            norm=shot.norm if shot else 0.0,
+            ready=message is not None,
+            weight=message.weight if message else 0.0,
+            norm=message.norm if message else 0.0,
             usual=outer.usual(),
             starved=self.handover.weighs_nothing and self.handover.starved,
             seen=self._seen,
             healing=self._healing,
-            hold_rounds=self._awaited(),
-            wait_expired=self._waited(),
-            from_checkpoint=self._fresh,
+            hold_rounds=self._holds_rounds(),
+            wait_expired=self._is_wait_expired(),
+            from_checkpoint=self._from_checkpoint,
             retried=self._lacked and self._now >= self._grace_end,
-            leaving=shot is not None and shot.final,
+            leaving=message is not None and message.final,
             holder=self.holder,
             used=self._used,
             step_seconds=self._step_seconds,
         )
 
-    def _pause_if_shut_out(self) -> None:
-        """The others go on without this member, whose reduces failed: it joins them again after a time that doubles."""
-        if self._failures >= decisions.STUBBORN:
-            self._paused_until = self._now + self.timing.turnover_seconds * 2 ** min(self._shut_out, MOST_DOUBLINGS)
-            self._shut_out += 1
+    def _pause_if_excluded(self) -> None:
+        """Pause if the others continue without this member because its reduces failed; each pause doubles."""
+        if self._failures >= decisions.EXCLUDE_AFTER:
+            self._paused_until = self._now + self.timing.turnover_seconds * 2 ** min(
+                self._times_excluded, MAX_DOUBLINGS
+            )
+            self._times_excluded += 1
 
     def _pauses(self, decision: Decision) -> bool:
-        """Whether this member keeps out of the others' rounds, which go on; it does not if they wait for somebody."""
+        """Return whether this member stays out of the others' rounds; it does not if they wait for a member."""
         waits = isinstance(decision.plan, Wait) and not decision.plan.idle
         return self._now < self._paused_until and not waits
 
-    def _waited(self) -> bool:
-        """Whether there is no use in waiting any more for who made the last round."""
+    def _is_wait_expired(self) -> bool:
+        """Return whether waiting for the members of the last round has expired."""
         if self._waiting_since is None:
             return False
-        dead = bool(self._missing) and self._missing <= self._gone
+        dead = bool(self._missing) and self._missing <= self._dead
         return dead or self._now - self._waiting_since >= self.timing.turnover_seconds
 
-    def _awaited(self) -> bool:
-        """Whether rounds shall wait for this healing: after 1, 2, 4, 8, ... in vain, for a bounded time in all."""
-        return self._healing and self._in_vain_enough() and self._time_awaited() < self.timing.turnover_seconds
+    def _holds_rounds(self) -> bool:
+        """Return whether rounds must wait for this healing: after 1, 2, 4, ... vain heals, for a limited total time."""
+        return self._healing and self._is_hold_due() and self._hold_time() < self.timing.turnover_seconds
 
-    def _in_vain_enough(self) -> bool:
-        return self._in_vain > 0 and self._in_vain & (self._in_vain - 1) == 0
+    def _is_hold_due(self) -> bool:
+        return self._vain_heals > 0 and self._vain_heals & (self._vain_heals - 1) == 0
 
-    def _time_awaited(self) -> float:
-        """Seconds for which rounds have waited since this member was last where the others are, failed tries too."""
-        now = self._now - self._healing_since if self._healing and self._in_vain_enough() else 0.0
-        return self._awaited_before + now
+    def _hold_time(self) -> float:
+        """Return the seconds for which rounds have waited since this member was last current, with failed tries."""
+        now = self._now - self._healing_since if self._healing and self._is_hold_due() else 0.0
+        return self._hold_time_before + now
 
     @property
     def done(self) -> bool:
-        """Whether it has left or was refused."""
+        """Whether the member has left or was rejected."""
         return self._done
 
     @property
     def leaving(self) -> bool:
-        """Whether it was told to leave: the next snapshot may be the final one."""
+        """Whether the member was told to leave: the next message may be the final one."""
         return self._leave_by is not None
 
     def _left_out_lines(self, form: FormGroup) -> list[str]:
-        """What is said of the messages that are left out: of an island that goes on so the 1st, 2nd, 4th, ... time."""
+        """Return the lines about messages left out, for the 1st, 2nd, 4th, ... consecutive time of an island."""
         contributed = {peer.name for peer, weight in zip(form.members, form.weights, strict=True) if weight}
         self._left_out = {name: times for name, times in self._left_out.items() if name not in contributed}
         lines = []
@@ -193,35 +195,34 @@ class MemberState:
     def _note_plan(self, decision: Decision) -> None:
         plan = decision.plan
         waits_for_voters = isinstance(plan, Wait) and (plan.missing or plan.lacking)
-        who = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
-        self._plan = plan, who or (plan.who if isinstance(plan, Wait) else ())
+        names = tuple(peer.name for peer in decision.missing(self._group)) if waits_for_voters else ()
+        self._plan = plan, names or (plan.names if isinstance(plan, Wait) else ())
 
     def _note_asks(self, decision: Decision) -> bool:
-        """Returns whether an ask was in an earlier view too: it may no longer be true, so the view means nothing."""
-        asks = {who: header.asked for who, header in decision.headers.items()}
-        repeated = any(self._asks.get(who, 0) >= number for who, number in asks.items())
-        self._asks |= {who: max(number, self._asks.get(who, 0)) for who, number in asks.items()}
+        """Return whether a request was in an earlier view too: it may be outdated, so the view is ignored."""
+        asks = {identity: header.asked for identity, header in decision.headers.items()}
+        repeated = any(self._asks.get(identity, 0) >= number for identity, number in asks.items())
+        self._asks |= {identity: max(number, self._asks.get(identity, 0)) for identity, number in asks.items()}
         return repeated
 
-    def why(self) -> str:
-        """Why no round is committed, and who is waited for; empty if nothing but this island's own steps is."""
-        number, since = self.outer.round, self._now - self._heard_at
+    def stall_reason(self) -> str:
+        """Return why no round is committed, and the names waited for; empty if only this island's steps are missing."""
+        number, since = self.outer.round, self._now - self._view_at
         if self._reducing:
             names = [peer.name for peer in self._reducing[0].members]
-            return f"round {number} is being reduced by {_listed(names)}{self._tries()}"
+            return f"round {number} is being reduced by {format_names(names)}{self._tries()}"
         if self._healing:
             failed = f"; the last try failed: {self._heal_failed}" if self._heal_failed else ""
             seconds = self._now - self._healing_since
-            return (
-                f"this island fetches the state of {_listed(p.name for p in self._sources)} for {seconds:.0f} s{failed}"
-            )
-        if self._unheard:
-            return f"the coordinator has not answered for {since:.0f} s ({self._unheard})"
-        plan, who = self._plan
+            sources = format_names(peer.name for peer in self._sources)
+            return f"this island fetches the state of {sources} for {seconds:.0f} s{failed}"
+        if self._view_error:
+            return f"the coordinator has not answered for {since:.0f} s ({self._view_error})"
+        plan, names = self._plan
         if isinstance(plan, Wait):
-            return f"{plan.reason}{f' ({_listed(who)})' if who else ''}{self._tries()}"
+            return f"{plan.reason}{f' ({format_names(names)})' if names else ''}{self._tries()}"
         if self._waiting_for:
-            made = f" (the last round was made by {_listed(p.name for p in self._group)})" if self._group else ""
+            made = f" (the last round was made by {format_names(p.name for p in self._group)})" if self._group else ""
             return f"the coordinator waits for other islands to ask, for {since:.0f} s now{made}"
         if self._held:
             return f"the result of round {number} is not held by more than half of its islands yet{self._tries()}"
@@ -230,22 +231,22 @@ class MemberState:
         return ""
 
     def _tries(self) -> str:
-        silent = f", {_listed(self._unreachable)} did not answer" if self._unreachable else ""
+        silent = f", {format_names(self._unreachable)} did not answer" if self._unreachable else ""
         tries = "1 try" if self._failures == 1 else f"{self._failures} tries"
         return f"; {tries} failed{silent}" if self._failures else ""
 
     def next_tick(self) -> float:
-        """When the next `Tick` is needed, if nothing else happens before."""
+        """Return the time of the next `Tick` that is needed without other events."""
         times = [math.inf if self._leave_by is None else self._leave_by]
         if self._reducing:
             times.append(self._reducing[1])
         else:
             if self.handover.own:
                 times.append(self._ping_at)
-            if not self._waiting_for and (self.handover.due or self._held or self._attentive):
+            if not self._waiting_for and (self.handover.due or self._held or self._needs_view):
                 times.append(max(self._retry_at, 0.0 if self.handover.snapshot else self._grace_end))
         return max(self._now, min(times))
 
 
-def _listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

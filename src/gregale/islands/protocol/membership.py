@@ -1,29 +1,29 @@
-"""Who is in a fleet, and one view for all that ask: the coordinator's rules, without sockets, clocks or threads.
+"""The membership of a fleet and its views: the coordinator's rules, without sockets, clocks or threads.
 
     membership = Membership(minimum=1, join_seconds=2.0, heartbeat_seconds=2.0, first_id=1)
     membership.beat("oslo", "9f31", now)
     membership.ask(Ask("oslo", "9f31", number=4, header=header, until=now + 30.0), now)
-    for answer in membership.tick(now): ...   # answer.view, or answer.refused, or neither: the ask is forgotten
+    for answer in membership.tick(now): ...   # answer.view, or answer.refused, or neither: the request is dropped
 
-A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or an ask within
-`heartbeat_seconds`; after that it has no owner. A tick answers all pending asks with one view in two cases:
+A name has one owner, a session of a process. A name is *healthy* while its owner sent a heartbeat or a request within
+`heartbeat_seconds`; after that it has no owner. A tick answers all pending requests with one view in two cases:
 
-- fast: all names of the last view ask;
-- else: at least `minimum` names and more than half of the healthy names ask, and either all healthy names ask or the
-  oldest ask has waited for `join_seconds`.
+- fast: all names of the last view have a pending request;
+- slow: at least `minimum` names and more than half of the healthy names have one, and either all healthy names have one
+  or the oldest request has waited for `join_seconds`.
 
 | event | rule |
 |---|---|
-| a view forms | all pending asks are answered; the id is one higher only if the set of names differs from the last view's |
-| the only name of the last view asks | it is answered at once, alone; others that ask at that moment are in the view too |
-| a healthy name does not ask | the others are answered after `join_seconds`, if they are more than half |
-| a session asks again | the ask with the higher number replaces the other, which is forgotten |
-| an ask arrives late or twice | an ask with a number that was answered or replaced is forgotten |
-| the time of an ask is over | the ask is forgotten, and is in no view |
-| a process dies | its name is healthy for `heartbeat_seconds`, and its pending ask can be in a view until then |
+| a view forms | all pending requests are answered; the id increases by one only if the set of names has changed |
+| the only name of the last view sends a request | it is answered at once; other requests of that moment are in the view too |
+| a healthy name sends no request | the others are answered after `join_seconds`, if they are more than half |
+| a session sends another request | the request with the higher number replaces the other, which is dropped |
+| a request arrives late or twice | a request with a number that was answered or replaced is dropped |
+| a request expires | the request is dropped, and is in no view |
+| a process dies | its name is healthy for `heartbeat_seconds`, and its pending request can be in a view until then |
 | a process leaves | its name is not healthy any more |
-| another session asks with a name that has an owner | it waits. If the owner beats, it is refused; if the owner is silent for `heartbeat_seconds`, it becomes the owner |
-| the coordinator starts again | it knows nobody; its first id is one that no member has seen (`first_id`) |
+| another session uses a name that has an owner | it waits. If the owner sends a heartbeat, it is refused; if the owner is silent for `heartbeat_seconds`, it becomes the owner |
+| the coordinator restarts | it has no members; its first id is one that no member has seen (`first_id`) |
 """  # noqa: E501
 
 import math
@@ -37,9 +37,9 @@ BEATS_PER_TIMEOUT = 5
 class Ask:
     """A member's request for a view.
 
-    - `number`: counts up with the asks of one session
-    - `header`: what all members of the view get of this one
-    - `until`: when the member stops waiting
+    - `number`: increases with the requests of one session
+    - `header`: this member's header, for all members of the view
+    - `until`: the time at which the member stops waiting
     """
 
     name: str
@@ -51,7 +51,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A view: an id that counts changes of membership, and the asks in it in the order of names."""
+    """A view: an id that counts changes of membership, and its requests sorted by name."""
 
     id: int
     asks: tuple[Ask, ...]
@@ -59,7 +59,7 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an ask leads to: a view, a refusal, or neither if the ask is forgotten."""
+    """The result of a request: a view, a refusal, or neither if the request is dropped."""
 
     ask: Ask
     view: Formed | None = None
@@ -68,11 +68,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Owner:
-    """A session that has a name, or waits for it (`ask`: with this ask, since `since`)."""
+    """A session that owns a name, or claims it (`ask`: with this request, since `since`)."""
 
     session: str
     heard: float
-    newest: int = -1  # number of its newest ask that was answered or replaced
+    newest: int = -1  # number of its newest request that was answered or replaced
     ask: Ask | None = None
     since: float = 0.0
     rival: "Owner | None" = None
@@ -95,7 +95,7 @@ class Membership:
         return {name: owner.session for name, owner in self._owners.items()}
 
     def beat(self, name: str, session: str, now: float) -> None:
-        """A process says that it lives."""
+        """Record a heartbeat."""
         owner = self._heard(name, session, now)
         rival = owner.rival
         if owner.session == session and rival and now - rival.since >= self._heartbeat_seconds / BEATS_PER_TIMEOUT:
@@ -104,7 +104,7 @@ class Membership:
             self._answers.append(Answer(rival.ask, refused=f"another island of the fleet has the name {name!r}"))
 
     def ask(self, ask: Ask, now: float) -> None:
-        """A member asks; the answer comes with a tick."""
+        """Record a member's request; a later tick answers it."""
         owner = self._heard(ask.name, ask.session, now)
         if owner.session != ask.session:
             self._claim(owner, ask, now)
@@ -118,7 +118,7 @@ class Membership:
         self.pending[ask.name] = now, ask
 
     def leave(self, name: str, session: str) -> None:
-        """A process ends; a session that waits for its name gets it."""
+        """Record the end of a process; a session that claims its name becomes the owner."""
         owner = self._owners.get(name)
         if owner and owner.session == session:
             self._end(name, owner)
@@ -126,14 +126,14 @@ class Membership:
             owner.rival = None
 
     def tick(self, now: float) -> list[Answer]:
-        """The answers that are due."""
+        """Return the answers that are due."""
         self._lapse(now)
         view = self._form(now)
         answers, self._answers = self._answers, []
         return answers + ([Answer(ask, view) for ask in view.asks] if view else [])
 
     def _heard(self, name: str, session: str, now: float) -> Owner:
-        """The owner of a name; this session, if nobody has the name."""
+        """Update the time of the last heartbeat; return the name's owner, this session if there was none."""
         owner = self._owners.get(name)
         if owner is None:
             owner = self._owners[name] = Owner(session, now)
@@ -153,7 +153,7 @@ class Membership:
         self._answers.append(Answer(ask))
 
     def _lapse(self, now: float) -> None:
-        """Ends what is silent and what nobody waits for."""
+        """Drop expired requests and silent owners."""
         for name, (_, ask) in list(self.pending.items()):
             if now >= ask.until:
                 del self.pending[name]
@@ -166,7 +166,7 @@ class Membership:
                 self._end(name, silent)
 
     def _end(self, name: str, owner: Owner) -> None:
-        """A name's owner is gone: who waits for the name gets it."""
+        """Remove a name's owner; the session that claims the name becomes the owner."""
         del self._owners[name]
         if name in self.pending:
             self._forget(self.pending.pop(name)[1])
@@ -176,7 +176,7 @@ class Membership:
             self.pending = dict(sorted(self.pending.items(), key=lambda item: item[1][0]))
 
     def _form(self, now: float) -> Formed | None:
-        """The view that can be formed now."""
+        """Return the view that can be formed now."""
         if not self.pending:
             return None
         if self.last is None or not self.last <= self.pending.keys():

@@ -1,12 +1,12 @@
-"""What the protocol is told (events) and what it wants done (actions); `headers` has what members tell each other.
+"""The protocol's events (input) and actions (output); `headers` has the data that members exchange.
 
-A driver owns one `member.Member` and everything that is not pure: it turns what happens into events, hands each to
-`Member.handle`, and carries out the actions that come back, in their order. Events for one member come one at a time.
+A driver owns one `member.Member` and everything that is not pure. It converts observations to events, passes each to
+`Member.handle`, and carries out the resulting actions in order. Events for one member come one at a time.
 
-    for action in member.handle(Seen(view)):
+    for action in member.handle(ViewReceived(view)):
         match action:
-            case Ask(header): ...         # ask the coordinator; later: handle(Seen(view)) or NoView
-            case Reduce(key, ...): ...    # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
+            case RequestView(header): ...     # to the coordinator; later: handle(ViewReceived(view)) or ViewFailed
+            case Reduce(key, ...): ...        # later: handle(Reduced(key, digest)) or handle(ReduceFailed(key, names))
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from gregale.islands.protocol.headers import Generation, Header, OuterRecord, Pe
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passes. `now` in seconds of any clock that does not go back."""
+    """Time passes. `now` is in seconds of a monotonic clock."""
 
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class RoundDue:
-    """The round after `round` is due: this island made its steps (`round` None), or a peer says so.
+    """The round after `round` is due: this island made its steps (`round` None), or a peer announces it.
 
     Once is enough until `Commit`, `Install` or the `Publish` of round 0, with each of which a new interval begins. An
-    island that has handed over its message says so again after as many steps: it is asked for another message as soon
-    as no reduce can depend on the old one.
+    island that has handed over its message repeats the event after as many steps. It is asked for another message as
+    soon as no reduce can depend on the old one.
     """
 
     round: int | None = None
@@ -37,7 +37,7 @@ class RoundDue:
 class MessageReady:
     """The trainer's message for the round after `round` is on the host.
 
-    `weight` tokens went into it; `used` examples of its leases were used so far; a step takes `step_seconds` of late.
+    It contains `weight` tokens; `used` examples of its leases were used so far; a recent step takes `step_seconds`.
     `final`: the trainer makes no step after it, because the island leaves. `norm`: root mean square of the message;
     None: it is not finite.
     """
@@ -52,21 +52,21 @@ class MessageReady:
 
 @dataclass(frozen=True, slots=True)
 class ViewReceived:
-    """The coordinator answered; headers with a bad signature or garbage are left out of the view already."""
+    """The coordinator answered; the view excludes headers with a bad signature or format."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class ViewFailed:
-    """The coordinator did not answer the ask. An answer that comes after this must not be told."""
+    """The coordinator did not answer the request. A later answer must not be passed on."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The reduce `key` is done and its outer step prepared: `digest` is the engine's, of the state it would make."""
+    """The reduce `key` is done and its outer step prepared: `digest` is that of the resulting state."""
 
     key: str
     digest: str
@@ -76,7 +76,7 @@ class Reduced:
 class ReduceFailed:
     """The reduce `key` failed; `unreachable` are the names of the members that did not answer here.
 
-    `overflowed`: all messages came, and the outer step that they make is not finite.
+    `overflowed`: all messages came, and the outer step made from them is not finite.
     """
 
     key: str
@@ -86,9 +86,9 @@ class ReduceFailed:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A peer's outer state is here, hashed and complete, beside the own one; `outer` is its record.
+    """A peer's outer state is fetched, hashed and complete, beside the own one; `outer` is its record.
 
-    It becomes the own one by `Install` in the answer; without that it is of no use.
+    An `Install` in the answer replaces the own state with it; without that it is discarded.
     """
 
     outer: OuterRecord
@@ -96,21 +96,21 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class HealFailed:
-    """No source gave a whole state."""
+    """No source delivered a complete state."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeersDead:
-    """The answer to `ProbePeers`: processes (`Peer.identity`) that are certain to live no more. Guess none."""
+    """The answer to `ProbePeers`: the identities of processes that are certainly dead."""
 
     identities: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This island shall go: a last round with a `final` snapshot, then `LeaveDone`."""
+    """The island leaves: a last round with a `final` message, then `LeaveDone`."""
 
 
 Event = (
@@ -130,11 +130,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """Ask the coordinator for a view with this header. Answer with `ViewReceived` or `ViewFailed`.
+    """Request a view from the coordinator with this header. Answer with `ViewReceived` or `ViewFailed`.
 
-    There is one ask at a time, but after `Healed` a new one takes the place of one that is not answered yet: the
-    older one's answer must not be told any more. Send an ask once: a repeated one would put an old promise into a
-    later view.
+    There is one request at a time, except that after `Healed` a new one replaces an unanswered one: the older one's
+    answer must not be passed on. Send a request once: a repeated one would put an old promise into a later view.
     """
 
     header: Header
@@ -142,7 +141,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceRound:
-    """Tell these addresses (of leaders) that the round after `round` is due; whether it arrives does not matter."""
+    """Announce to these addresses (of hosts 0) that the round after `round` is due; delivery is optional."""
 
     addresses: tuple[str, ...]
     round: int
@@ -150,7 +149,7 @@ class AnnounceRound:
 
 @dataclass(frozen=True, slots=True)
 class RequestMessage:
-    """Let the trainer take its message for the round after `round` at its next step boundary: answer `MessageReady`."""
+    """Request the trainer's message for the round after `round` at its next step boundary: answer `MessageReady`."""
 
     round: int
 
@@ -159,8 +158,7 @@ class RequestMessage:
 class Reduce:
     """Reduce the fragment of the round after `round` among `members` (rank order) with these weights; prepare its step.
 
-    A member with weight 0 sends nothing of its own but takes part. A result held from an older key stays until
-    `Discard`.
+    A member with weight 0 sends no message but takes part. A result held from an older key stays until `Discard`.
     """
 
     key: str
@@ -171,9 +169,9 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The prepared result of `key` is the outer state now; `outer` says which. Publish both together.
+    """Commit the prepared result of `key` as the outer state with the record `outer`. Publish both together.
 
-    `weight` is what this island contributed: one that contributed 0 does not mix.
+    `weight` is the contribution of this island: with 0 the trainer does not mix.
     """
 
     key: str
@@ -183,14 +181,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The prepared result of `key` will never be used."""
+    """Delete the prepared result of `key`, which will never be used."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropGroup:
-    """Let go of the group and of a reduce that is under way in it; no answer is awaited."""
+    """Drop the group and a reduce in progress in it; no answer is expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +200,10 @@ class ProbePeers:
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Fetch the outer state from any of `sources`: this one or a newer one of theirs. Answer `Healed` or `HealFailed`.
+    """Fetch the outer state, this one or a newer one, from any of `sources`. Answer `Healed` or `HealFailed`.
 
-    `digest` is its fingerprint (`OuterRecord.fingerprint`). One heals at a time: the next `Heal` follows the answer.
+    `digest` is its fingerprint (`OuterRecord.fingerprint`). One heal runs at a time: the next `Heal` follows the
+    answer.
     """
 
     sources: tuple[Peer, ...]
@@ -215,14 +214,14 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The state that was fetched is the outer state now. Publish both together."""
+    """Replace the outer state with the fetched state. Publish both together."""
 
     outer: OuterRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The outer state stays, but its record is another: the fleet began, or went over to a new generation.
+    """Keep the outer state but replace its record: the fleet began, or changed to a new generation.
 
     A round that was due stays due.
     """
@@ -232,9 +231,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """This island has diverged: the outer parameters replace its own, and the inner optimizer of a peer its own.
+    """Reset this diverged island: its parameters to the outer ones, its inner optimizer to a peer's.
 
-    `peers` contributed to the round; with none, what is not finite in the own optimizer is forgotten.
+    `peers` contributed to the round; with none, values of the own optimizer that are not finite are set to 0.
     """
 
     peers: tuple[Peer, ...]
@@ -250,14 +249,14 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The fleet does not take this island: end with this line."""
+    """The fleet rejects this island: end with this line."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveDone:
-    """Nothing more to do here; `clean`: the last round was committed and the rest of the data handed back."""
+    """The island has left; `clean`: the last round was committed and the unused data returned."""
 
     clean: bool
 

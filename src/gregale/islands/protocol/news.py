@@ -1,4 +1,4 @@
-"""What a coordinator tells its user: islands that come and go, and a fleet that makes no rounds. No clocks, no output.
+"""The coordinator's lines for its user: islands that come and go, and stalled fleets. No clocks, no output.
 
 news = News(heartbeat_seconds=2.0)
 news.report("oslo", round=12, stalled="turin is waited for", now=now)   # with a heartbeat of oslo
@@ -9,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
-ROUNDS = 15  # of which the usual time is the median
-LATE = 3.0  # times the usual
-FIRST_ROUND_SECONDS = 60.0  # in place of three usual times, until a round is known
+ROUNDS = 15  # in the median
+LATE = 3.0  # times the median
+FIRST_ROUND_SECONDS = 60.0  # limit for the first round, in place of three medians
 NO_ROUND = -1
 
 
 class Progress:
-    """The usual time of a round, and since when there is none."""
+    """The median time of a round, and the time of the newest round."""
 
     def __init__(self, now: float):
         self.round, self.since = NO_ROUND, now
@@ -24,11 +24,11 @@ class Progress:
 
     @property
     def usual_seconds(self) -> float | None:
-        """The median of the last rounds; None before there was one."""
+        """The median of the last rounds; None before the first."""
         return median(self._took) if self._took else None
 
     def note(self, round: int, now: float, is_usual: bool) -> bool:
-        """The newest round that was reported: whether it is a new one."""
+        """Record the newest reported round; return whether it is new."""
         if round <= self.round:
             return False
         if self.round > NO_ROUND and is_usual:
@@ -37,29 +37,29 @@ class Progress:
         return True
 
     def is_late(self, now: float, slack_seconds: float) -> bool:
-        """Whether there was no round for three usual times."""
+        """Return whether there was no round for three median times."""
         usual = self.usual_seconds
         return now - self.since > (FIRST_ROUND_SECONDS if usual is None else LATE * usual) + slack_seconds
 
 
 class News:
-    """The lines of one coordinator; reports come `heartbeat_seconds` apart or less."""
+    """The lines of one coordinator; reports come at most `heartbeat_seconds` apart."""
 
     def __init__(self, heartbeat_seconds: float):
         self._heartbeat_seconds = heartbeat_seconds
         self._sessions: dict[str, str] = {}
-        self._reports: dict[str, str] = {}  # of the healthy: why the fleet is stalled, if it is
-        self._missed: set[str] = set()  # gone since the newest round
+        self._reports: dict[str, str] = {}  # of the healthy islands: the reason of a stall, or empty
+        self._missed: set[str] = set()  # silent since the newest round
         self._left: set[str] = set()
         self._progress, self._is_stalled = Progress(0.0), False
 
     def report(self, name: str, round: int, stalled: str, now: float) -> list[str]:
-        """An island says which round it has committed, and why it believes that there are no more, if it does."""
+        """Record an island's committed round and its reason for a stall, if any."""
         self._reports[name] = stalled
         return self.note(round, now)
 
     def note(self, round: int, now: float) -> list[str]:
-        """An island has committed this round."""
+        """Record that an island has committed this round."""
         began = self._progress.since
         if not self._progress.note(round, now, not self._is_stalled):
             return []
@@ -68,13 +68,13 @@ class News:
         return [f"Rounds go on: round {round} after {now - began:.0f} s."] if was_stalled else []
 
     def leave(self, name: str) -> None:
-        """An island says that it ends."""
+        """Record that an island ends."""
         self._left.add(name)
 
     def changes(self, healthy: Mapping[str, str], now: float) -> list[str]:
-        """Who has come and gone since the last call, from the sessions by name."""
+        """Return lines about islands that came or went since the last call; `healthy` has sessions by name."""
         lines, before, self._sessions = [], self._sessions, dict(healthy)
-        if not before or not healthy:  # there is nobody to wait for
+        if not before or not healthy:  # no fleet: nothing can stall
             self._progress, self._is_stalled = Progress(now), False
             self._missed.clear()
         count = f"{len(healthy)} {'island' if len(healthy) == 1 else 'islands'} now"
@@ -94,7 +94,7 @@ class News:
         return lines
 
     def stall(self, asking: Collection[str], now: float) -> list[str]:
-        """A line when there was no round for three usual times, once."""
+        """Return one line when there was no round for three median times."""
         if not self._sessions or self._is_stalled or not self._progress.is_late(now, self._heartbeat_seconds):
             return []
         self._is_stalled = True
@@ -103,8 +103,8 @@ class News:
         return [f"No round for {now - self._progress.since:.0f} s{known}: {self._reason(asking)}."]
 
     def _reason(self, asking: Collection[str]) -> str:
-        told = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
-        reasons = [reason for reason, _ in told.most_common(1)]
+        counts = Counter(stalled for _, stalled in sorted(self._reports.items()) if stalled)
+        reasons = [reason for reason, _ in counts.most_common(1)]
         if self._missed:
             reasons.append(f"silent since the last round: {', '.join(sorted(self._missed))}")
         if mute := [name for name in sorted(self._sessions) if name not in asking]:

@@ -1,14 +1,14 @@
-"""Which messages of a round are unlike the others, so that they contribute nothing.
+"""The detection of outlier messages in a round, which contribute nothing.
 
-A message of weight w is expected to have the lower median, over the messages that it is compared with, of
+A message of weight w is expected to have the lower median, over the compared messages, of
 
     norm x max(1, w / weight)
 
-since an island that has trained on more tokens has moved further. It is compared with the round's finite messages, and
-with what was usual in the rounds before: one message, the lower median of the last `KEPT` rounds, which is part of the
-agreed record. It is left out if its norm is more than `factor` times what both comparisons expect, or if it is not
-finite. So of two islands the one that is out of line with the rounds before is left out; an island alone never is; and
-one that moves less than the others leaves nobody out.
+because an island that has trained on more tokens has moved further. Two comparisons are made: with the round's finite
+messages, and with one message of the previous rounds, the lower median of the last `KEPT` rounds in the agreed record.
+A message is left out if its norm exceeds `factor` times both expected norms, or if it is not finite. So of two islands,
+the one that differs from the previous rounds is left out; an island alone never is. An island that moves less than the
+others excludes no other.
 """
 
 import math
@@ -21,24 +21,24 @@ NOT_FINITE = "is not finite"
 
 
 class Size(NamedTuple):
-    """Of a message: its root mean square, and its weight in tokens."""
+    """The size of a message: its root mean square, and its weight in tokens."""
 
     norm: float
     weight: float
 
 
 def expected(weight: float, compared: Collection[Size]) -> float:
-    """The norm that a message of this weight is expected to have; infinity if there is nothing to compare it with."""
+    """Return the expected norm of a message of this weight; infinity if there is nothing to compare it with."""
     found = [norm * max(1.0, weight / other) for norm, other in compared if norm > 0 and other > 0]
     return median_low(found) if found else math.inf
 
 
 def left_out(messages: Mapping[str, Size | None], usual: Size | None, factor: float) -> dict[str, str]:
-    """Why messages are left out of a round, by name; those of the others count.
+    """Return why messages are left out of a round, by name; the others count.
 
-    - `messages`: None: it is not finite
-    - `usual`: in the rounds before; None: there were none
-    - `factor`: times what is expected
+    - `messages`: sizes by name; None: not finite
+    - `usual`: the median size of the previous rounds; None: there were none
+    - `factor`: the limit, as a multiple of the expected norm
     """
     sizes = [size for size in messages.values() if size is not None]
     reasons = {}
@@ -55,6 +55,6 @@ def left_out(messages: Mapping[str, Size | None], usual: Size | None, factor: fl
 
 
 def median(sizes: Iterable[Size]) -> Size | None:
-    """The lower median by norm, of those that are not 0; None if there are none."""
+    """Return the lower median by norm of the sizes above 0; None if there are none."""
     known = [size for size in sizes if size.norm > 0]
     return median_low(known) if known else None

@@ -1,4 +1,4 @@
-"""What a view can mean: the plans that members follow, and who is meant."""
+"""The plans that follow from a view, and the members they concern."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from gregale.islands.protocol.outliers import KEPT, Size
 
 @dataclass(frozen=True)
 class StartFleet:
-    """The fleet begins from the common seed; who is there gets a first lease of the data, by `reports`."""
+    """The fleet begins from the common seed; its members get first leases of the data, by `reports`."""
 
     generation: Generation
     voters: int
@@ -18,7 +18,7 @@ class StartFleet:
 
 @dataclass(frozen=True)
 class CommitAccepted:
-    """The held result `key` with this digest is committed by all that hold it; the others heal."""
+    """All members that hold the result `key` with this digest commit it; the others heal."""
 
     key: str
     digest: str
@@ -26,30 +26,29 @@ class CommitAccepted:
 
 @dataclass(frozen=True)
 class NewGeneration:
-    """A new generation of `members`, for this `reason`; with the held result `settle`, if there is one, else the same
-    state.
+    """`members` begin a new generation, for this `reason`, with the held result `commit` or the same state.
 
-    Then they get new leases of the data, by `reports`, which a fleet that all had left has handed back.
+    Then they get new leases of the data, by `reports`; a fleet whose members had all left has returned its data.
     """
 
     generation: Generation
     members: tuple[Peer, ...]
-    settle: CommitAccepted | None
+    commit: CommitAccepted | None
     waited: bool
     reason: str
     reports: tuple[LeaseReport, ...]
 
     @property
-    def there(self) -> frozenset[str]:
+    def identities(self) -> frozenset[str]:
         """The identities of the members."""
         return frozenset(peer.identity for peer in self.members)
 
 
 @dataclass(frozen=True)
 class FormGroup:
-    """A group reduces the next round; a commit of it brings the next ledger, by `reports`.
+    """A group reduces the next round; its commit brings the next ledger, by `reports`.
 
-    `left_out`: why messages contribute nothing, by name; `size`: the median of those that do.
+    `left_out`: why messages contribute nothing, by name; `size`: the median of the other messages.
     """
 
     key: str
@@ -64,32 +63,32 @@ class FormGroup:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def sizes_after(self, sizes: tuple[Size, ...]) -> tuple[Size, ...]:
-        """The sizes of the last rounds, this one among them."""
+        """Return the sizes of the last rounds, including this one."""
         return (*sizes, self.size)[-KEPT:] if self.size else sizes
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Of the members, in rank order."""
+        """The identities of the members, in rank order."""
         return tuple(peer.identity for peer in self.members)
 
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of each member, by identity."""
-        return {who: rank for rank, who in enumerate(self.identities)}
+        return {identity: rank for rank, identity in enumerate(self.identities)}
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do; why:
+    """Do nothing, for this `reason`:
 
-    - `lacking`: voters are not here, perhaps only late
-    - `missing`: so many are not here that the others cannot go on
-    - `idle`: nobody wants a round
-    - `who`: names of those that are waited for, as far as the view tells
+    - `lacking`: voters are missing, perhaps only late
+    - `missing`: too many voters are missing to continue
+    - `idle`: no island wants a round
+    - `names`: the names of the missing islands, as far as the view has them
     """
 
     reason: str
-    who: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     lacking: bool = False
     missing: bool = False
     idle: bool = False
@@ -100,12 +99,12 @@ Plan = StartFleet | CommitAccepted | NewGeneration | FormGroup | Wait
 
 @dataclass(frozen=True)
 class Decision:
-    """What a view means.
+    """The decision that follows from a view.
 
     plan      for the members in `current` (identities)
-    top       the header that is right about the newest state; None: nobody has one
-    sources   who has that state
-    refused   name/session -> why
+    top       a header with the newest state; None: no member has a state
+    sources   the members that have that state
+    refused   reasons by identity
     differ    identities that have another state for the same round
     headers   of the view, by identity
     """
@@ -125,9 +124,9 @@ class Decision:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The leaders'."""
+        """The addresses of hosts 0."""
         return tuple(header.hosts[0] for header in self.headers.values() if header.hosts)
 
     def missing(self, group: tuple[Peer, ...]) -> tuple[Peer, ...]:
-        """Who of a group is not in the view."""
+        """Return the members of a group that are not in the view."""
         return tuple(peer for peer in group if peer.identity not in self.headers)

@@ -1,6 +1,6 @@
-"""What an island's trainer does between two steps: hand a message over, mix a round in, wait, or go on.
+"""The decisions of an island's trainer between two steps: hand a message over, mix a round in, wait, or take a step.
 
-The driver asks it, and so does the simulator. It has no clock: whoever calls it says what time it is.
+The driver and the simulator use it. It has no clock: callers pass the time.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from gregale.islands.trainer_command import ApplyRound, LoadOuterState, RoundPac
 
 
 class TrainerSide:
-    """One island's way from round to round, as its trainer sees it. Rounds are counted as committed ones.
+    """One island's progress from round to round, as its trainer sees it. Rounds count committed rounds.
 
-    - `pace`: when rounds are due and what is waited for
-    - `handover`: the member's record of the message of the round under way
+    - `pace`: when rounds are due, and when the trainer waits
+    - `handover`: the member's record of the current round's message
     - `steps`: `undecided_steps` of a checkpoint
     """
 
     def __init__(self, pace: RoundPacing, handover: Handover, now: float = 0.0, steps: int = 0):
         self._pace, self._handover = pace, handover
         self._arrivals: deque[ApplyRound | LoadOuterState] = deque()
-        self._since = steps  # since the last message, or since the state was replaced
-        self._before = 0  # steps of the message that is under way
-        self._begun: float | None = None  # when the round under way was said to be due, or had its message
-        self._patience = RoundTimeout(pace.patience_seconds)
-        self._steps, self._stepped_at = 0, now  # since the time of a step was last told
+        self._since = steps  # steps since the last message, or since the state was replaced
+        self._before = 0  # steps in the current message
+        self._begun: float | None = None  # the time of the current round's announcement or message
+        self._timeout = RoundTimeout(pace.timeout_seconds)
+        self._steps, self._stepped_at = 0, now  # since the last measurement of the step time
 
     def stepped(self) -> None:
-        """A step was made."""
+        """Count a step."""
         self._since += 1
         self._steps += 1
 
     def step_seconds(self, now: float) -> float:
-        """What a step has taken since this was last asked, as far as the trainer has handed them over."""
+        """Return the mean time of the steps dispatched since the last call."""
         took = (now - self._stepped_at) / self._steps if self._steps else 0.0
         self._steps, self._stepped_at = 0, now
         return took
 
     @property
     def undecided_steps(self) -> int:
-        """Steps that no round in the parameters has in it: a checkpoint has them, so that a restart changes nothing."""
+        """The number of steps that no round in the parameters includes; a checkpoint saves it for the restart."""
         return self._before + self._since
 
     def progress(self, number: int) -> tuple[int, int]:
-        """Steps made towards round `number`, and steps after which it is due."""
+        """Return the number of steps made towards round `number`, and the number after which it is due."""
         return self._since, self._pace.interval(number)
 
     def message_sent(self, number: int, current: int, now: float) -> int:
-        """The message of a round was handed over, while round `current` was under way: perhaps decided without it.
+        """Record the handover of the message of round `number`, while round `current` is in progress.
 
-        Returns the message's number; `Handover.count` is another one once it is of no use any more.
+        Returns the message's number; `Handover.count` differs from it once the message is obsolete.
         """
         self._before, self._since = self.undecided_steps, 0
         if number != current:
@@ -63,16 +63,16 @@ class TrainerSide:
         return self._handover.depart()
 
     def round_decided(self, arrival: ApplyRound | LoadOuterState, now: float) -> None:
-        """A round is committed, or the outer state has to replace the parameters: nothing before it is to arrive."""
+        """Queue a committed round, or an outer state that replaces the parameters and all queued rounds."""
         begun, self._begun = self._begun, None
         if isinstance(arrival, LoadOuterState):
             self._arrivals.clear()
         elif begun is not None:
-            self._patience.learn(now - begun)
+            self._timeout.learn(now - begun)
         self._arrivals.append(arrival)
 
     def arrival(self, is_last: bool) -> ApplyRound | LoadOuterState | None:
-        """What the trainer is to mix in now, if anything; `is_last`: it makes no step before, so nothing is early."""
+        """Return the round or state to mix in now, if any; `is_last`: no step comes before, so nothing is early."""
         if not self._arrivals:
             return None
         early = isinstance(self._arrivals[0], ApplyRound) and self._since < self._pace.schedule.delay
@@ -84,19 +84,19 @@ class TrainerSide:
         return found
 
     def all_arrived(self) -> bool:
-        """Whether every committed round is in the parameters."""
+        """Return whether every committed round is in the parameters."""
         return not self._arrivals
 
     def message(
         self, number: int, now: float, say_due: Callable[[], None], is_last: bool, starved: bool
     ) -> SendMessage | None:
-        """The message of round `number`, if it is asked for; in lock step once all its steps are made.
+        """Return the command for the message of round `number`, if requested; in lockstep after all its steps.
 
-        Not before the committed rounds have been mixed in: it would tell their tokens and their progress again.
+        It waits until the committed rounds are mixed in: an earlier message would repeat their tokens and progress.
 
-        - `say_due`: tells the member `Due`, which may ask for the message
+        - `say_due`: passes `RoundDue` to the member, which may request the message
         - `is_last`: there are no more steps, or none for now
-        - `starved`: because no data is leased to this island
+        - `starved`: the cause is that no data is leased to this island
         """
         self._handover.starved = starved
         if (message := self._message(number, is_last)) is not None:
@@ -113,13 +113,13 @@ class TrainerSide:
         return None if early and not is_last else SendMessage(number)
 
     def _is_due(self, number: int, starved: bool) -> bool:
-        """Whether the island has made its steps for a round, and has not said so yet.
+        """Return whether the island has made its steps for a round, and has not announced it yet.
 
-        One that has handed over a message says so again after as many steps, and tau: its message is old then. While it
-        waits for the round it makes none, and a message that contributes nothing is not waited for.
+        An island that has handed over a message announces again after as many steps, and tau: its message is then old.
+        While it waits for the round it makes none, and it does not wait for a message that contributes nothing.
         """
         handover = self._handover
-        if number == NO_ROUND or handover.said or self._arrivals:
+        if number == NO_ROUND or handover.announced or self._arrivals:
             return False
         needed = self._pace.interval(number)
         if handover.sent and not handover.weighs_nothing:
@@ -127,21 +127,21 @@ class TrainerSide:
         return self._since >= needed or (starved and (self._since > 0 or not handover.sent))
 
     def _begin(self, now: float) -> None:
-        """The round was said to be due, or had its message."""
+        """Record the time of the round's announcement or message."""
         self._begun = now if self._begun is None else self._begun
 
     def must_wait(self, number: int, now: float) -> bool:
-        """Whether no step may be made while round `number` is the next to be decided."""
+        """Return whether no step may be made while round `number` is the next to be decided."""
         handover = self._handover
         if number == NO_ROUND:
             return True
-        # A round does not depend on a message that contributes nothing, and may not come at all if nobody trains on.
+        # A round does not depend on a message that contributes nothing, and may never come if no island trains.
         if handover.weighs_nothing or not (handover.sent or handover.own):
             return False
         if self._pace.waits:
             return not handover.sent or self._since >= self._pace.schedule.delay
-        # The next message is due, and this one has not been decided: the network is slower than H steps, or somebody
-        # is missing. Then, and where there are no decisions at all (no coordinator, too few islands), the island trains
-        # on, as far as its lease goes.
+        # The next message is due, and this one has not been decided: the network is slower than H steps, or a member is
+        # missing. After the timeout, also without any decisions (no coordinator, too few islands), the island trains
+        # on, as far as its lease allows.
         late = self._since >= self._pace.interval(number + 1)
-        return late and self._begun is not None and now - self._begun < self._patience.seconds
+        return late and self._begun is not None and now - self._begun < self._timeout.seconds

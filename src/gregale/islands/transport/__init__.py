@@ -1,1 +1,1 @@
-"""The real engine of islands: coordinator, groups, servers. Only here is PyTorch imported, and late."""
+"""The network transport of islands: coordinator, groups, servers. Only here is PyTorch imported, and late."""

@@ -1,4 +1,4 @@
-"""Requests to peers' servers, signed, with signed replies."""
+"""Signed requests to peers' servers, with signed replies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gregale.distributed.signing import is_signed, sign
 from gregale.islands.transport.signing import canonical, digest
 
 LARGEST_REPLY_BYTES = 1 << 20
-IDLE_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS
+IDLE_SECONDS = 5.0  # less than a server's IDLE_SECONDS
 
 
 class PeerUnreachable(Exception):
-    """A peer did not answer, or not in time; or answered without the token's signature."""
+    """A peer did not answer in time, or answered without the token's signature."""
 
 
 class Unsigned(PeerUnreachable):
-    """Somebody answered without the token's signature: it has another token, or is not who was asked."""
+    """The answer lacks the token's signature: the sender has another token, or is not the expected server."""
 
 
 class RequestRejected(Exception):
-    """A peer answered that it will not, and why (wrong token, clocks too far apart, unknown message)."""
+    """A peer rejected the request, with its reason (clocks too far apart, unknown message, ...)."""
 
 
 class PeerClient:
@@ -41,7 +41,7 @@ class PeerClient:
         self._token, self._timeout_seconds = token, timeout_seconds
         self._connection = HTTPConnection(self.address, timeout=timeout_seconds)
         self._used = time.monotonic()
-        self._pieces: Any = None
+        self._chunks: Any = None
 
     def request(
         self,
@@ -51,7 +51,7 @@ class PeerClient:
         largest_reply_bytes: int = LARGEST_REPLY_BYTES,
         wait_seconds: float | None = None,
     ) -> dict:
-        """The JSON object of a signed reply, which may take `wait_seconds`. Raises PeerUnreachable or Refused."""
+        """Return the JSON object of a signed reply within `wait_seconds`. Raises PeerUnreachable or RequestRejected."""
         try:
             response, nonce = self._send(method, path, body, wait_seconds)
             length = int(response.headers.get("Content-Length") or 0)
@@ -73,32 +73,32 @@ class PeerClient:
             raise RequestRejected(f"{self.address} refuses: {reply.get('refused', response.status)}")
         return reply
 
-    def open_pieces(self, pieces: Sequence[tuple[str, int]], size: int) -> bool:
-        """Request pieces (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
+    def open_chunks(self, chunks: Sequence[tuple[str, int]], size: int) -> bool:
+        """Request chunks (hash of the leaf, index) of `size` bytes in all; `read_into` reads them in this order.
 
         Returns False if the peer no longer has one of the leaves. Raises PeerUnreachable.
         """
         try:
-            response, _ = self._send("POST", "/pieces", canonical([list(piece) for piece in pieces]))
+            response, _ = self._send("POST", "/pieces", canonical([list(chunk) for chunk in chunks]))
             if response.status == 404:
                 response.read(LARGEST_REPLY_BYTES)
                 return False
             if response.status != 200 or response.headers.get("Content-Length") != str(size):
-                raise OSError("it sends something other than the pieces that were requested")
+                raise OSError("it sends something other than the requested chunks")
         except (OSError, HTTPException, ValueError) as error:
             raise self._unreachable(error) from None
-        self._pieces = response
+        self._chunks = response
         return True
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes of the requested pieces. They are not signed: check their hash.
+        """Fill `target` with the next bytes of the requested chunks. They are not signed: check their hash.
 
         Raises PeerUnreachable.
         """
         filled = 0
         try:
             while filled < len(target):
-                count = self._pieces.readinto(target[filled:])
+                count = self._chunks.readinto(target[filled:])
                 if not count:
                     raise OSError("the connection ended in the middle")
                 filled += count
@@ -138,12 +138,12 @@ class PeerClient:
 
 
 def call(address: str, token: bytes, message: dict, timeout_seconds: float) -> dict:
-    """Sends a small JSON object to a peer; returns its reply. Raises PeerUnreachable or Refused."""
+    """Send a small JSON object to a peer; return its reply. Raises PeerUnreachable or RequestRejected."""
     return post(address, token, "/message", message, timeout_seconds)
 
 
 def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: float) -> dict:
-    """Sends JSON to a path of a peer's server. Raises PeerUnreachable or Refused."""
+    """Send JSON to a path of a peer's server; return the reply. Raises PeerUnreachable or RequestRejected."""
     peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("POST", path, canonical(message))
@@ -152,7 +152,7 @@ def post(address: str, token: bytes, path: str, message: dict, timeout_seconds: 
 
 
 def ask_status(address: str, token: bytes, timeout_seconds: float) -> dict:
-    """What a peer's `status` returns. Raises PeerUnreachable or Refused."""
+    """Return a peer's `status`. Raises PeerUnreachable or RequestRejected."""
     peer = PeerClient(address, token, timeout_seconds)
     try:
         return peer.request("GET", "/status")

@@ -1,12 +1,12 @@
-"""A member's line to the coordinator, which `lighthouse` runs: signed questions and heartbeats over kept connections.
+"""The client of the coordinator (`lighthouse`): signed requests and heartbeats over open connections.
 
-    coordinator = Coordinator("10.8.0.1:29510", "oslo", token, heartbeat_seconds=5.0)
+    coordinator = CoordinatorClient("10.8.0.1:29510", "oslo", token, heartbeat_seconds=5.0)
     view = coordinator.ask({"round": 4}, timeout_seconds=30.0)
     view.id, view.headers
-    coordinator.report(round=4, stalled=None)     # goes with the next heartbeat
+    coordinator.report(round=4, stalled=None)     # sent with the next heartbeat
     coordinator.close()
 
-`protocol.membership` says when a view comes, and who is in it.
+`protocol.membership` defines when a view forms, and its members.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from gregale.islands.protocol.membership import BEATS_PER_TIMEOUT
 from gregale.islands.protocol.news import NO_ROUND
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected, Unsigned
 from gregale.islands.transport.lighthouse import ALIAS, LONGEST_REASON
-from gregale.islands.transport.server import GREETING
+from gregale.islands.transport.server import STATUS_PATH
 from gregale.islands.transport.signing import canonical
 
 CONNECT_SECONDS = 2.0
-WAY_SECONDS = 2.0  # for an answer's way, beyond the time that others are waited for
-KEPT_SECONDS = 5.0  # less than a server's PATIENCE_SECONDS: it closes an idle connection
-MOST_KEPT = 2
-LAST_REQUEST_SECONDS = 5.0  # that is waited for a request at the end
+NETWORK_SECONDS = 2.0  # for the network, beyond the coordinator's wait for other members
+KEPT_SECONDS = 5.0  # less than a server's IDLE_SECONDS: it closes an idle connection
+MAX_KEPT = 2
+LAST_REQUEST_SECONDS = 5.0  # limit for a request in progress at the end
 LARGEST_VIEW_BYTES = 64 << 20
 
 
 class CoordinatorUnreachable(Exception):
-    """Nobody listens at the coordinator's address, or the connection broke; asking again makes a new connection."""
+    """No process listens at the coordinator's address, or the connection broke; the next request reconnects."""
 
 
 class CoordinatorRefuses(CoordinatorUnreachable):
-    """The coordinator took this member's requests before, and refuses one now; it may take them again."""
+    """The coordinator rejects a request, after it accepted earlier ones; it may accept later ones."""
 
 
 class NotAdmitted(Exception):
-    """The coordinator does not take this member: another token, a wrong clock, or a name that another island has."""
+    """The coordinator does not admit this member: another token, a wrong clock, or a duplicate name."""
 
 
 class CoordinatorTimeout(Exception):
-    """The coordinator has not answered within the time: others were waited for."""
+    """The coordinator has not answered within the timeout, because it waits for other members."""
 
 
 class View(NamedTuple):
-    """What the coordinator answered: the same for all that are in it.
+    """The coordinator's answer, the same for all its members.
 
-    - `id`: counts up when the *membership* changes, not with each answer; another number after a restart
+    - `id`: increases when the *membership* changes, not with each answer; arbitrary after a restart
     - `headers`: of all members, sorted by `name`
     """
 
@@ -62,16 +62,16 @@ class View(NamedTuple):
 
 
 class CoordinatorClient:
-    """A member's line to the coordinator: beats in a thread from the start until `close`, reconnects on its own.
+    """A member's client of the coordinator: sends heartbeats from a thread until `close`, and reconnects by itself.
 
-    - `name`: the member's, one per fleet
+    - `name`: of the member, unique in the fleet
     - `session`: of this process; by default a new one
     """
 
     def __init__(self, address: str, name: str, token: bytes, heartbeat_seconds: float, session: str | None = None):
         self.address, self.name = address, name
         self._session = session or secrets.token_hex(8)
-        self._lines = Lines(address, token)
+        self._pool = ConnectionPool(address, token)
         self._interval_seconds = heartbeat_seconds / BEATS_PER_TIMEOUT
         self._numbers = itertools.count()
         self._status = {"round": NO_ROUND, "stalled": ""}
@@ -83,11 +83,11 @@ class CoordinatorClient:
     def ask(self, header: dict, timeout_seconds: float) -> View:
         """Send this member's header (JSON; `name` is added) and wait for the view.
 
-        Raises CoordinatorUnreachable or NoAnswer, both of which may be tried again, and NotAdmitted. A newer question
-        of this member ends an older one with NoAnswer.
+        Raises CoordinatorUnreachable or CoordinatorTimeout, both of which may be retried, and NotAdmitted. A newer
+        request of this member ends an older one with CoordinatorTimeout.
         """
-        question = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
-        reply = self._send("ask", question, timeout_seconds + WAY_SECONDS)
+        request = {"number": next(self._numbers), "seconds": timeout_seconds, "header": header}
+        reply = self._send("ask", request, timeout_seconds + NETWORK_SECONDS)
         if refused := reply.get("refused"):
             raise NotAdmitted(f"islands.name: the lighthouse at {self.address} refuses this island: {refused}.")
         if (view := reply.get("view")) is None:
@@ -95,23 +95,23 @@ class CoordinatorClient:
         return View(view["id"], view["headers"])
 
     def report(self, round: int, stalled: str | None) -> None:
-        """Tell the coordinator, with the next heartbeats, which round is committed, and why no other one follows."""
+        """Report the committed round, and the reason of a stall, to the coordinator with the next heartbeats."""
         self._status = {"round": round, "stalled": (stalled or "")[:LONGEST_REASON]}
 
     @property
     def last_heard_seconds(self) -> float:
-        """How long ago the coordinator last took a heartbeat or gave an answer."""
+        """The time since the coordinator last accepted a heartbeat or answered."""
         return time.monotonic() - self._heard
 
     def close(self) -> None:
-        """Stop beating, and say so: the others do not wait for this member. Waits for a request that is under way."""
+        """Announce the leave, so that no member waits for this one, and stop. Wait for a request in progress."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._thread.join(LAST_REQUEST_SECONDS)
-        if self._lines.has_met:
+        if self._pool.has_met:
             self._say("leave", {})
-        self._lines.close()
+        self._pool.close()
 
     def _beat(self) -> None:
         while not self._closed.wait(self._interval_seconds):
@@ -121,18 +121,19 @@ class CoordinatorClient:
         try:
             self._send(kind, content, CONNECT_SECONDS)
         except (CoordinatorUnreachable, NotAdmitted):
-            return  # `last_heard_seconds` tells, and the next question raises
+            return  # `last_heard_seconds` shows the failure, and the next view request raises
 
     def _send(self, kind: str, content: dict, wait_seconds: float) -> dict:
         message = {"kind": kind, "name": self.name, "session": self._session, **content}
-        reply = self._lines.request(message, wait_seconds)
+        reply = self._pool.request(message, wait_seconds)
         self._heard = time.monotonic()
         return reply
 
 
-class Lines:
-    """Connections to the coordinator, for several threads. Each takes the one that has rested the longest, so that
-    heartbeats keep all of them open: an open one does not compete with strangers for a place.
+class ConnectionPool:
+    """Connections to the coordinator, for several threads. Each request takes the longest idle one.
+
+    So heartbeats keep all of them open, and none has to compete with unidentified connections for a slot.
 
     - `has_met`: whether the coordinator has ever answered
     """
@@ -140,16 +141,16 @@ class Lines:
     def __init__(self, address: str, token: bytes):
         self.has_met = False
         self._address, self._token = address, token
-        self._recipient: str | None = None  # the server's name, since its last start
+        self._recipient: str | None = None  # the server's random name, since its last start
         self._kept: deque[tuple[float, PeerClient]] = deque()
         self._lock = threading.Lock()
 
     def request(self, message: dict, wait_seconds: float) -> dict:
-        """The coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
+        """Return the coordinator's reply. Raises CoordinatorUnreachable or NotAdmitted."""
         body = canonical(message)
         try:
             if self._recipient is not None:
-                with suppress(Unsigned):  # it has started again since, and has another name
+                with suppress(Unsigned):  # it has restarted and has another name
                     return self._exchange(body, wait_seconds)
                 self._recipient = None
             return self._exchange(body, wait_seconds)
@@ -168,7 +169,7 @@ class Lines:
         return reply
 
     def close(self) -> None:
-        """End the connections that no request uses."""
+        """Close the connections that no request uses."""
         with self._lock:
             kept, self._kept = self._kept, deque()
         for _, peer in kept:
@@ -178,7 +179,7 @@ class Lines:
         recipient = self._recipient
         if recipient is None:
             self.close()
-            recipient = self._recipient = self._greet()
+            recipient = self._recipient = self._fetch_recipient()
         with self._lock:
             while self._kept:
                 used, peer = self._kept.popleft()
@@ -187,11 +188,11 @@ class Lines:
                 peer.close()
         return PeerClient(f"{self._address}/{recipient}", self._token, CONNECT_SECONDS)
 
-    def _greet(self) -> str:
-        """The server's name since it started, which nobody can know before."""
+    def _fetch_recipient(self) -> str:
+        """Return the random name that the server drew at its start."""
         peer = PeerClient(f"{self._address}/{ALIAS}", self._token, CONNECT_SECONDS)
         try:
-            recipient = str(peer.request("GET", GREETING).get("recipient"))
+            recipient = str(peer.request("GET", STATUS_PATH).get("recipient"))
         finally:
             peer.close()
         self.has_met = True
@@ -199,7 +200,7 @@ class Lines:
 
     def _keep(self, peer: PeerClient) -> None:
         with self._lock:
-            if len(self._kept) < MOST_KEPT:
+            if len(self._kept) < MAX_KEPT:
                 self._kept.append((time.monotonic(), peer))
                 return
         peer.close()

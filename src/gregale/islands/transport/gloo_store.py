@@ -1,4 +1,4 @@
-"""Where the members of a group find each other's sockets: a store of PyTorch's kind over the authenticated servers."""
+"""The rendezvous of a group's sockets: a PyTorch store over the authenticated servers."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from gregale.islands.transport.client import PeerUnreachable, RequestRejected, p
 from gregale.islands.transport.server import Server
 
 RETRY_SECONDS = 0.1
-JOIN_SECONDS = 0.05  # between two looks at whether the group was given up
+JOIN_SECONDS = 0.05  # between two checks whether the group was cancelled
 
 
-def meeting_point(
+def make_gloo_store(
     distributed: Any, server: Server, group: str, hosts: Mapping[str, str], timeout_seconds: float
 ) -> Any:
-    """A `torch.distributed.Store`: what a member sets is left in every peer's mailbox, and read from the own one.
+    """Return a `torch.distributed.Store`: `set` sends a value to every peer's mailbox, `get` reads the own mailbox.
 
-    `fault` tells which peer could not be reached, or has left nothing.
+    `fault` names the peer that could not be reached, or has sent no value.
 
-    - `hosts`: the addresses of all members by their names, in the order of ranks
+    - `hosts`: the addresses of all members by name, in the order of ranks
     """
     names, peers = list(hosts), {name: host for name, host in hosts.items() if host != server.address}
     deadline = time.monotonic() + timeout_seconds
 
-    class MeetingPoint(distributed.Store):
+    class GlooStore(distributed.Store):
         fault = ""
 
         def set(self, key: str, value: bytes) -> None:
             server.mailbox.put(group, key, bytes(value))
             message = {"group": group, "key": key, "value": bytes(value).hex()}
-            threads = [threading.Thread(target=self._leave, args=(name, message), daemon=True) for name in peers]
+            threads = [threading.Thread(target=self._send, args=(name, message), daemon=True) for name in peers]
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_given_up(group):
+            while any(thread.is_alive() for thread in threads) and not server.mailbox.is_cancelled(group):
                 threads[0].join(JOIN_SECONDS)
                 threads = [thread for thread in threads if thread.is_alive()]
-            if server.mailbox.is_given_up(group):
+            if server.mailbox.is_cancelled(group):
                 self.fault = "it was given up"
             if self.fault:
                 raise RuntimeError(self.fault)
 
         def get(self, key: str) -> bytes:
             value = server.mailbox.get(group, key, max(deadline - time.monotonic(), 0.0))
-            if value is None and server.mailbox.is_given_up(group):
+            if value is None and server.mailbox.is_cancelled(group):
                 self.fault = "it was given up"
                 raise RuntimeError(self.fault)
             if value is None:
@@ -57,16 +57,16 @@ def meeting_point(
             for key in keys:
                 self.get(key)
 
-        def _leave(self, name: str, message: dict) -> None:
+        def _send(self, name: str, message: dict) -> None:
             peer = peers[name]
             while True:
                 try:
                     post(peer, server.token, "/store", message, max(deadline - time.monotonic(), RETRY_SECONDS))
                     return
                 except (PeerUnreachable, RequestRejected) as error:
-                    if time.monotonic() >= deadline or server.mailbox.is_given_up(group):
+                    if time.monotonic() >= deadline or server.mailbox.is_cancelled(group):
                         self.fault = str(error) if name == peer else f"{name}: {error}"
                         return
                 time.sleep(RETRY_SECONDS)
 
-    return MeetingPoint()
+    return GlooStore()

@@ -1,20 +1,20 @@
-"""A group of islands' hosts that exchange bytes: a Gloo process group of PyTorch with hands on its sockets.
+"""A group of islands' hosts that exchange bytes: a Gloo process group of PyTorch with a failure detector.
 
     group = Group.build(key, rank, hosts, server, timeout_seconds=10.0)   # hosts: addresses of the members' Servers
     work = group.send(peer, message, tag=3)                               # uint8, contiguous; returns at once
     other = group.receive(peer, buffer, tag=3)
     other.wait(5.0); work.wait(5.0)                                       # GroupFailed, also when a peer dies
-    group.drop()                                                          # all others know within a second
+    group.drop()                                                          # all others notice within a second
 
 The addresses of Gloo's own sockets travel over the members' authenticated servers, so that no store listens. Gloo's
-connections themselves prove nothing: the address that they are bound to has to be one that only the fleet reaches.
+connections are not authenticated: bind them to an address that only the fleet reaches.
 
-Two things that Gloo does not do by itself (torch 2.13, tests/islands/transport/test_group.py):
+This module adds two properties to Gloo (torch 2.13, tests/islands/transport/test_group.py):
 
-- Only a message to or from a member that died fails. So a thread for each peer waits for a byte that never comes: when
+- Gloo fails only messages to or from a dead member. So a thread for each peer waits for a byte that is never sent: when
   its connection ends, the whole group has failed.
-- `abort` and `shutdown` leave the sockets open. A wait that runs out of time closes all of them, here and so at the
-  others: `drop` waits a millisecond for a byte that never comes.
+- `abort` and `shutdown` leave the sockets open. A wait that times out closes all of them, here and so at the others:
+  `drop` waits a millisecond for a byte that is never sent.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from typing import Any
 import numpy as np
 
 from gregale.errors import UserError, install_hint
-from gregale.islands.transport.gloo_store import meeting_point
+from gregale.islands.transport.gloo_store import make_gloo_store
 from gregale.islands.transport.server import Server
 
 # Tags of a group's messages are below this one.
 SILENT_TAG = 1 << 30
-FOR_EVER = timedelta(days=1000)
-# What Gloo says to all other waits when one has run out of time.
+NO_TIMEOUT = timedelta(days=1000)
+# Gloo's error in all other waits when one has timed out.
 CLOSED_HERE = "Application timeout"
-LOG = logging.getLogger(__name__)  # of Gloo's own words, at the level of debugging
-# What Gloo's errors mean, by words in them; the first that is found counts.
-MEANINGS = {
+LOG = logging.getLogger(__name__)  # Gloo's original errors, at debug level
+# Explanations of Gloo's errors by a part of their text; the first match counts.
+EXPLANATIONS = {
     "Connection closed by peer": "it closed the connection",
     "Connection reset": "it closed the connection",
     "Broken pipe": "it closed the connection",
@@ -54,9 +54,9 @@ MEANINGS = {
     "imed out": "it did not answer in time",
     "imeout": "it did not answer in time",
 }
-# As often as Gloo tries to connect, each time for as long as its `timeout`.
+# Gloo's number of connection attempts, each limited by its `timeout`.
 CONNECT_TRIES = 5
-LOOK_SECONDS = 0.05  # between two looks at whether a group was given up
+POLL_SECONDS = 0.05  # between two checks whether a group was cancelled
 MISSING = "gregale island needs the extra `islands`. " + install_hint("islands")
 
 
@@ -65,16 +65,16 @@ class GroupFailed(Exception):
 
 
 class Work:
-    """A message under way. The array must neither be changed nor freed until `wait` has returned or raised."""
+    """A message in progress. Neither change nor free the array until `wait` has returned or raised."""
 
     def __init__(self, group: Group, work: Any, array: np.ndarray, what: str):
         self._group, self._array, self._what = group, array, what
         self._work: Any = work
 
     def wait(self, timeout_seconds: float) -> None:
-        """Returns when the message is there (or sent); raises GroupFailed, also if the time is over.
+        """Return when the message has arrived (or was sent); raise GroupFailed, also after the timeout.
 
-        The group cannot be used any more after that.
+        The group cannot be used after an error.
         """
         if self._work is None:
             return
@@ -83,40 +83,40 @@ class Work:
         self._group.forget(self)
         if error is not None:
             is_late = "Timed out waiting" in error
-            failed = f"took more than {timeout_seconds:g} s" if is_late else f"failed: {meaning_of(error)}"
+            failed = f"took more than {timeout_seconds:g} s" if is_late else f"failed: {explain(error)}"
             reason = f"{self._what} {failed}"
             raise GroupFailed(self._group.fail_for(error, reason))
 
 
-UNDROPPED: weakref.WeakSet[Group] = weakref.WeakSet()
+OPEN_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 CONNECTING: weakref.WeakSet[Connecting] = weakref.WeakSet()
 
 
 @atexit.register
 def drop_all() -> None:
-    """A thread that comes back from Gloo into an interpreter that has ended would abort the process."""
+    """Drop all groups at exit: a thread that returned from Gloo into an ended interpreter would abort the process."""
     for connecting in list(CONNECTING):
         connecting.join()
-    for group in list(UNDROPPED):
+    for group in list(OPEN_GROUPS):
         group.drop()
 
 
 class Group:
-    """Members `0 .. size - 1` that can send to each other. `failure`: why it can't be used any more, or empty."""
+    """Members `0 .. size - 1` that can send to each other. `failure`: why it cannot be used any more, or empty."""
 
     def __init__(self, gloo: Any, torch: Any, rank: int, names: Sequence[str]):
         self.rank, self.size, self.failure = rank, len(names), ""
         self._gloo, self._torch, self._names = gloo, torch, list(names)
         self._lock = threading.Lock()
         self._has_failed = threading.Event()
-        self._under_way: set[Work] = set()  # Gloo neither keeps a message that nobody holds, nor its memory
+        self._under_way: set[Work] = set()  # Gloo holds no reference to a message or its memory
         self._watchers = [
             threading.Thread(target=self._watch, args=(peer,), name=f"gregale-group-{peer}", daemon=True)
             for peer in self._peers()
         ]
         for watcher in self._watchers:
             watcher.start()
-        UNDROPPED.add(self)
+        OPEN_GROUPS.add(self)
 
     @classmethod
     def build(
@@ -128,12 +128,12 @@ class Group:
         timeout_seconds: float,
         names: Sequence[str] = (),
     ) -> Group:
-        """Meets the others under a key; all of them have to come within the time.
+        """Build the group of a key; all members must join within the timeout.
 
-        - `key`: never used before by any other group, also a failed one (hash it with the view's `instant`)
-        - `hosts`: addresses of the members' servers in the order of ranks, the own one among them
+        - `key`: never used before by another group, even a failed one (hash it with the view's `instant`)
+        - `hosts`: addresses of the members' servers in the order of ranks, including the own one
         - `server`: the own server; Gloo listens on the same address
-        - `names`: what the members are called in messages; default: their addresses
+        - `names`: the members' names in messages; default: their addresses
 
         Raises GroupFailed.
         """
@@ -146,34 +146,34 @@ class Group:
             timeout_seconds,
         )
         connecting.start()
-        while connecting.is_alive() and not server.mailbox.is_given_up(key):
-            connecting.join(LOOK_SECONDS)
+        while connecting.is_alive() and not server.mailbox.is_cancelled(key):
+            connecting.join(POLL_SECONDS)
         return connecting.result()
 
     def send(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
-        """Sends a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
+        """Send a contiguous uint8 array to a member. Messages of one tag arrive in order. Raises GroupFailed."""
         return self._begin("send", peer, array, tag, f"sending to {self._names[peer]}")
 
     def receive(self, peer: int, array: np.ndarray, tag: int = 0) -> Work:
-        """Receives exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
+        """Receive exactly `array.size` bytes into a contiguous, writable uint8 array. Raises GroupFailed."""
         assert array.flags.writeable
         return self._begin("recv", peer, array, tag, f"receiving from {self._names[peer]}")
 
     def drop(self) -> None:
-        """Closes the sockets, so that every other member's waits fail at once. May be called from any thread, twice.
+        """Close the sockets, so that every other member's waits fail at once. Safe from any thread, and twice.
 
-        Waits that are under way in this process fail too. A group that has not failed is dropped when all of it are
-        known to be done with it.
+        Waits in progress in this process fail too. A group that has not failed is dropped when all its members are
+        known to have finished with it.
         """
         self.fail("the group was dropped here")
         for watcher in self._watchers:
             if watcher is not threading.current_thread():
                 watcher.join(5.0)
         self._under_way.clear()
-        UNDROPPED.discard(self)
+        OPEN_GROUPS.discard(self)
 
     def fail(self, reason: str) -> None:
-        """Notes the first reason, and closes the sockets."""
+        """Record the first reason, and close the sockets."""
         with self._lock:
             gloo, self._gloo = self._gloo, None
             if gloo is None:
@@ -181,12 +181,12 @@ class Group:
             self.failure = reason
         self._has_failed.set()
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
-        # A connection that is closed already fails at once and leaves the others open: the next one runs out of time.
+        # A connection that is closed already fails at once and leaves the others open: the next one times out.
         for peer in self._peers():
             attempt(lambda peer=peer: gloo.recv([silent], peer, SILENT_TAG + 1).wait(timedelta(milliseconds=1)))
 
     def fail_for(self, error: str, reason: str) -> str:
-        """Fails for an error of Gloo's, unless that follows from another wait's that knows better; returns why."""
+        """Fail the group for a Gloo error, unless another wait recorded the cause of that error; return the reason."""
         if CLOSED_HERE not in error or not self._has_failed.wait(1.0):
             self.fail(reason)
         return self.failure
@@ -205,40 +205,40 @@ class Group:
         if gloo is None:
             raise GroupFailed(self.failure)
         if array.size == 0:
-            return Work(self, None, array, what)  # both sides know its size: nothing has to travel
+            return Work(self, None, array, what)  # both sides know its size: no transfer is needed
         works = []
         error = attempt(lambda: works.append(getattr(gloo, call)([tensor_of(self._torch, array)], peer, tag)))
         if error is not None:
-            self.fail(f"{what} failed: {meaning_of(error)}")
+            self.fail(f"{what} failed: {explain(error)}")
             raise GroupFailed(self.failure)
         work = Work(self, works[0], array, what)
         self._under_way.add(work)
         return work
 
     def _watch(self, peer: int) -> None:
-        """Waits for the end of the connection to a peer."""
+        """Wait for the end of the connection to a peer."""
         gloo = self._gloo
         if gloo is None:
             return
         silent = self._torch.zeros(1, dtype=self._torch.uint8)
-        error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(FOR_EVER))
+        error = attempt(lambda gloo=gloo: gloo.recv([silent], peer, SILENT_TAG).wait(NO_TIMEOUT))
         del gloo
         self.fail_for(error or "", f"the connection to {self._names[peer]} has ended")
 
 
 class Connecting(threading.Thread):
-    """Gloo's connecting, which can be left, not stopped: who waits for it no more does not wait for its end.
+    """Gloo's connecting in a thread, because it can be abandoned but not stopped.
 
-    A member that does wait would be late for the next group, and so make those late who wait for it there.
+    A member that waited for it would be late for the next group, and delay the members of that group.
     """
 
     def __init__(self, key: str, rank: int, hosts: Mapping[str, str], server: Server, timeout_seconds: float):
-        """`hosts`: the members' addresses by their names, in the order of ranks."""
+        """`hosts`: the members' addresses by name, in the order of ranks."""
         super().__init__(name=f"gregale-connecting-{rank}", daemon=True)
         self._key, self._rank, self._hosts, self._server = key, rank, hosts, server
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._is_left, self._group, self._error = False, None, "it was given up"
+        self._is_abandoned, self._group, self._error = False, None, "it was given up"
         CONNECTING.add(self)
 
     def run(self) -> None:
@@ -249,25 +249,25 @@ class Connecting(threading.Thread):
                 self._error = error
             else:
                 self._group = Group(made.pop(), torch, self._rank, list(self._hosts))
-            if self._is_left and self._group is not None:
+            if self._is_abandoned and self._group is not None:
                 self._group.drop()
         self._server.mailbox.forget(self._key)
         CONNECTING.discard(self)
 
     def result(self) -> Group:
-        """The group, as it is now; without one it is left, and GroupFailed says why."""
+        """Return the group if it is connected; otherwise abandon it and raise GroupFailed with the reason."""
         with self._lock:
-            self._is_left = True
+            self._is_abandoned = True
             if self._group is None:
                 raise GroupFailed(f"The group of {len(self._hosts)} has not come together: {self._error}")
             return self._group
 
     def _connected(self, distributed: Any) -> Any:
-        store = meeting_point(distributed, self._server, self._key, self._hosts, self._timeout_seconds)
+        store = make_gloo_store(distributed, self._server, self._key, self._hosts, self._timeout_seconds)
         made: list[Any] = []
         error = attempt(lambda: made.append(self._gloo(distributed, store)))
         if error is not None:
-            raise RuntimeError(store.fault or f"connecting failed: {meaning_of(error)}")
+            raise RuntimeError(store.fault or f"connecting failed: {explain(error)}")
         return made.pop()
 
     def _gloo(self, distributed: Any, store: Any) -> Any:
@@ -279,7 +279,7 @@ class Connecting(threading.Thread):
 
 
 def attempt(call: Any) -> str | None:
-    """Calls Gloo; the text of its error, whose traceback would keep the group's sockets open."""
+    """Call Gloo; return only the text of its error, because the traceback would keep the group's sockets open."""
     try:
         call()
     except RuntimeError as error:
@@ -288,20 +288,20 @@ def attempt(call: Any) -> str | None:
     return None
 
 
-def meaning_of(error: str) -> str:
-    """An error of Gloo's in plain words: its own are file names, sockets and guesses."""
-    return next((meaning for words, meaning in MEANINGS.items() if words in error), "the connection broke")
+def explain(error: str) -> str:
+    """Return an explanation of a Gloo error, whose text has only file names and sockets."""
+    return next((meaning for words, meaning in EXPLANATIONS.items() if words in error), "the connection broke")
 
 
 def tensor_of(torch: Any, array: np.ndarray) -> Any:
-    """A tensor over the same memory. (PyTorch warns of arrays that are read-only, which a message to send may be.)"""
+    """Return a tensor that shares the array's memory. (`torch.from_numpy` warns of read-only arrays.)"""
     memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
     return torch.from_numpy(np.ctypeslib.as_array(memory))
 
 
 def load_torch() -> ModuleType:
-    """PyTorch with its process groups. Call it only when JAX has its devices: each has its own idea of threads."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else Gloo's own errors reach the user's terminal
+    """Return PyTorch with its process groups. Call it only after JAX has its devices: both configure threads."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise Gloo's own errors reach the user's terminal
     try:
         import torch.distributed
 

@@ -4,8 +4,8 @@
     lighthouse.address                             # "127.0.0.1:29510"
     lighthouse.close()
 
-Clients (`coordinator`) send signed requests to the server, whose name they learn first by a request to `ALIAS`. A
-heartbeat is answered at once; a question waits in its thread for its view. Whoever has no token is refused before that.
+Clients (`coordinator`) send signed requests to the server; a request to `ALIAS` returns its random name. A heartbeat is
+answered at once; a view request waits in its thread for its view. Requests without the token are rejected before that.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gregale.errors import UserError
 from gregale.islands.protocol.membership import Answer, Ask, Formed, Membership
 from gregale.islands.protocol.news import News
 from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.listener import Rationed
+from gregale.islands.transport.listener import RateLimitedLines
 from gregale.islands.transport.server import Server
 from gregale.islands.transport.signing import canonical
 
 ALIAS = "lighthouse"
 TICK_SECONDS = 0.05
 LONGEST_NAME, LONGEST_REASON, LONGEST_WAIT_SECONDS = 100, 300, 10**6
-WHO_AT_ONCE, WHO_SECONDS = 100, 5.0  # lines about islands that come and go
-FIRST_IDS = 2**48  # from which the first id of a coordinator is drawn
+CHANGES_AT_ONCE, SECONDS_PER_CHANGE = 100, 5.0  # lines about islands that come and go
+FIRST_IDS = 2**48  # the range of a coordinator's random first id
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """When a view forms, and who counts: see `protocol.membership`."""
+    """The conditions for a view: see `protocol.membership`."""
 
     minimum: int
     join_seconds: float
@@ -42,24 +42,24 @@ class Quorum:
 
 @dataclass(eq=False)
 class Waiting:
-    """The thread of a question that waits for its answer."""
+    """The thread of a view request that waits for its answer."""
 
     answered: threading.Event = field(default_factory=threading.Event)
     reply: dict | bytes = field(default_factory=dict)
 
 
 class Lighthouse:
-    """A running coordinator. `address` is `host:port` for `Coordinator`."""
+    """A running coordinator. `address` is `host:port` for `CoordinatorClient`."""
 
     def __init__(self, bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None]):
         self._membership = Membership(
             quorum.minimum, quorum.join_seconds, quorum.heartbeat_seconds, 1 + secrets.randbelow(FIRST_IDS)
         )
         self._news, self._say = News(quorum.heartbeat_seconds), say
-        self._say_who = Rationed(say, WHO_AT_ONCE, WHO_SECONDS)
+        self._say_change = RateLimitedLines(say, CHANGES_AT_ONCE, SECONDS_PER_CHANGE)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._waiting: dict[Ask, Waiting] = {}
-        self._server = Server(bind, token, self._take, self._greet, say, key="bind", alias=ALIAS)
+        self._server = Server(bind, token, self._take, self._status, say, key="bind", alias=ALIAS)
         self.address = f"{self._server.host}:{self._server.port}"
         threading.Thread(target=self._run, name="gregale-lighthouse", daemon=True).start()
 
@@ -72,11 +72,11 @@ class Lighthouse:
         for each in waiting:
             each.answered.set()
 
-    def _greet(self) -> dict:
+    def _status(self) -> dict:
         return {"recipient": self._server.recipient}
 
     def _take(self, message: dict) -> dict | bytes:
-        """A member's message."""
+        """Handle a member's message; return the reply."""
         name, session = text_of(message, "name", LONGEST_NAME), text_of(message, "session", LONGEST_NAME)
         if message.get("kind") == "ask":
             return self._ask(name, session, message)
@@ -116,7 +116,7 @@ class Lighthouse:
         return waiting.reply
 
     def _tick(self) -> None:
-        """Hand out the answers that are due, and say what this leads to."""
+        """Send the answers that are due, and print the resulting lines."""
         now, refused = time.monotonic(), set[str]()
         replies: dict[Formed, bytes] = {}
         for answer in self._membership.tick(now):
@@ -124,8 +124,8 @@ class Lighthouse:
             waiting.reply = replies.setdefault(answer.view, reply_of(answer.view)) if answer.view else refusal(answer)
             waiting.answered.set()
             refused |= {answer.ask.name} if answer.refused else set()
-        self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_who)
-        self._tell(self._news.changes(self._membership.healthy, now), self._say_who)
+        self._tell([f"A second island with the name {name} was refused." for name in refused], self._say_change)
+        self._tell(self._news.changes(self._membership.healthy, now), self._say_change)
         self._tell(self._news.stall(self._membership.pending, now), self._say)
 
     def _tell(self, lines: list[str], say: Callable[[str], None]) -> None:
@@ -141,9 +141,9 @@ class Lighthouse:
 def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = lambda line: None) -> Lighthouse:
     """Start a coordinator in threads of this process that listens at `bind` (`host:port`; port 0: any).
 
-    - `say`: gets the lines for its user
+    - `say`: receives the lines for its user
 
-    Raises UserError where the address cannot be had.
+    Raises UserError if it cannot listen at the address.
     """
     host, colon, port = bind.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 2**16):
@@ -152,17 +152,17 @@ def serve(bind: str, token: bytes, quorum: Quorum, say: Callable[[str], None] = 
 
 
 def reply_of(view: Formed) -> bytes:
-    """The answer that all members of a view get."""
+    """Return the answer for all members of a view."""
     return canonical({"view": {"id": view.id, "headers": [ask.header for ask in view.asks]}})
 
 
 def refusal(answer: Answer) -> dict:
-    """The answer to a question that is in no view."""
+    """Return the answer to a request that is in no view."""
     return {"refused": answer.refused} if answer.refused else {}
 
 
 def text_of(message: dict, key: str, longest: int) -> str:
-    """A text of a message, of characters that a terminal shows."""
+    """Return a text of a message, in which "?" replaces each unprintable character."""
     text = message.get(key)
     if not isinstance(text, str) or len(text) > longest:
         raise RequestRejected(f"a message has {key!r}, a text of at most {longest} characters")

@@ -1,4 +1,4 @@
-"""What a source says that it has, checked against what is expected here before anything is allocated."""
+"""The manifest of a source's state, checked against the expected arrays before anything is allocated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gregale.islands.transport.client import RequestRejected
-from gregale.islands.transport.snapshot_store import PIECE_BYTES, leaf_hash
+from gregale.islands.transport.snapshot_store import CHUNK_BYTES, leaf_hash
 
 Expected = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 HEX_DIGITS = 32
@@ -19,44 +19,44 @@ LARGEST_FACTS_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A source's manifest that has proved to be what is expected; `pieces`: hashes by name of the array.
+    """A source's manifest that matches the expected arrays; `chunks`: chunk hashes by name of the array.
 
-    - `settled`: no round was being made that would replace this state
+    - `settled`: no round in progress would replace this state
     """
 
     source: str
     generation: int
     round: int
     versions: dict[str, int]
-    pieces: dict[str, tuple[str, ...]]
+    chunks: dict[str, tuple[str, ...]]
     facts: dict
     settled: bool
 
     @property
     def content(self) -> str:
-        """Equal for sources that have the same state to the last bit."""
-        return leaf_hash([leaf_hash(list(self.pieces[name])) for name in sorted(self.pieces)])
+        """A hash that is equal for sources with bitwise equal states."""
+        return leaf_hash([leaf_hash(list(self.chunks[name])) for name in sorted(self.chunks)])
 
 
-def piece_count(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return math.ceil(math.prod(shape) * dtype.itemsize / PIECE_BYTES)
+def chunk_count(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.ceil(math.prod(shape) * dtype.itemsize / CHUNK_BYTES)
 
 
 def largest_manifest_bytes(expected: Expected) -> int:
-    """More than any manifest of what is expected can have."""
+    """Return an upper limit of the size of a manifest with the expected arrays."""
     leaves = sum(
-        400 + 6 * len(name) + 24 * len(shape) + (HEX_DIGITS + 3) * piece_count(shape, dtype)
+        400 + 6 * len(name) + 24 * len(shape) + (HEX_DIGITS + 3) * chunk_count(shape, dtype)
         for name, (shape, dtype) in expected.items()
     )
     return leaves + LARGEST_FACTS_BYTES
 
 
 def read_manifest(source: str, manifest: dict, expected: Expected) -> StateManifest:
-    """Raises Refused with one line, if anything is not as it has to be."""
+    """Return a source's manifest; raise RequestRejected with one line if it is invalid."""
     try:
         leaves = manifest["leaves"]
-        if manifest["piece_bytes"] != PIECE_BYTES:
-            raise RequestRejected(f"{source} cuts its state into other pieces: it is another version of Gregale")
+        if manifest["piece_bytes"] != CHUNK_BYTES:
+            raise RequestRejected(f"{source} cuts its state into other chunks: it has another version of Gregale")
         for name in sorted(set(leaves) ^ set(expected)):
             whose = "offers an array that is not expected here" if name in leaves else "does not have"
             raise RequestRejected(f"{source} {whose}: {name[:200]}")
@@ -81,8 +81,8 @@ def check_leaf(what: str, leaf: dict, shape: tuple[int, ...], dtype: np.dtype) -
     if offered != (dtype.name, tuple(shape), size):
         found = f"{offered[0]}{list(offered[1])} of {offered[2]} bytes"
         raise RequestRejected(f"{what} as {found[:200]}; here it is {dtype.name}{list(shape)} of {size} bytes")
-    pieces = leaf["pieces"]
-    if len(pieces) != piece_count(shape, dtype) or leaf["hash"] != leaf_hash(pieces):
+    chunks = leaf["pieces"]
+    if len(chunks) != chunk_count(shape, dtype) or leaf["hash"] != leaf_hash(chunks):
         raise RequestRejected(f"{what} with hashes that do not belong together")
 
 
@@ -93,7 +93,7 @@ def integer(value: Any) -> int:
 
 
 def choose(offers: list[StateManifest]) -> list[StateManifest]:
-    """The offers of the newest state; where two differ about it, those of the larger group (tie: the smaller hash)."""
+    """Return the manifests of the newest state; if they differ, the larger group (tie: the smaller hash)."""
     newest = max((offer.generation, offer.round) for offer in offers)
     groups: dict[str, list[StateManifest]] = {}
     for offer in offers:

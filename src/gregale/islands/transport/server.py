@@ -1,21 +1,21 @@
-"""Each host's own server: hands its state to joiners, takes small messages and tells how it does. HTTP, authenticated.
+"""The server of each host: serves its state to joiners, accepts small messages and returns its status. HTTP, signed.
 
     server = Server("127.0.0.1", token, on_message=handle, status=lambda: {"step": 12})
-    server.publish(Snapshot(generation=0, round=4, leaves={"wte|0": Leaf(array, version=3)}, facts={"data": ...}))
+    server.publish(Snapshot(generation=0, round=4, leaves={"wte|0": ServedArray(array, version=3)}, facts={...}))
     server.address                              # "127.0.0.1:41230/5f0c2a9e31d7b846"
-    call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns what the peer's on_message returned
+    call(peer, token, {"kind": "due", "round": 5}, timeout_seconds=2.0)    # returns the result of the peer's on_message
     ask_status(peer, token, timeout_seconds=2.0)
     server.close()
 
 A published array must never be changed in place: a commit publishes new arrays. Unchanged arrays may be shared. `call`
-and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `state.py`.
+and `ask_status` are in `client.py`, `Snapshot` and `ServedArray` in `snapshot_store.py`.
 
-A request without the token's signature gets an empty refusal: a request is signed over its recipient, method, path,
-time, a nonce that is taken once, and the hash of its body; that is checked before the body is read. The
-recipient is the last part of `address`, a word that every server draws when it starts. So no other server takes a
-request that was captured on its way, and the same one does not take it twice, nor after a restart at the same port. A
-connection that has not brought a whole, signed request within `PATIENCE_SECONDS` is closed (`listener`). Replies are
-signed over the request's nonce, or are pieces whose hashes stand in a signed manifest. Nothing is encrypted.
+A request is signed over its recipient, method, path, time, single-use nonce and body hash. The server checks the
+signature before it reads the body; a wrong one gets an empty refusal. The recipient is the last part of `address`, a
+word that every server draws at its start. So no other server accepts a captured request, and the same one does not
+accept it twice, nor after a restart at the same port. A connection without a complete signed request within
+`IDLE_SECONDS` is closed (`listener`). Replies are signed over the request's nonce, or are chunks whose hashes are in a
+signed manifest. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from typing import Any, cast
 from gregale.distributed.signing import is_signed, sign
 from gregale.errors import UserError
 from gregale.islands.transport.client import PeerUnreachable, RequestRejected, ask_status, call
-from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, PATIENCE_SECONDS, Listener, Nonces, Rationed
+from gregale.islands.transport.listener import CLOCKS_APART_SECONDS, IDLE_SECONDS, Listener, Nonces, RateLimitedLines
 from gregale.islands.transport.mailbox import Mailbox
 from gregale.islands.transport.signing import canonical, digest
-from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, piece_span
+from gregale.islands.transport.snapshot_store import ServedArray, Snapshot, SnapshotStore, bytes_of, chunk_span
 
 __all__ = ["PeerUnreachable", "RequestRejected", "ServedArray", "Server", "Snapshot", "ask_status", "call"]
 
 SEND_BYTES = 256 << 10
-POLL_SECONDS = 0.2  # between two looks at whether the server was closed
-SETTLE_SECONDS = 3.0  # that a joiner waits for the end of a round in one request; less than its STALL_SECONDS
+POLL_SECONDS = 0.2  # between two checks whether the server was closed
+SETTLE_SECONDS = 3.0  # a joiner's wait for the end of a round in one request; less than its STALL_SECONDS
 LARGEST_BODY_BYTES = 1 << 20
 LARGEST_HEAD_BYTES = 8 << 10
-GREETING = "/status"
+STATUS_PATH = "/status"
 
 
 class Server:
     """Listens on `host` from the start until `close`, at `port` (0: any); `bind` is `host` or `host:port`.
 
-    `shelf` has the outer state, `inner` the inner optimizer for an island that joins.
+    `outer` serves the outer state, `inner` the inner optimizer for a joining island.
 
-    - `on_message`: called in a thread of the server with a peer's JSON object; what it returns is the reply; may raise
-      Refused
+    - `on_message`: called in a thread of the server with a peer's JSON object; returns the reply, or raises
+      RequestRejected
     - `status`: called for GET /status
-    - `complain`: gets a line for a refused request (at most a few a minute)
-    - `key`: of the setting that `bind` is
-    - `alias`: a recipient that clients know before they know the address: GET /status is taken for it too
+    - `complain`: receives a line for a rejected request (at most a few a minute)
+    - `key`: the name of the setting `bind`
+    - `alias`: a fixed recipient for clients that do not have the address yet; it works for GET /status only
 
-    Raises UserError where the address cannot be had.
+    Raises UserError if it cannot listen at the address.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Server:
     ):
         self.host, _, port = bind.partition(":")
         self.token, self.on_message, self.status = token, on_message, status
-        self.shelf, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
-        self.nonces, self.complain = Nonces(), Rationed(complain)
+        self.outer, self.inner, self.mailbox = SnapshotStore(), SnapshotStore(), Mailbox()
+        self.nonces, self.complain = Nonces(), RateLimitedLines(complain)
         self.recipient, self.alias = secrets.token_hex(8), alias
         try:
             self._http = Listener((self.host, int(port or 0)), self._handler, self.complain)
@@ -89,27 +89,27 @@ class Server:
         ).start()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replaces the state that is served. A joiner that has begun with the former one may finish it."""
-        self.shelf.publish(snapshot)
+        """Replace the served state. A joiner that has begun with the previous one may finish it."""
+        self.outer.publish(snapshot)
 
     def _handler(self, request: Any, client_address: Any, listener: Listener) -> Handler:
         return Handler(request, client_address, listener, self)
 
     def close(self) -> None:
-        """Stops listening, and ends the connections that there are."""
+        """Stop listening, and end the open connections."""
         self._http.shutdown()
         self._http.server_close()
         self._http.end_all()
 
 
 class Head:
-    """The lines of a request's headers, which the standard library bounds by 100 times 64 KiB only."""
+    """The header lines of a request, limited in total; the standard library's limit is 100 times 64 KiB."""
 
     def __init__(self, stream: BufferedIOBase):
         self._stream, self._left = stream, LARGEST_HEAD_BYTES
 
     def readline(self, size: int) -> bytes:
-        """Return the next line; raises `HTTPException` when there are too many bytes."""
+        """Return the next line; raise `HTTPException` when there are too many bytes."""
         line = self._stream.readline(min(size, self._left))
         self._left -= len(line)
         if not self._left:
@@ -121,8 +121,8 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else a reply's body waits a round trip for the acknowledgement of its headers
-    timeout = PATIENCE_SECONDS
+    disable_nagle_algorithm = True  # otherwise a reply's body waits a round trip for the acknowledgement of its headers
+    timeout = IDLE_SECONDS
     server: Listener
     nonce = ""
 
@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(request, client_address, listener)
 
     def parse_request(self) -> bool:
-        """Parse a request as the parent does, with a bound on all headers together."""
+        """Parse a request as the parent does, with a limit on all headers together."""
         whole, self.rfile = self.rfile, cast(BufferedIOBase, Head(self.rfile))
         try:
             return super().parse_request()
@@ -141,8 +141,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(
             {
-                "/manifest": lambda body: self._manifest(self.owner.shelf, 0.0),
-                "/manifest/settled": lambda body: self._manifest(self.owner.shelf, SETTLE_SECONDS),
+                "/manifest": lambda body: self._manifest(self.owner.outer, 0.0),
+                "/manifest/settled": lambda body: self._manifest(self.owner.outer, SETTLE_SECONDS),
                 "/manifest/inner": lambda body: self._manifest(self.owner.inner, 0.0),
                 "/status": lambda body: self.owner.status(),
             }
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self._read_signed()
             if (self.command, self.path) == ("POST", "/pieces"):
-                self._send_pieces(body)
+                self._send_chunks(body)
                 return
             if self.path not in routes:
                 raise RequestRejected("there is nothing at this path")
@@ -165,15 +165,15 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(403, canonical({"refused": str(refusal)}) if self.nonce else b"")
         else:
             self._reply(200, reply if isinstance(reply, bytes) else canonical(reply))
-        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+        self.server.set_deadline(self.connection, IDLE_SECONDS)
 
     def _read_signed(self) -> bytes:
-        """The body of a request with the token's signature."""
+        """Return the body of a request with the token's signature; raise RequestRejected."""
         owner, header, self.nonce = self.owner, self.headers.get, ""
-        is_last, self.close_connection = self.close_connection, True  # until the request has proved good
+        is_last, self.close_connection = self.close_connection, True  # until the request has passed all checks
         nonce, moment, hashed = header("X-Nonce", ""), header("X-Time", ""), header("X-Body", "")
         signed = (self.command, self.path, moment, nonce, hashed)
-        names = (owner.recipient, owner.alias) if owner.alias and self.path == GREETING else (owner.recipient,)
+        names = (owner.recipient, owner.alias) if owner.alias and self.path == STATUS_PATH else (owner.recipient,)
         signature, parts = header("X-Signature", ""), [part.encode() for part in signed]
         if not any(is_signed(owner.token, signature, name.encode(), *parts) for name in names):
             raise RequestRejected(
@@ -196,32 +196,32 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = is_last
         return body
 
-    def _manifest(self, shelf: SnapshotStore, wait_seconds: float) -> dict:
-        # Hashing a large state takes its time.
+    def _manifest(self, store: SnapshotStore, wait_seconds: float) -> dict:
+        # Hashing a large state takes time.
         self.server.set_deadline(self.connection, float("inf"))
-        manifest = shelf.manifest(wait_seconds)
+        manifest = store.manifest(wait_seconds)
         if manifest is None:
             raise RequestRejected("there is no state here yet")
         return manifest
 
     def _message(self, body: bytes) -> dict | bytes:
-        self.server.set_deadline(self.connection, float("inf"))  # it may be told at the end of a step only
+        self.server.set_deadline(self.connection, float("inf"))  # its answer may have to wait for the end of a step
         message = json.loads(body)
         if not isinstance(message, dict):
             raise RequestRejected("a message is a JSON object")
         return self.owner.on_message(message)
 
-    def _send_pieces(self, body: bytes) -> None:
-        """Reply with pieces one after the other: one request for many of them, so that the link never idles."""
-        shelf, arrays = self.owner.shelf, None
+    def _send_chunks(self, body: bytes) -> None:
+        """Reply with the requested chunks; one request has many of them, so that the link never idles."""
+        store, arrays = self.owner.outer, None
         try:
             wanted = [(str(name), int(index)) for name, index in json.loads(body)]
-            for shelf in (self.owner.shelf, self.owner.inner):
-                if (arrays := shelf.lend({name for name, _ in wanted})) is not None:
+            for store in (self.owner.outer, self.owner.inner):
+                if (arrays := store.lend({name for name, _ in wanted})) is not None:
                     break
-            spans = [piece_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
+            spans = [chunk_span(arrays[name].nbytes, index) for name, index in wanted] if arrays else []
         except (TypeError, ValueError) as error:
-            raise RequestRejected(f"pieces are requested as a list of [hash, index] ({error})") from None
+            raise RequestRejected(f"chunks are requested as a list of [hash, index] ({error})") from None
         if arrays is None:
             self._reply(404, canonical({"refused": "an array is not here any more"}))
             return
@@ -229,17 +229,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(sum(stop - start for start, stop in spans)))
         self.end_headers()
         for (name, _), (start, stop) in zip(wanted, spans, strict=True):
-            shelf.keep(name, arrays[name])
+            store.keep(name, arrays[name])
             self._send_all(bytes_of(arrays[name])[start:stop])
-        self.server.set_deadline(self.connection, PATIENCE_SECONDS)
+        self.server.set_deadline(self.connection, IDLE_SECONDS)
 
     def _send_all(self, content: bytes | memoryview) -> None:
         for offset in range(0, len(content), SEND_BYTES):
-            self.server.set_deadline(self.connection, 2 * PATIENCE_SECONDS)
+            self.server.set_deadline(self.connection, 2 * IDLE_SECONDS)
             self.connection.sendall(content[offset : offset + SEND_BYTES])
 
     def _reply(self, code: int, body: bytes) -> None:
-        # Who has not shown that it has the token gets no signature, as there is no nonce, and no information.
+        # A client without a valid signature gets no signature, because there is no nonce, and no information.
         self.send_response_only(code)
         self.send_header("Content-Length", str(len(body)))
         if self.nonce:
@@ -251,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send_all(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library calls for what is not HTTP."""
+        """Reject a request that is not HTTP; the standard library calls this."""
         self.close_connection = True
         self.owner.complain(f"{self.client_address[0]} was refused: it does not speak HTTP ({code})")
 

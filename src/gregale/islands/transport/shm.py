@@ -1,9 +1,9 @@
-"""Arrays in the memory of /dev/shm whose files have no name: a killed process leaves nothing behind.
+"""Arrays in /dev/shm whose files have no name, so that a killed process leaves nothing behind.
 
     array = empty((1000, 64), np.dtype("float32"))      # np.ndarray of zeros
 
-They are shared with nobody, but do not count as the process's own memory that has to be swapped or that a fork copies,
-and what is too large is refused here, not by the kernel's killer in the middle of a round.
+No other process shares them. They do not count as process memory that is swapped or copied by a fork. A too large array
+is rejected here; otherwise the kernel would kill the process in the middle of a round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype, folder: Path | None = None) -> np.ndarray:
-    """An array of zeros backed by a file without a name in `folder`: by default /dev/shm, or the temporary directory
-    where there is none. Its memory is given back with its last reference. Raises UserError when the folder is full."""
+    """Return an array of zeros in an unnamed file of `folder`; by default /dev/shm, else the temporary directory.
+
+    Its memory is freed with its last reference. Raises UserError when the folder is full.
+    """
     if folder is None:
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     size = math.prod(shape) * dtype.itemsize
@@ -42,7 +44,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype, folder: Path | None = None) -
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free in a folder's file system; 0 where that cannot be told."""
+    """Return the free bytes of a folder's file system; 0 if they are unknown."""
     try:
         status = os.statvfs(folder)
     except OSError:

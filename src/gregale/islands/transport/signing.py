@@ -1,4 +1,4 @@
-"""What is signed, or compared, of the messages of islands: bytes that are the same for equal content."""
+"""Canonical JSON and digests, for signatures and comparisons of islands' messages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hashlib import blake2b
 
 
 def canonical(content: object) -> bytes:
-    """JSON that is the same for equal content."""
+    """Return JSON bytes that are the same for equal content."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """Hash of the parts one after the other: 16 bytes of BLAKE2b, as hexadecimal digits."""
+    """Return the hash of the concatenated parts: 16 bytes of BLAKE2b, as hexadecimal digits."""
     state = blake2b(digest_size=16)
     for part in parts:
         state.update(part)

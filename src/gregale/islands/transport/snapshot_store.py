@@ -1,7 +1,7 @@
-"""What a server hands out of the state: a manifest, and bytes by their hash. Nothing is copied.
+"""The snapshots of the state that a server serves: a manifest, and bytes by hash. Nothing is copied.
 
-The state is cut into pieces of `PIECE_BYTES`, each with its hash, so that a joiner can check and place every piece on
-its own, whichever source it came from. A leaf's name on the wire is the hash of its pieces' hashes.
+The state is cut into chunks of `CHUNK_BYTES`, each with its hash, so that a joiner can check and place every chunk
+separately, from any source. A leaf's name on the wire is the hash of its chunks' hashes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from gregale.islands.transport.signing import digest
 
-PIECE_BYTES = 4 << 20
-# A joiner that has begun with a former snapshot may finish it; one that asks for nothing for so long has gone.
+CHUNK_BYTES = 4 << 20
+# A joiner may finish a previous snapshot; after this time without a request it has gone.
 LEASE_SECONDS = 10.0
 FORMER_SNAPSHOTS = 2
 
@@ -32,7 +32,7 @@ class ServedArray:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after a committed round; `facts` is small JSON that goes with it (position in the data, ...)."""
+    """The state after a committed round; `facts` is small JSON that belongs to it (position in the data, ...)."""
 
     generation: int
     round: int
@@ -41,30 +41,30 @@ class Snapshot:
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array."""
+    """Return the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 
-def piece_hashes(array: np.ndarray) -> list[str]:
+def chunk_hashes(array: np.ndarray) -> list[str]:
     content = bytes_of(array)
-    return [digest(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+    return [digest(content[start : start + CHUNK_BYTES]) for start in range(0, len(content), CHUNK_BYTES)]
 
 
-def piece_span(size: int, index: int) -> tuple[int, int]:
-    """Return the first byte of a piece of an array of `size` bytes, and the one behind its last. Raises ValueError."""
-    start = index * PIECE_BYTES
+def chunk_span(size: int, index: int) -> tuple[int, int]:
+    """Return the first byte of a chunk of an array of `size` bytes, and the end of the chunk. Raises ValueError."""
+    start = index * CHUNK_BYTES
     if not 0 <= start < size:
-        raise ValueError(f"an array of {size} bytes has no piece {index}")
-    return start, min(start + PIECE_BYTES, size)
+        raise ValueError(f"an array of {size} bytes has no chunk {index}")
+    return start, min(start + CHUNK_BYTES, size)
 
 
-def leaf_hash(pieces: list[str]) -> str:
-    return digest("".join(pieces).encode())
+def leaf_hash(chunks: list[str]) -> str:
+    return digest("".join(chunks).encode())
 
 
 @dataclass
 class Served:
-    """A snapshot with its manifest, and when somebody last asked for something of it."""
+    """A snapshot with its manifest, and the time of the last request for it."""
 
     manifest: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -72,7 +72,7 @@ class Served:
 
 
 class SnapshotStore:
-    """The snapshot that is handed out, and former ones that somebody is still fetching."""
+    """The current snapshot, and previous ones that a joiner is still fetching."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -84,13 +84,13 @@ class SnapshotStore:
         self._expected_until = 0.0
 
     def expect(self, seconds: float) -> None:
-        """Note that a round is being made, which will publish another snapshot within so many seconds; 0: none is."""
+        """Note that a round in progress will publish another snapshot within `seconds`; 0: no round is in progress."""
         with self._expecting:
             self._expected_until = time.monotonic() + seconds
             self._expecting.notify_all()
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Replaces the snapshot. Costs nothing: arrays are hashed when somebody asks for the manifest."""
+        """Replace the snapshot. This is cheap: arrays are hashed at the first request for the manifest."""
         new = snapshot.leaves
         with self._lock:
             self._snapshot = snapshot
@@ -103,9 +103,9 @@ class SnapshotStore:
     def manifest(self, wait_seconds: float = 0.0) -> dict[str, Any] | None:
         """Return the manifest of the newest snapshot; None before the first.
 
-        - `wait_seconds`: for so long at most it waits for the end of the round that is being made, if one is
+        - `wait_seconds`: the longest wait for the end of a round in progress
 
-        `settled` in it says that no round is being made.
+        Its entry `settled` is true if no round is in progress.
         """
         until = time.monotonic() + wait_seconds
         with self._expecting:
@@ -151,7 +151,7 @@ class SnapshotStore:
                     served.asked = time.monotonic()
 
     def _forget(self) -> None:
-        """Lets go of former snapshots that nobody asks for any more, and of the oldest if there are too many."""
+        """Delete previous snapshots without recent requests, and the oldest if there are too many."""
         former = [
             (snapshot, served)
             for snapshot, served in self._served
@@ -164,11 +164,11 @@ class SnapshotStore:
         known, hashes = self._hashes, {}
         leaves, arrays = {}, {}
         for name, leaf in snapshot.leaves.items():
-            array, pieces = known.get(name, (None, []))
+            array, chunks = known.get(name, (None, []))
             if array is not leaf.array:
-                pieces = piece_hashes(leaf.array)
-            hashes[name] = leaf.array, pieces
-            hashed = leaf_hash(pieces)
+                chunks = chunk_hashes(leaf.array)
+            hashes[name] = leaf.array, chunks
+            hashed = leaf_hash(chunks)
             arrays[hashed] = leaf.array
             leaves[name] = {
                 "dtype": leaf.array.dtype.name,
@@ -176,13 +176,13 @@ class SnapshotStore:
                 "version": leaf.version,
                 "bytes": leaf.array.nbytes,
                 "hash": hashed,
-                "pieces": pieces,
+                "pieces": chunks,
             }
         self._hashes = hashes
         manifest = {
             "generation": snapshot.generation,
             "round": snapshot.round,
-            "piece_bytes": PIECE_BYTES,
+            "piece_bytes": CHUNK_BYTES,
             "leaves": leaves,
             "facts": snapshot.facts,
         }

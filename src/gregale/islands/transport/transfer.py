@@ -1,13 +1,13 @@
-"""A joiner's side of healing: fetches a state from peers, in pieces, each with its hash, from all of them at once.
+"""A joiner's side of healing: fetches a state in chunks, each with its hash, from all peers in parallel.
 
     fetcher = Fetcher(token, expected={"wte|0": ((1000, 64), np.dtype("float32"))}, held=own_arrays)
     fetched = fetcher.fetch(sources, timeout_seconds=60.0)
     fetched.generation, fetched.round, fetched.arrays, fetched.versions, fetched.facts, fetched.received_bytes
 
 Each source has `STREAMS` connections, all opened at once, so that a request finds its connection open. A connection
-requests many missing pieces at a time, so that a round trip is paid for each request and not for each piece. It puts a
-piece in its place if its hash is right. At the end, pieces that another source is slow to bring are requested twice. If
-the sources commit a new round meanwhile and drop the old one, unchanged pieces stay.
+requests many missing chunks at a time, so that a request, not each chunk, costs a round trip. It stores a chunk if its
+hash is right. At the end, slow chunks are requested from a second source. If the sources commit a new round meanwhile
+and drop the old one, unchanged chunks stay.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import numpy as np
 from gregale.islands.transport.client import PeerClient, PeerUnreachable, RequestRejected
 from gregale.islands.transport.manifest import Expected, StateManifest, choose, largest_manifest_bytes, read_manifest
 from gregale.islands.transport.signing import digest
-from gregale.islands.transport.snapshot_store import PIECE_BYTES, bytes_of, leaf_hash, piece_hashes, piece_span
+from gregale.islands.transport.snapshot_store import CHUNK_BYTES, bytes_of, chunk_hashes, chunk_span, leaf_hash
 
 STREAMS = 2
 STALL_SECONDS = 5.0
-# A piece that is under way for so long is asked for from another source too, when nothing else is left to do.
+# A chunk that takes longer is requested from another source too, when no other work is left.
 SLOW_SECONDS = 1.0
-LEAST_REQUEST_BYTES, MOST_REQUEST_BYTES = 256 << 10, 16 << 20
-MOST_REQUEST_PIECES = 4096  # their list has to fit into a request
+MIN_REQUEST_BYTES, MAX_REQUEST_BYTES = 256 << 10, 16 << 20
+MAX_REQUEST_CHUNKS = 4096  # their list must fit into a request
 
-Piece = tuple[str, int]
+Chunk = tuple[str, int]
 
 
 class TransferFailed(Exception):
-    """No source had all of the state, or not in time: one line with what each of them did."""
+    """No source had the complete state in time; the message has one line with each source's problem."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A whole state of one round.
+    """A complete state of one round.
 
-    - `complaints`: one line for each source that was given up
-    - `settled`: the sources were not making a round that would replace it
+    - `complaints`: one line for each source that was abandoned
+    - `settled`: no round in progress at the sources would replace the state
     """
 
     generation: int
@@ -59,14 +59,13 @@ class Fetched:
 
 
 class Fetcher:
-    """Fetches the newest state that sources have, again and again: each time only what it does not have.
+    """Fetches the newest state of sources repeatedly: each time only the missing chunks.
 
-    - `expected`: shape and dtype of every array; a manifest that asks for anything else is refused before a byte is
-      allocated
-    - `held`: arrays that are here already: what has the right hash is not fetched
-    - `progress`: called with (bytes here, bytes in all) after each piece, from several threads in turn
+    - `expected`: shape and dtype of every array; a manifest that differs is rejected before any byte is allocated
+    - `held`: arrays that are here already: chunks with the right hash are not fetched
+    - `progress`: called with (bytes here, bytes in all) after each chunk, from several threads in turn
 
-    Connections stay open between two fetches, and what a failed fetch has brought stays here.
+    Connections stay open between two fetches, and a failed fetch keeps its chunks.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Fetcher:
         progress: Callable[[int, int], None] = lambda received, total: None,
     ):
         self._token, self._expected = token, expected
-        self._here = Here(dict(held or {}), {})
+        self._local = LocalArrays(dict(held or {}), {})
         self._allocate, self._progress = allocate, progress
         self._links: dict[str, list[PeerClient]] = {}
 
@@ -88,7 +87,7 @@ class Fetcher:
         - `manifest`: path of the sources' manifest. `/manifest/settled` waits a few seconds for the end of the round
           that the sources are making
 
-        A source that dies, stalls, is corrupt or is cut short is replaced by the others.
+        The other sources replace one that dies, stalls, is corrupt or is cut short.
         """
         deadline, received = time.monotonic() + timeout_seconds, 0
         complaints: dict[str, str] = {}
@@ -103,9 +102,9 @@ class Fetcher:
                 raise TransferFailed("; ".join(complaints.values()) or "there is no source")
             chosen = choose(offers)
             offer = chosen[0]
-            assembly = Assembly(offer, self._expected, self._here, self._allocate, self._progress)
+            assembly = Assembly(offer, self._expected, self._local, self._allocate, self._progress)
             run_streams([peer for each in chosen for peer in usable[each.source]], assembly, complaints, deadline)
-            self._here, received = assembly.here(), received + assembly.received_bytes
+            self._local, received = assembly.local(), received + assembly.received_bytes
             if assembly.is_complete:
                 is_settled = all(each.settled for each in chosen)
                 lines, arrays = list(complaints.values()), assembly.arrays
@@ -140,9 +139,9 @@ def fetch(
 def ask_for_offers(
     links: Mapping[str, Sequence[PeerClient]], manifest: str, expected: Expected, complaints: dict[str, str]
 ) -> list[StateManifest]:
-    """The manifests of all sources that have a good one; `complaints` gets a line for each other.
+    """Return the valid manifests of the sources; `complaints` gets a line for each other source.
 
-    A source's first connection asks, while its others open.
+    A source's first connection sends the request, while its others open.
     """
     offers: list[StateManifest] = []
     largest = largest_manifest_bytes(expected)
@@ -163,7 +162,7 @@ def ask_for_offers(
 
 
 def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dict[str, str], deadline: float) -> None:
-    """Fetches until all is there, no source is left, or the time is over."""
+    """Fetch until all chunks are here, no source is left, or the deadline has passed."""
 
     def run(peer: PeerClient) -> None:
         try:
@@ -175,71 +174,71 @@ def run_streams(peers: Sequence[PeerClient], assembly: Assembly, complaints: dic
 
 
 def stream(peer: PeerClient, assembly: Assembly, streams: int, is_over: Callable[[], bool]) -> None:
-    """One connection of `streams`: request after request, until there is nothing left to do for it."""
-    buffer = memoryview(bytearray(PIECE_BYTES))
+    """Send requests on one of `streams` connections, until no work is left for it."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     while not is_over() and not assembly.is_complete:
-        pieces = assembly.take(peer.address, streams)
-        if not pieces:
+        chunks = assembly.take(peer.address, streams)
+        if not chunks:
             time.sleep(0.01)
             continue
         try:
-            wanted = [(assembly.names[name], index) for name, index in pieces]
-            if not peer.open_pieces(wanted, sum(assembly.size_of(piece) for piece in pieces)):
-                return  # it has a newer state now: `fetch` asks for manifests again
-            for piece in pieces:
+            wanted = [(assembly.names[name], index) for name, index in chunks]
+            if not peer.open_chunks(wanted, sum(assembly.size_of(chunk) for chunk in chunks)):
+                return  # it has a newer state now: `fetch` requests manifests again
+            for chunk in chunks:
                 if is_over() or assembly.is_complete:
                     peer.close()
                     return
-                target = buffer[: assembly.size_of(piece)]
+                target = buffer[: assembly.size_of(chunk)]
                 peer.read_into(target)
-                if not assembly.put(piece, target):
+                if not assembly.put(chunk, target):
                     raise RequestRejected(
-                        f"{peer.address} sends bytes of {piece[0]} that do not have the hash that it gave"
+                        f"{peer.address} sends bytes of {chunk[0]} that do not have the hash that it gave"
                     )
         finally:
-            assembly.give_back(pieces, peer.address)
+            assembly.release(chunks, peer.address)
 
 
-class Here(NamedTuple):
-    """Arrays that are here, and the hashes of the pieces of those that are known."""
+class LocalArrays(NamedTuple):
+    """Arrays that are here, and the known chunk hashes of the complete ones."""
 
     arrays: dict[str, np.ndarray]
-    pieces: dict[str, tuple[str, ...]]
+    chunks: dict[str, tuple[str, ...]]
 
 
 class Assembly:
-    """The arrays that are being filled, and which pieces are missing or under way."""
+    """The arrays that are being filled, and their missing and requested chunks."""
 
     def __init__(
         self,
         offer: StateManifest,
         expected: Expected,
-        here: Here,
+        local: LocalArrays,
         allocate: Callable[[tuple[int, ...], np.dtype], np.ndarray],
         progress: Callable[[int, int], None],
     ):
-        self.names = {name: leaf_hash(list(pieces)) for name, pieces in offer.pieces.items()}
+        self.names = {name: leaf_hash(list(chunks)) for name, chunks in offer.chunks.items()}
         self.arrays: dict[str, np.ndarray] = {}
         self.received_bytes = 0
         self._offer, self._progress = offer, progress
         self._lock = threading.Lock()
-        self._missing: list[Piece] = []
-        self._under_way: dict[Piece, dict[str, float]] = {}
+        self._missing: list[Chunk] = []
+        self._under_way: dict[Chunk, dict[str, float]] = {}
         for name, (shape, dtype) in expected.items():
-            held = here.arrays.get(name)
+            held = local.arrays.get(name)
             if held is not None and (held.shape, held.dtype) == (tuple(shape), dtype):
-                self._keep(name, held, here.pieces.get(name) or tuple(piece_hashes(held)), allocate)
+                self._keep(name, held, local.chunks.get(name) or tuple(chunk_hashes(held)), allocate)
             else:
                 self.arrays[name] = allocate(tuple(shape), dtype)
-                self._missing += [(name, index) for index in range(len(offer.pieces[name]))]
+                self._missing += [(name, index) for index in range(len(offer.chunks[name]))]
         self._missing.reverse()  # the last is taken first
         self._total = sum(array.nbytes for array in self.arrays.values())
-        self._here = self._total - sum(self.size_of(piece) for piece in self._missing)
+        self._local = self._total - sum(self.size_of(chunk) for chunk in self._missing)
         self._left = set(self._missing)
 
     def _keep(self, name: str, held: np.ndarray, found: tuple[str, ...], allocate: Callable) -> None:
-        """Keeps an array that is right, and the right pieces of one that is not; `held` is never written to."""
-        wanted = self._offer.pieces[name]
+        """Keep a correct array, or copy the correct chunks of another; `held` is never written to."""
+        wanted = self._offer.chunks[name]
         if found == wanted:
             self.arrays[name] = held
             return
@@ -247,78 +246,78 @@ class Assembly:
         target = bytes_of(array)
         for index, hashed in enumerate(wanted):
             if found[index] == hashed:
-                span = slice(*piece_span(array.nbytes, index))
+                span = slice(*chunk_span(array.nbytes, index))
                 target[span] = bytes_of(held)[span]
             else:
                 self._missing.append((name, index))
 
-    def here(self) -> Here:
-        """Return what is here, for the next fetch."""
+    def local(self) -> LocalArrays:
+        """Return the arrays that are here, for the next fetch."""
         incomplete = {name for name, _ in self._left}
-        pieces = {name: pieces for name, pieces in self._offer.pieces.items() if name not in incomplete}
-        return Here(self.arrays, pieces)
+        chunks = {name: chunks for name, chunks in self._offer.chunks.items() if name not in incomplete}
+        return LocalArrays(self.arrays, chunks)
 
     @property
     def is_complete(self) -> bool:
         return not self._left
 
-    def size_of(self, piece: Piece) -> int:
-        name, index = piece
-        return min(PIECE_BYTES, self.arrays[name].nbytes - index * PIECE_BYTES)
+    def size_of(self, chunk: Chunk) -> int:
+        name, index = chunk
+        return min(CHUNK_BYTES, self.arrays[name].nbytes - index * CHUNK_BYTES)
 
-    def take(self, source: str, streams: int) -> list[Piece]:
-        """Pieces for a source to bring: an equal share for each of `streams`; [] while there is nothing to do.
+    def take(self, source: str, streams: int) -> list[Chunk]:
+        """Return chunks for a source to bring: an equal share for each of `streams`; [] while there is no work.
 
         Shares shrink towards the end, so that all streams end together.
         """
         now = time.monotonic()
         with self._lock:
-            missing = sum(self.size_of(piece) for piece in self._missing)
-            share = min(max(missing / streams, LEAST_REQUEST_BYTES), MOST_REQUEST_BYTES)
-            pieces, size = [], 0
-            while self._missing and size < share and len(pieces) < MOST_REQUEST_PIECES:
-                pieces.append(self._missing.pop())
-                size += self.size_of(pieces[-1])
-            pieces = pieces or self._slow_pieces(source, now)
-            for piece in pieces:
-                self._under_way.setdefault(piece, {})[source] = now
-            return pieces
+            missing = sum(self.size_of(chunk) for chunk in self._missing)
+            share = min(max(missing / streams, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
+            chunks, size = [], 0
+            while self._missing and size < share and len(chunks) < MAX_REQUEST_CHUNKS:
+                chunks.append(self._missing.pop())
+                size += self.size_of(chunks[-1])
+            chunks = chunks or self._slow_chunks(source, now)
+            for chunk in chunks:
+                self._under_way.setdefault(chunk, {})[source] = now
+            return chunks
 
-    def _slow_pieces(self, source: str, now: float) -> list[Piece]:
-        """The last of the pieces that another source has not brought for long: it may still bring those before."""
+    def _slow_chunks(self, source: str, now: float) -> list[Chunk]:
+        """Return the last chunk that another source has been slow to bring: it may still bring the ones before."""
         slow = [
-            piece
-            for piece, begun in self._under_way.items()
-            if piece in self._left and source not in begun and len(begun) == 1
+            chunk
+            for chunk, begun in self._under_way.items()
+            if chunk in self._left and source not in begun and len(begun) == 1
             if now - min(begun.values()) > SLOW_SECONDS
         ]
         return slow[-1:]
 
-    def put(self, piece: Piece, content: memoryview) -> bool:
-        """Puts a piece in its place; False if it has the wrong hash."""
-        name, index = piece
-        if digest(content) != self._offer.pieces[name][index]:
+    def put(self, chunk: Chunk, content: memoryview) -> bool:
+        """Store a chunk; return False if it has the wrong hash."""
+        name, index = chunk
+        if digest(content) != self._offer.chunks[name][index]:
             return False
         with self._lock:
-            if piece in self._left:
-                start = index * PIECE_BYTES
+            if chunk in self._left:
+                start = index * CHUNK_BYTES
                 bytes_of(self.arrays[name])[start : start + len(content)] = content
-                self._left.remove(piece)
-                self._here += len(content)
+                self._left.remove(chunk)
+                self._local += len(content)
                 self.received_bytes += len(content)
-                self._progress(self._here, self._total)
+                self._progress(self._local, self._total)
         return True
 
-    def give_back(self, pieces: Sequence[Piece], source: str) -> None:
-        """The source has nothing to do with these pieces any more: each that is not in its place is missing again."""
+    def release(self, chunks: Sequence[Chunk], source: str) -> None:
+        """Take these chunks from the source; each that is not stored is missing again."""
         with self._lock:
-            for piece in pieces:
-                begun = self._under_way[piece]
+            for chunk in chunks:
+                begun = self._under_way[chunk]
                 del begun[source]
                 if not begun:
-                    del self._under_way[piece]
-                    if piece in self._left:
-                        self._missing.append(piece)
+                    del self._under_way[chunk]
+                    if chunk in self._left:
+                        self._missing.append(chunk)
 
 
 def in_threads(jobs: Sequence[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""What the islands of a fleet must have in common. All that is not named here may differ from island to island."""
+"""The settings that the islands of a fleet must have in common. All others may differ from island to island."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gregale.methods.island_outer import HostOuter
 from gregale.programs.runtime.setup import Setup
 from gregale.runs.process_agreement import data_terms, is_trained_on, matches, terms_of
 
-# Keys of the configuration. The order of examples is the fleet's. Batches may be of different sizes: messages are
-# weighed by their tokens, and data is leased in batches of each island's own size.
+# Configuration keys. All islands share one order of examples. Batch sizes may differ: messages are weighted by their
+# tokens, and data is leased in batches of each island's own size.
 MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
@@ -23,9 +23,9 @@ MUST_AGREE = (
 
 
 def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
-    """Return what must be the same in all islands, as text: an island's header has it.
+    """Return the settings and text that all islands must share, for an island's header.
 
-    - `shards`: of each of the island's hosts, `shards_of`
+    - `shards`: `shards_of` of each of the island's hosts
     """
     hosts = {"the number of an island's hosts": str(len(shards))}
     settings = {key: value for key, value in terms_of(setup.config).items() if matches(key, MUST_AGREE)}
@@ -34,5 +34,5 @@ def agreement(setup: Setup, corpus: Corpus, shards: Sequence[str]) -> str:
 
 
 def shards_of(outer: HostOuter) -> str:
-    """Return what tells this host's shards of the outer state from others."""
+    """Return a digest of the layout of this host's shards of the outer state."""
     return digest_of({name: (dtype.str, list(shape)) for name, (dtype, shape) in outer.expected().items()})

@@ -1,4 +1,4 @@
-"""`gregale island`: an ordinary run that trains apart and is joined with others over a network by DiLoCo."""
+"""`gregale island`: an ordinary run that trains at one site; DiLoCo synchronises it with others over a network."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class IslandOptions:
 
 
 def main(options: IslandOptions, config: TrainConfig) -> int:
-    """Trains as one island; 0 when the fleet's run is complete, 128 + the signal's number when it left before."""
+    """Train as one island; return 0 if the fleet's run is complete, 128 + the signal's number if it left before."""
     token = checked_token(config)
     watch = start_devices(config.cpu_devices, config.distributed, process_terms(config))
     keep_compiled(config.compilation_cache)
@@ -88,7 +88,7 @@ def main(options: IslandOptions, config: TrainConfig) -> int:
 
 
 def checked_token(config: TrainConfig) -> bytes:
-    """The fleet's secret; raises `UserError` for what is missing of `islands`."""
+    """Return the fleet's secret; raise `UserError` for missing settings of `islands`."""
     islands = config.islands
     if islands.lighthouse is None:
         raise UserError(
@@ -104,7 +104,7 @@ def checked_token(config: TrainConfig) -> bytes:
 
 
 def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirectory, token: bytes) -> int:
-    """Checks the configuration, prepares the data, takes the run's lock, joins the fleet and trains."""
+    """Check the configuration, prepare the data, take the run's lock, join the fleet and train."""
     if not options.fresh:
         run.check_compatible(config)
     check_installed(config.trackers)
@@ -123,15 +123,15 @@ def prepare_and_train(options: IslandOptions, config: TrainConfig, run: RunDirec
         )
         for note in (*corpus.notes, describe(setup, corpus)):
             console.message(note)
-        if remark := config.sync.remark_on_rounds(config.steps):
-            console.message(remark)
+        if warning := config.sync.remark_on_rounds(config.steps):
+            console.message(warning)
         return train(setup, corpus, run, checkpoints, console, token)
 
 
 def train(
     setup: Setup, corpus: Corpus, run: RunDirectory, checkpoints: Checkpoints, console: Console, token: bytes
 ) -> int:
-    """Joins the fleet, with the newest sound checkpoint if there is one, and trains until its run is complete."""
+    """Join the fleet, with the newest valid checkpoint if there is one, and train until its run is complete."""
     config = setup.config
     before = run.read_config() if run.config.is_file() else None
     if note := by_first_process(lambda: run.check_checkpoints(checkpoints.steps()), None):
@@ -150,14 +150,14 @@ def train(
     with StopRequest(insist=end_soon) as stop:
         with ExitStack() as stack:
             status = StatusTracker(config.islands.own_name, config.steps, start.step)
-            sides = joined(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
-            stack.callback(sides.close)
+            resources = join(setup, corpus, run, checkpoints, start, token, console.message, status, stop)
+            stack.callback(resources.close)
             console.begin(config.steps, start.step)
             info = RunInfo(run.path, config.name, asdict(config), resumed_from=start.step)
             status.trackers = stack.enter_context(open_trackers(config.trackers, info, console, is_writer()))
             status.state = "joining"
             trackers = Trackers([status], flush=status.trackers.flush)
-            loop = IslandLoop(sides, setup, corpus, run, checkpoints, Observers(trackers, console.message))
+            loop = IslandLoop(resources, setup, corpus, run, checkpoints, Observers(trackers, console.message))
             step = loop.run(start, stop)
             status.state = "complete" if loop.complete else "left"
         checkpoints.wait()
@@ -171,7 +171,7 @@ def train(
     return 0
 
 
-def joined(
+def join(
     setup: Setup,
     corpus: Corpus,
     run: RunDirectory,
@@ -182,7 +182,7 @@ def joined(
     status: StatusTracker,
     stop: StopRequest,
 ) -> IslandResources:
-    """The outer side of this host and who leads its trainer, which begins to look for the fleet."""
+    """Return this host's outer state and trainer controller, which starts to look for the fleet."""
     config, island = setup.config, setup.method
     assert isinstance(island, Island)
     islands, schedule, timing = config.islands, island.schedule, timing_of(config.islands)
@@ -193,25 +193,25 @@ def joined(
     server = Server(islands.bind, token, status.on_message, status.status, lambda line: say(f"refused: {line}"))
     record = seed(joint_digest(messages_of_all(outer.digest)))
     if saved is not None:
-        record = by_all(lambda: restored(outer, folder, saved["round"]))
+        record = run_on_all(lambda: restore(outer, folder, saved["round"]))
         digest = joint_digest(messages_of_all(outer.digest))
-        by_all(lambda: check_restored(record, digest, folder))
+        run_on_all(lambda: check_restored(record, digest, folder))
     timeouts = Timeouts(timing.reduce_seconds, heal_seconds(islands))
     worker = HostWorker(outer, schedule, server, token, timeouts, host, expected(start.state.method.psdp))
     if saved is not None:
-        worker.publish(record)  # those that are behind it in a fleet that starts again heal from it
+        worker.publish(record)  # members behind it in a restarted fleet heal from it
     addresses = tuple(messages_of_all(server.address))
     agreed = agreement(setup, corpus, messages_of_all(shards_of(outer)))
     pace = RoundPacing(schedule, schedule.rounds(config.steps), islands.lockstep, REDUCES * timing.reduce_seconds)
     say("Compiling the steps and the rounds, before the fleet hears of this island.")
-    rehearse(setup, start.state, outer)
+    compile_programs(setup, start.state, outer)
     seen = saved["seen"] if saved else [0.0] * schedule.fragments
     if host > 0:
         follower = Follower(worker, HostConnection(addresses[0], token, host), pace)
         first_message(None)  # from here on process 0 answers
         follower.start()
         return IslandResources(outer, follower, folder, seen)
-    hands = HostGroup(
+    hosts = HostGroup(
         worker, [RemoteHost(number) for number in range(1, jax.process_count())], wants_inner=saved is None
     )
     write_bytes(run.path / ADDRESS, server.address.encode())
@@ -220,9 +220,11 @@ def joined(
     holder = saved["holder"] if saved else session
     identity = Identity(islands.own_name, session, agreed, gregale.__version__, addresses, config.batch.size)
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
-    lot = LeasePolicy(size=held, low=-(-held // 2))
+    lease_policy = LeasePolicy(size=held, low=-(-held // 2))
     rules, used = (
-        Rules(islands.min_members, lot, islands.min_members_to_start, islands.lockstep, islands.outlier_factor),
+        Rules(
+            islands.min_members, lease_policy, islands.min_members_to_start, islands.lockstep, islands.outlier_factor
+        ),
         saved["used"] if saved else 0,
     )
     recorder = Recorder(run.path, record.round, say)
@@ -231,7 +233,7 @@ def joined(
         coordinator=CoordinatorClient(
             str(islands.lighthouse), islands.own_name, token, timing.heartbeat_seconds, session
         ),
-        worker=hands,
+        worker=hosts,
         leases=DataLeases(islands.own_name, holder, config.batch.size, used),
         pace=pace,
         token=token,
@@ -248,19 +250,19 @@ def joined(
 
 
 def note_stalled(run: RunDirectory, line: str | None) -> None:
-    """Leaves a note that rounds have stopped for `gregale watch`; without it nothing else is lost."""
+    """Write the reason why rounds have stopped, for `gregale watch`; ignore errors."""
     with suppress(OSError, StoreError):
         write_bytes(run.stalled, (line or "").encode())
 
 
 def outer_folder(run: RunDirectory) -> StoragePath:
-    """Where this host saves its shards of the outer side."""
+    """Return the folder in which this host saves its shards of the outer state."""
     host = jax.process_index()
     return run.path / (OUTER if host == 0 else f"{OUTER}-{host}")
 
 
-def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
-    """Takes over what was saved of a round; returns its record. Raises `UserError` if it cannot be used."""
+def restore(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
+    """Load the saved outer state of a round; return its record. Raises `UserError` if it cannot be used."""
     read = outer_checkpoint.read(folder, number)
     try:
         outer.load(read.arrays, read.versions)
@@ -274,7 +276,7 @@ def restored(outer: HostOuter, folder: StoragePath, number: int) -> OuterRecord:
 
 
 def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> OuterRecord:
-    """The record that was saved with the arrays of all hosts; raises `UserError` if it is not theirs."""
+    """Return the record if it matches the arrays of all hosts; raise `UserError` otherwise."""
     if digest != record.digest:
         raise UserError(
             f"The outer parameters in {folder} and in those of the island's other hosts are not those of round "
@@ -284,12 +286,12 @@ def check_restored(record: OuterRecord, digest: str, folder: StoragePath) -> Out
     return record
 
 
-def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
-    """Compiles what steps and rounds need, so that nobody waits for a compiler later; the state stays as it is."""
+def compile_programs(setup: Setup, state: TrainState, outer: HostOuter) -> None:
+    """Compile the programs of steps and rounds, so that no island waits for a compiler later; keep the state."""
     island = setup.method
     assert isinstance(island, Island)
     outer.compile()
-    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # kept: the first step finds it
+    setup.stepper().program.lower(state, abstract_batch(setup)).compile()  # cached: the first step finds it
     for index in range(island.schedule.fragments):
         theta, fragment = outer.theta(index), island.fragment(index)
         jax.block_until_ready(island.depart(state.method, theta, fragment))
@@ -299,8 +301,8 @@ def rehearse(setup: Setup, state: TrainState, outer: HostOuter) -> None:
 COMMAND = Command(main=main, options=IslandOptions, config=TrainConfig, positional=("config",))
 
 
-def by_all(action: Callable[[], T]) -> T:
-    """What `action` returns in this process, if it fails in none; raises `UserError` in all if it does in one."""
+def run_on_all(action: Callable[[], T]) -> T:
+    """Return the result of `action` in this process; if it fails in any process, raise `UserError` in all."""
     done, failed = None, None
     try:
         done = action()

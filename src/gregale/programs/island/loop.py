@@ -1,4 +1,4 @@
-"""The loop of an island: steps, and between them what the fleet's rounds want."""
+"""The loop of an island: steps, and between them the commands of the fleet's rounds."""
 
 from __future__ import annotations
 
@@ -34,79 +34,79 @@ from gregale.storage.jsonl_writer import ResumePoint, lines_at
 from gregale.training.state import TrainState
 
 THREADS = 4
-BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
+BATCHES_AHEAD = 8  # made before they are requested; limits the memory
 
 
 @dataclass(frozen=True)
 class IslandResources:
-    """What an island has beside the state of its devices.
+    """The parts of an island beside the state of its devices.
 
     - `outer`: theta and the outer optimizer, in host memory
-    - `guide`: leads the trainer: the driver on host 0, a follower on each other host, with the same orders and batches
-    - `folder`: where they are saved
+    - `controller`: the driver on host 0, a follower on each other host; both give the same commands and batches
+    - `folder`: the folder of the outer checkpoints
     - `seen`: tokens by fragment since the island last contributed to it, at the start
-    - `record`: of its rounds; None: another host of this island keeps it
+    - `record`: the log of rounds; None: another host of this island keeps it
     """
 
     outer: HostOuter
-    guide: Driver | Follower
+    controller: Driver | Follower
     folder: StoragePath
     seen: list[float]
     record: Recorder | None = None
 
     def flush(self) -> None:
-        """Writes what is held back of the record; raises `StoreError` if that fails."""
+        """Write the buffered lines of the record; raise `StoreError` if that fails."""
         if self.record is not None:
             self.record.flush()
 
     def close(self) -> None:
-        """Leaves the fleet."""
-        self.guide.close()
+        """Leave the fleet."""
+        self.controller.close()
         if self.record is not None:
             self.record.close()
 
 
 class IslandLoop(Loop):
-    """As `Loop`; the run ends when the fleet has made all its rounds, or when the island has left it."""
+    """The training loop of an island. It ends after the fleet's last round, or when the island has left the fleet."""
 
-    def __init__(self, sides: IslandResources, *arguments):
+    def __init__(self, resources: IslandResources, *arguments):
         super().__init__(*arguments)
-        self._sides = sides
-        self._turns = CheckpointStagger(self._setup.config.checkpoint.every, sides.guide.pace.schedule)
+        self._resources = resources
+        self._stagger = CheckpointStagger(self._setup.config.checkpoint.every, resources.controller.pace.schedule)
 
     def run(self, start: Start, stop: StopRequest) -> int:
-        """Trains until the fleet is complete, or until a stop is asked for; returns the steps done.
+        """Train until the fleet is complete, or until a stop is requested; return the number of steps.
 
-        `complete` says which. The state is saved either way.
+        `complete` is true in the first case. The state is saved in both cases.
         """
-        config, setup, guide = self._setup.config, self._setup, self._sides.guide
+        config, setup, controller = self._setup.config, self._setup, self._resources.controller
         state, step = start.state, start.step
         traffic, consumed = Traffic(setup, step, 0), DataPosition(config.batch, step, start.examples)
         log = StepLog(setup, self._observers, traffic, consumed, self._spent)
-        stepper = IslandStepper(setup, self._sides.outer, guide, self._sides.seen, step)
+        stepper = IslandStepper(setup, self._resources.outer, controller, self._resources.seen, step)
         placement = Placement(setup.batch_axes, setup.layout)
         leaving, finish = False, None
         try:
-            with LeasedBatches(self._corpus.train, placement, guide.take) as batches:
+            with LeasedBatches(self._corpus.train, placement, controller.take) as batches:
                 state, finish = stepper.follow(state)
                 log.restart()
                 while finish is None:
                     if stop.agreed(step) and not leaving:
                         leaving = True
-                        guide.leave()
+                        controller.leave()
                         state, finish = stepper.follow(state)
                         continue
                     with self._spent.on("data_seconds"):
                         batch = next(batches, None)
-                    if batch is None:  # trained on all that was leased
+                    if batch is None:  # all leased data is used
                         state, finish = stepper.follow(state, starved=True)
                         continue
-                    figures = self._inspected(setup.method, state, batch, stepper.step + 1, log)
+                    metrics = self._inspected(setup.method, state, batch, stepper.step + 1, log)
                     state, report = stepper(state, batch)
-                    log.took(stepper.step, report, figures)
+                    log.took(stepper.step, report, metrics)
                     state, finish = stepper.follow(state)
                     step = stepper.step
-                    if finish is None:  # else what is saved, below, is the state at the end
+                    if finish is None:  # otherwise the end of the run saves, below
                         self._between(stepper, state, step, log, traffic, consumed)
             log.catch_up()
         except TooManySkipped as error:
@@ -115,8 +115,8 @@ class IslandLoop(Loop):
             raise UserError(f"All {step} steps were skipped: in none of them were loss and gradient finite. {HELP}")
         self.complete = finish is not None and finish.complete
         if self.complete:
-            state = stepper.all_of_theta(state)
-        self._checkpoints.outdate(step)  # a round may have ended since, if the island was out of text
+            state = stepper.with_outer_parameters(state)
+        self._checkpoints.outdate(step)  # a round may have ended since, if the island was out of data
         self._save_all(stepper, state, step, traffic, consumed)
         if self.complete:
             self._evaluate_and_sample(setup.method, state, step)
@@ -133,10 +133,10 @@ class IslandLoop(Loop):
         traffic: Traffic,
         consumed: DataPosition,
     ) -> None:
-        """Evaluates and saves what is due."""
+        """Evaluate and save if due."""
         config = self._setup.config
         evaluates = config.evaluation.every is not None and step % config.evaluation.every == 0
-        saves = self._turns.is_due(stepper.arrived, stepper.place)
+        saves = self._stagger.is_due(stepper.arrived, stepper.save_offset)
         if not (evaluates or saves):
             return
         log.catch_up()
@@ -150,9 +150,9 @@ class IslandLoop(Loop):
     def _save_all(
         self, stepper: IslandStepper, state: TrainState, step: int, traffic: Traffic, consumed: DataPosition
     ) -> None:
-        """Saves both sides: the outer one, which is in memory already, then the devices' in the background."""
-        sides, guide, method = self._sides, self._sides.guide, self._setup.method
-        outer, moment = guide.side
+        """Save both states: the outer one, which is in memory already, then the inner one in the background."""
+        resources, controller, method = self._resources, self._resources.controller, self._setup.method
+        outer, moment = controller.side
         if outer is None or step == 0:
             return
         counted = {
@@ -161,28 +161,29 @@ class IslandLoop(Loop):
             "islands": {
                 "round": outer.round,
                 "seen": stepper.seen(),
-                "steps": guide.undecided_steps,
-                "holder": guide.holder,
-                "used": guide.used(stepper.batches),
+                "steps": controller.undecided_steps,
+                "holder": controller.holder,
+                "used": controller.used(stepper.batches),
                 "complete": self.complete,
             },
         }
 
-        def beside() -> None:
-            outer_checkpoint.keep_only(sides.folder, rounds_of(self._checkpoints) | {outer.round})
-            outer_checkpoint.write(sides.folder, outer, sides.outer.leaves(moment), sides.outer.own_leaves(moment))
+        def save_outer() -> None:
+            outer_checkpoint.keep_only(resources.folder, rounds_of(self._checkpoints) | {outer.round})
+            leaves, own_leaves = resources.outer.leaves(moment), resources.outer.own_leaves(moment)
+            outer_checkpoint.write(resources.folder, outer, leaves, own_leaves)
             self._observers.trackers.flush()
-            sides.flush()
+            resources.flush()
 
         metadata = checkpoint_metadata(self._setup, self._corpus, method, step, counted)
         with self._spent.on("saving_seconds"):
-            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, beside)
+            self._checkpoints.save(step, checkpointed(self._setup, method, state, step), metadata, save_outer)
 
 
 def rounds_of(checkpoints: Checkpoints) -> set[int]:
-    """The rounds that checkpoints were saved after: what is saved of these goes with them.
+    """Return the rounds of the checkpoints, whose outer states must be kept.
 
-    One that cannot be read has none. Raises `StoreError` if the store does not tell: that one may be sound.
+    An unreadable checkpoint has none. Raises `StoreError` if the store fails, because that checkpoint may be valid.
     """
     found = set()
     for step in checkpoints.steps():
@@ -196,11 +197,11 @@ def rounds_of(checkpoints: Checkpoints) -> set[int]:
 
 
 class Recorder:
-    """A line for each round of this island; those after `last` go: a killed process wrote them.
+    """The log of this island's rounds. It deletes lines after round `last`, which a killed process wrote.
 
-    A line that cannot be written is kept until it can: neither a full disk nor a store that is away ends a run.
+    A line that cannot be written is buffered: neither a full disk nor an unreachable store ends a run.
 
-    - `report`: gets a line for the user
+    - `report`: receives a line for the user
     """
 
     def __init__(self, run: StoragePath, last: int, report: Callable[[str], None]):
@@ -211,11 +212,11 @@ class Recorder:
         self._lines.add(values)
 
     def flush(self) -> None:
-        """Writes what is held back; raises `StoreError` if a store does not take it."""
+        """Write the buffered lines; raise `StoreError` if a store does not accept them."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Writes what is left; that it cannot be written is worth a line, no more."""
+        """Write the remaining lines; report a failure."""
         try:
             self._lines.close()
         except UserError as error:
@@ -225,9 +226,9 @@ class Recorder:
 class LeasedBatches(Iterator[dict[str, NamedArray]]):
     """Batches as global arrays [batch, position], made ahead of time; use it in a `with` statement.
 
-    - `examples`: what all islands have in common; an example is a function of its number alone
+    - `examples`: the examples of all islands; an example is a function of its number alone
     - `placement`: of a batch on this island's mesh
-    - `take`: the first example of the batch that follows the last one taken; None if none is leased at the moment
+    - `take`: takes the next batch and returns its first example; None if no example is leased
     """
 
     def __init__(self, examples: Examples | ReplicaExamples, placement: Placement, take: Callable[[], int | None]):
@@ -236,7 +237,7 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
         self._made: deque[Future[ExampleBatch]] = deque()
 
     def __next__(self) -> dict[str, NamedArray]:
-        """The next batch; StopIteration for now if none is leased."""
+        """Return the next batch; StopIteration for now if none is leased."""
         while len(self._made) < BATCHES_AHEAD and (first := self._take()) is not None:
             self._made.append(self._threads.submit(self._batch, first))
         if not self._made:
@@ -255,26 +256,26 @@ class LeasedBatches(Iterator[dict[str, NamedArray]]):
 
 
 class CheckpointStagger:
-    """Once in `every` steps of the fleet's schedule, each island at its place in them; never with `every` None.
+    """Save turns: once in `every` steps of the fleet's schedule, at this island's offset; never with `every` None.
 
-    So one island after the other is busy with it, and when a whole fleet is lost, the newest of their checkpoints is
-    younger than `every` steps. With place k / R the turns are after k / R, 1 + k / R, ... times `every` steps.
+    So the islands save one after the other. After the loss of a whole fleet, the newest of their checkpoints is younger
+    than `every` steps. With offset k / R the turns are after k / R, 1 + k / R, ... times `every` steps.
     """
 
     def __init__(self, every: int | None, schedule: Schedule):
         self._every, self._schedule = every, schedule
-        self._last: int | None = None  # turn
+        self._last: int | None = None  # number of the last turn
 
-    def is_due(self, arrived: int | None, place: float) -> bool:
-        """Whether it is this island's turn, asked after each step; the turn is then taken.
+    def is_due(self, arrived: int | None, offset: float) -> bool:
+        """Return whether it is this island's turn, and take the turn; call it after each step.
 
         - `arrived`: the newest round in its parameters; None: none yet
-        - `place`: from 0 to 1; it moves when islands come and go, which may make a turn up to `every` steps later
+        - `offset`: in [0, 1); a change of membership moves it, which may delay a turn by up to `every` steps
         """
         if self._every is None or arrived is None:
             return False
-        turn = math.floor(self._schedule.round_step(arrived) / self._every - place)
-        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - place)
+        turn = math.floor(self._schedule.round_step(arrived) / self._every - offset)
+        last = math.floor(self._schedule.round_step(arrived - 1) / self._every - offset)
         last = last if self._last is None else self._last
         self._last = max(turn, last)
         return turn > last

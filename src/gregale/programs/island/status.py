@@ -1,4 +1,4 @@
-"""What an island tells of itself to whoever has the fleet's secret, and the small messages that it takes."""
+"""An island's status for clients with the fleet's secret, and the small messages that it accepts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gregale.tracking.tracker import Trackers, Values
 
 
 class StatusTracker:
-    """A tracker before all others: it adds the fleet's figures to those of each step, and keeps what it has seen last.
+    """A tracker in front of all others: it adds the fleet's metrics to those of each step, and keeps the newest values.
 
     - `state`: starting, joining, training, complete or left
-    - `trackers`: what gets the figures
+    - `trackers`: receive the metrics
     """
 
     def __init__(self, name: str, steps: int, step: int):
@@ -27,22 +27,22 @@ class StatusTracker:
         self._began, self._lost_before = time.monotonic(), 0.0
 
     def follow(self, driver: Driver) -> None:
-        """Tells of this driver's rounds too."""
+        """Report this driver's rounds too."""
         self._driver = driver
 
     def log(self, step: int, values: Values) -> None:
-        """Takes the figures of a step and hands them on, with those of the fleet."""
+        """Pass on the metrics of a step, with those of the fleet."""
         if self.state == "joining":
             self._began, self._lost_before = time.monotonic(), self._lost()
         self._step, self.state = step, "training"
         self._values |= {name: values[name] for name in ("loss", "tokens_per_second", "eval_loss") if name in values}
-        self.trackers.log(step, {**values, **self.figures()} if "loss" in values else values)
+        self.trackers.log(step, {**values, **self.metrics()} if "loss" in values else values)
 
     def close(self) -> None:
-        """The trackers are closed by who has opened them."""
+        """Do nothing: the trackers are closed where they were opened."""
 
-    def figures(self) -> dict[str, float | int]:
-        """What the fleet's rounds have come to for this island.
+    def metrics(self) -> dict[str, float | int]:
+        """Return the metrics of the fleet's rounds for this island.
 
         `goodput`: the share of the time since the first step in which it neither waited for the network nor healed.
         """
@@ -60,23 +60,23 @@ class StatusTracker:
         }
 
     def _lost(self) -> float:
-        """Seconds of waiting and of healing so far."""
+        """Return the seconds of waiting and of healing so far."""
         return self._driver.seconds.waiting + self._driver.seconds.healing if self._driver is not None else 0.0
 
     def status(self) -> dict[str, Any]:
-        """The newest figures, with the names of the members."""
-        told = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
+        """Return the newest metrics, with the names of the members."""
+        fixed = {"name": self._name, "state": self.state, "step": self._step, "steps": self._steps, "round": -1}
         driver = self._driver
         members, stalled = (list(driver.members), driver.stalls.line) if driver is not None else ([], None)
-        return {**told, **self.figures(), "members": members, "stalled": stalled, **self._values}
+        return {**fixed, **self.metrics(), "members": members, "stalled": stalled, **self._values}
 
     def on_message(self, message: dict) -> dict:
-        """Takes a peer's message; raises RequestRejected for one that this version does not know."""
+        """Handle a peer's message; raise RequestRejected for one that this version does not know."""
         if message.get("kind") == "due" and type(message.get("round")) is int and self._driver is not None:
             self._driver.post(RoundDue(message["round"]))
             return {}
         if message.get("kind") == "host" and self._driver is not None:
-            return self._driver.worker.heard(message)
+            return self._driver.worker.handle(message)
         if message.get("kind") == "inner" and self._driver is not None:
             return self._driver.show()
         raise RequestRejected("unknown message")

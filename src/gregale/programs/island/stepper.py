@@ -1,4 +1,4 @@
-"""An island's steps, and what happens between two of them: messages depart, fragments arrive."""
+"""The steps of an island, and the commands between two of them: messages depart, fragments arrive."""
 
 from __future__ import annotations
 
@@ -25,75 +25,76 @@ Tree = Any
 
 
 class IslandStepper:
-    """Takes the steps of an island and follows its guide's orders between them.
+    """Takes the steps of an island and executes its controller's commands between them.
 
     - `step`: steps done, by this island or by the peer whose inner optimizer it took over
     - `batches`: steps taken by this process
-    - `arrived`: the newest round that is in the parameters; None before the first
-    - `place`: from 0 to 1, where in a period of checkpoints it is this island's turn to write one
+    - `arrived`: the newest round in the parameters; None before the first
+    - `save_offset`: the island's turn to save within a period of checkpoints, in [0, 1)
     """
 
-    def __init__(self, setup: Setup, outer: HostOuter, guide: Driver | Follower, seen: list[float], step: int):
-        """
+    def __init__(self, setup: Setup, outer: HostOuter, controller: Driver | Follower, seen: list[float], step: int):
+        """Create the stepper.
+
         - `seen`: tokens by fragment since this island last contributed to it
         - `step`: steps done before
         """
         assert isinstance(setup.method, Island)
-        self._island, self._outer, self._guide = setup.method, outer, guide
+        self._island, self._outer, self._controller = setup.method, outer, controller
         self._step = setup.stepper()
         self._seen = jnp.asarray(seen, jnp.float32)  # [fragment]
-        self._errors: dict[int, Tree] = {}  # by round, of the first leg: of messages that are under way
+        self._errors: dict[int, Tree] = {}  # residuals of the first quantisation, by round, of messages in progress
         self.step, self.batches = step, 0
         self.arrived: int | None = None
-        self.place = 0.0
+        self.save_offset = 0.0
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepReport]:
-        """Takes the next step; the state that comes in is donated."""
+        """Take the next step; the incoming state is donated."""
         self.step += 1
         state, report = self._step(state, batch, self.step)
         self._seen = _add(self._seen, report.metrics.weight)
         self.batches += 1
-        self._guide.stepped()
+        self._controller.stepped()
         return state, report
 
     def follow(self, state: TrainState, starved: bool = False) -> tuple[TrainState, Finish | None]:
-        """Follows the orders of now; the state that comes in may be donated. With `Finish` there are no more steps.
+        """Execute the pending commands; the incoming state may be donated. After `Finish` there are no more steps.
 
-        - `starved`: there is nothing to train on, so that it follows orders until there is
+        - `starved`: no data is leased, so it executes commands until there is data
         """
-        while (order := self._guide.order(starved)) is not None:
+        while (order := self._controller.order(starved)) is not None:
             match order:
                 case SendMessage(number):
                     self._depart(state, number)
-                case ApplyRound(number, weight, place):
-                    self.place = place
+                case ApplyRound(number, weight, save_offset):
+                    self.save_offset = save_offset
                     state = self._arrive(state, number, weight)
                 case LoadOuterState(number, inherits):
-                    inner = self._guide.inherited() if inherits else None
-                    state = self._taken_over(self.all_of_theta(state), inner)
+                    inner = self._controller.inherited() if inherits else None
+                    state = self._taken_over(self.with_outer_parameters(state), inner)
                     self._seen, self._errors = jnp.zeros_like(self._seen), {}
                     self.arrived = number - 1
                 case CopyInnerState():
-                    self._guide.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
+                    self._controller.shown(InnerOptimizerState(self.step, on_host(state.method.psdp)))
                 case Finish():
                     return state, order
         return state, None
 
-    def all_of_theta(self, state: TrainState) -> TrainState:
-        """The state with the outer parameters for its own."""
+    def with_outer_parameters(self, state: TrainState) -> TrainState:
+        """Return the state with the outer parameters in place of its own."""
         for index in range(self._island.schedule.fragments):
             state = self._mixed(state, self._island.fragment(index), index, keep=0.0)
         return state
 
     def seen(self) -> list[float]:
-        """Tokens by fragment since this island last contributed to it; waits for the device."""
+        """Return the tokens by fragment since this island last contributed to it; wait for the device."""
         return [float(each) for each in jax.device_get(self._seen)]
 
     def _taken_over(self, state: TrainState, inner: InnerOptimizerState | None) -> TrainState:
-        """The state with a peer's inner optimizer, after as many steps as it has made; without one its own."""
+        """Return the state with a peer's inner optimizer and step count, or with its own optimizer, made finite."""
         if inner is None:
             psdp = state.method.psdp
-            sharded, gathered = without_holes((psdp.sharded, psdp.gathered))
+            sharded, gathered = without_nonfinite((psdp.sharded, psdp.gathered))
             return state._replace(method=state.method._replace(psdp=psdp._replace(sharded=sharded, gathered=gathered)))
         self.step = inner.step
         psdp = taken_over(state.method.psdp, inner.arrays)
@@ -102,26 +103,26 @@ class IslandStepper:
 
     def _depart(self, state: TrainState, number: int) -> None:
         index = self._island.schedule.round_fragment(number)
-        theta = self._outer.theta(index, self._guide.side.moment)
+        theta = self._outer.theta(index, self._controller.side.moment)
         messages, error = self._island.depart(state.method, theta, self._island.fragment(index))
         self._errors = {number: error}
         norm = self._island.norm(state.method, theta, self._island.fragment(index))
         for message in jax.tree.leaves(messages):
             message.copy_to_host_async()
         down = partial(_down, messages, self._seen[index], norm)
-        self._guide.message_sent(number, down, self._guide.used(self.batches))
+        self._controller.message_sent(number, down, self._controller.used(self.batches))
 
     def _arrive(self, state: TrainState, number: int, weight: float) -> TrainState:
         self.arrived = number
         error = self._errors.pop(number, None)
-        if weight == 0:  # it did not contribute: it keeps its own
+        if weight == 0:  # it did not contribute, so it keeps its own parameters
             return state
         index = self._island.schedule.round_fragment(number)
         self._seen = self._seen.at[index].add(-weight)
         return self._mixed(state, self._island.fragment(index), index, self._island.mixing, error)
 
     def _mixed(self, state: TrainState, fragment: Fragment, index: int, keep: float, error: Tree = None) -> TrainState:
-        theta = self._outer.theta(index, self._guide.side.moment)
+        theta = self._outer.theta(index, self._controller.side.moment)
         return state._replace(method=self._island.arrive(state.method, theta, fragment, keep, error))
 
 
@@ -131,8 +132,8 @@ def _down(messages: dict[str, jax.Array], weight: jax.Array, norm: jax.Array) ->
 
 
 @partial(jax.jit, donate_argnums=0)
-def without_holes(optimizer: Tree) -> Tree:
-    """An optimizer's state in which what is not finite is 0: an island that has diverged begins again with it."""
+def without_nonfinite(optimizer: Tree) -> Tree:
+    """Return an optimizer's state with 0 in place of values that are not finite, after a divergence."""
 
     def finite(array: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(array), array, 0) if jnp.issubdtype(array.dtype, jnp.inexact) else array

@@ -1,4 +1,4 @@
-"""The protocol's seconds, from the configuration."""
+"""The protocol's time limits, from the configuration."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _KEYS = ("heartbeat_seconds", "grace_seconds", "reduce_seconds")
 
 
 def timing_of(config: IslandsConfig) -> Timing:
-    """Those of the network, but what is given."""
+    """Return the limits of the configured network, with the values that the user gave."""
     base = LAN if config.network == "lan" else WAN
     return replace(base, **{key: value for key in _KEYS if (value := getattr(config, key)) is not None})
 
 
 def heal_seconds(config: IslandsConfig) -> float:
-    """For a joiner's transfer."""
+    """Return the limit of a joiner's transfer."""
     return config.heal_seconds or HEAL_SECONDS[config.network]

@@ -1,1 +1,1 @@
-"""`gregale islands`: several islands on this machine, each a process of its own."""
+"""`gregale islands`: several islands on this machine, each in its own process."""

@@ -25,7 +25,7 @@ from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, is
 from gregale.web.files import write_page
 
 POLL_SECONDS = 0.5
-SHORT = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # a store is asked again soon, and signals do not wait for it
+SHORT_RETRIES = RetryPolicy(seconds=1.0, silence_seconds=1.0)  # so that signals are handled soon
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class IslandsOptions(Settings):
 
 
 def main(options: IslandsOptions, config: TrainConfig) -> int:
-    """Runs a fleet until all its islands are complete, or until a signal; 0 if all are."""
+    """Run a fleet until all its islands are complete, or until a signal; return 0 if all are complete."""
     config.sync.check_joins_islands()
     folder = folder_of(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def main(options: IslandsOptions, config: TrainConfig) -> int:
 
 
 def folder_of(config: TrainConfig) -> Path:
-    """Where a fleet's secret lies, and what its islands say: always on this machine."""
+    """Return the local folder of a fleet's secret and its islands' logs."""
     runs = Path("runs") if is_url(config.runs) else Path(expand(config.runs, "runs"))
     return runs / f"{config.name}.islands"
 
@@ -63,15 +63,15 @@ class Fleet:
         self._token = folder / "token"
         make_token(self._token)
         self._stopped: str | None = None
-        self._config = self._written(config)
+        self._config = self._write_config(config)
         self._members: list[Member] = []
         self._lighthouse: LighthouseHandle | None = None
         self._name = config.name
         self._runs: StoragePath = storage_path(expand(config.runs, "runs"))
-        self._followers: dict[str, RunPoller] = {}  # of the runs that have begun, by the island's name
+        self._followers: dict[str, RunPoller] = {}  # pollers of the started runs, by the island's name
 
     def run(self) -> int:
-        """Starts all, shows them until they end, writes a report."""
+        """Start all processes, show them until they end, and write a report."""
         old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
             self._start()
@@ -79,22 +79,22 @@ class Fleet:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
-        return self._tell()
+        return self._finish()
 
     def end(self) -> None:
-        """Ends what still runs, the islands first."""
+        """End the running processes, the islands first."""
         end([member.process for member in self._members])
         if self._lighthouse is not None:
             end([self._lighthouse.process])
 
     def _stop(self, number: int, _) -> None:
-        """The first signal ends the fleet after its checkpoints; a second one of Ctrl-C does not wait."""
+        """Note the first signal, which ends the fleet after its checkpoints; a second Ctrl-C ends at once."""
         if self._stopped is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._stopped = signal.Signals(number).name
 
-    def _written(self, config: TrainConfig) -> Path:
-        """The configuration of all islands as a file."""
+    def _write_config(self, config: TrainConfig) -> Path:
+        """Write the configuration of all islands to a file; return its path."""
         path = self._folder / "config.yaml"
         number = max(config.islands.min_members_to_start, self._options.count)  # all of them are started at once
         islands = replace(config.islands, name=None, start=number, token_file=str(self._token))
@@ -108,13 +108,13 @@ class Fleet:
             f"{self._name}-{chr(ord('a') + number % 26)}{number // 26 or ''}" for number in range(self._options.count)
         ]
         for name in names:
-            self._members.append(self._started(name))
+            self._members.append(self._start_island(name))
         self._screen.message(
             f"{self._name}: {len(names)} islands ({', '.join(names)}), lighthouse at {self._lighthouse.address}. "
             f"What each says is in {self._folder}/<island>.log."
         )
 
-    def _started(self, name: str) -> Member:
+    def _start_island(self, name: str) -> Member:
         assert self._lighthouse is not None
         run = self._runs / name
         (run / "island.address").unlink(missing_ok=True)
@@ -129,41 +129,41 @@ class Fleet:
         return Member(name, run, output, start(command, output))
 
     def _watch(self) -> None:
-        """Shows the fleet until all islands have ended."""
+        """Show the fleet until all islands have ended."""
         seconds = STORE_SECONDS if isinstance(self._runs, ObjectPath) else SECONDS
-        told: set[str] = set()
+        reported: set[str] = set()
         asked, shown = False, time.monotonic()
         while any(member.process.poll() is None for member in self._members):
             if self._stopped and not asked:
                 asked = True
                 self._screen.message(f"{self._stopped}: the islands finish their round, save, and end.")
                 _signal_all(self._members, signal.SIGTERM)
-            self._tell_ended(told)
+            self._report_ended(reported)
             if time.monotonic() - shown >= seconds:
                 shown = time.monotonic()
                 self._show()
             time.sleep(POLL_SECONDS)
         self._show(is_last=True)
-        self._tell_ended(told)
+        self._report_ended(reported)
 
     def _show(self, is_last: bool = False) -> None:
-        """Shows the runs that have begun."""
+        """Show the runs that have begun."""
         for member in self._members:
-            path = replace(member.run, patience=SHORT) if isinstance(member.run, ObjectPath) else member.run
+            path = replace(member.run, patience=SHORT_RETRIES) if isinstance(member.run, ObjectPath) else member.run
             run = RunPaths(path)
-            with suppress(StoreError):  # out of order for now
+            with suppress(StoreError):  # the store is unavailable for now
                 if member.name not in self._followers and run.metrics.is_file():
                     self._followers[member.name] = RunPoller(run)
         if snapshots := looks(self._followers.values(), self._screen):
             self._screen.show(snapshots, is_last)
 
-    def _tell_ended(self, told: set[str]) -> None:
-        """Says, once, how an island has ended."""
+    def _report_ended(self, reported: set[str]) -> None:
+        """Report once how each island has ended."""
         for member in self._members:
             code = member.process.poll()
-            if code is None or member.name in told:
+            if code is None or member.name in reported:
                 continue
-            told.add(member.name)
+            reported.add(member.name)
             if code < 0:
                 self._screen.message(f"{member.name} died of {signal.Signals(-code).name}; the others go on.")
             elif code and not self._stopped:
@@ -171,7 +171,7 @@ class Fleet:
             else:
                 self._screen.message(f"{member.name}: {member.last_lines(1)}")
 
-    def _tell(self) -> int:
+    def _finish(self) -> int:
         codes = [member.process.returncode for member in self._members]
         try:
             if histories := [read_history(follower.run) for follower in self._followers.values()]:

@@ -30,9 +30,9 @@ _KILL_AFTER_SECONDS = 60.0
 class Member:
     """An island's process.
 
-    - `name`: the island's
+    - `name`: of the island
     - `run`: its run directory
-    - `output`: the file that has what it prints
+    - `output`: the file with its standard output and error
     """
 
     name: str
@@ -41,28 +41,28 @@ class Member:
     process: subprocess.Popen
 
     def last_lines(self, count: int = 3) -> str:
-        """The end of what it has printed; see `end_of`."""
+        """Return the end of its output; see `end_of`."""
         return end_of(self.output, count)
 
 
 def end_of(output: Path, count: int = 3) -> str:
-    """The end of what a process has printed: its error, which the caller calls one, else its last `count` lines."""
+    """Return the end of a process's output: its error without the prefix, otherwise its last `count` lines."""
     lines = [line.strip() for line in output.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
+    errors = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
     found = lines[errors[-1] :] if errors else lines[-count:]
     return " ".join(found).removeprefix(_ERROR)
 
 
 @dataclass
 class LighthouseHandle:
-    """The coordinator's process, and the address at which it listens."""
+    """The coordinator's process and its address."""
 
     address: str
     process: subprocess.Popen
 
 
 def start(command: Sequence[str], output: Path) -> subprocess.Popen:
-    """Starts a process whose output goes to a file; signals from the terminal do not reach it, the fleet's own do."""
+    """Start a process with its output in a file; only the fleet's signals reach it, not the terminal's."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         return subprocess.Popen(
@@ -71,13 +71,13 @@ def start(command: Sequence[str], output: Path) -> subprocess.Popen:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # with SIGTERM, at which islands save and end, as they do by hand
+            preexec_fn=end_with_parent,  # SIGTERM: islands save and end, as with a signal by hand
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
 
 def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHandle:
-    """Starts the coordinator and waits until it listens; raises `UserError` if it does not."""
+    """Start the coordinator and wait until it listens; raise `UserError` if it does not."""
     output.unlink(missing_ok=True)
     seconds = ["--heartbeat_seconds", str(timing.heartbeat_seconds), "--join_seconds", str(timing.join_seconds)]
     command = ["lighthouse", "--bind", "127.0.0.1:0", "--token_file", str(token), *seconds]
@@ -94,7 +94,7 @@ def start_lighthouse(token: Path, timing: Timing, output: Path) -> LighthouseHan
 
 
 def make_token(path: Path) -> None:
-    """Writes a new secret, readable by its owner alone; one that is there stays."""
+    """Write a new secret, readable by its owner alone; keep an existing one."""
     with suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -102,7 +102,7 @@ def make_token(path: Path) -> None:
 
 
 def end(processes: Sequence[subprocess.Popen], number: int = signal.SIGTERM) -> None:
-    """Asks processes to end and waits; who does not end within a minute is killed."""
+    """Ask processes to end and wait; kill those that run for another minute."""
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):
