@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
-from gregale.distributed.liveness import watched
-from gregale.distributed.hang_detector import Doing
+from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.hang_detector import Phase
 
 rank, processes, port, errs_at, hangs_at = map(int, sys.argv[1:])
 bounds = dict(timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS} if hangs_at > 0 else None)
@@ -39,10 +39,10 @@ split, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("al
 ones = jax.make_array_from_callback((processes,), split, lambda index: np.ones(processes, np.float32)[index])
 add = jax.jit(lambda x: x.sum(), out_shardings=everywhere)
 try:
-    with watched(watch, lambda: "It goes on from there.") as progress:
+    with monitor_peers(watch, lambda: "It goes on from there.") as progress:
         steps = 0
         while steps != errs_at:
-            progress.at(steps + 1, Doing.TRAINING if steps else Doing.COMPILING)
+            progress.at(steps + 1, Phase.TRAINING if steps else Phase.COMPILING)
             if rank == 1 and steps == hangs_at:
                 time.sleep(3600)
             with progress.waiting():
@@ -111,7 +111,7 @@ def message(job: Job, process: int, why: str) -> str:
     [
         ((3,), 1, signal.SIGKILL, "was lost: its connection closed"),
         ((2,), 0, signal.SIGKILL, "was lost: its connection closed"),
-        ((2,), 0, signal.SIGSTOP, f"was lost: no sign of life for {TIMEOUT_SECONDS} s"),
+        ((2,), 0, signal.SIGSTOP, f"was lost: no heartbeat for {TIMEOUT_SECONDS} s"),
     ],
     indirect=["job"],
     ids=["killed", "first killed", "first stopped"],
@@ -130,7 +130,7 @@ def test_a_lost_process_is_named_by_all_others(job, lost, number, why):
 @pytest.mark.parametrize("job", [(2, 1)], indirect=True)
 def test_an_error_of_one_process_ends_the_others(job):
     code, err = job.left(0)
-    why = f"ended with an error {TIMEOUT_SECONDS} s ago; its own output says which"
+    why = f"ended with an error {TIMEOUT_SECONDS} s ago; see its own output"
     assert re.fullmatch(message(job, 1, why), err), err
     assert code == 1
     assert job.left(1) == (2, "text that only this process sees\n"), "JAX does not wait for the others"
@@ -141,7 +141,7 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
     """Its signs of life go on; the others wait for it in a compiled program."""
     began = time.monotonic()
     name = rf"process 1 \([\w.-]+, pid {job.processes[1].pid}\)"
-    why = rf"{name} hangs: it has been for \d+ s in step 6\. At most 5 s are given to a step, .*"
+    why = rf"{name} hangs: it has been for \d+ s in step 6\. Limit: 5 s per step, .*"
     for process in range(3):
         code, err = job.left(process)
         assert re.fullmatch(rf"gregale: error: {why}\. It goes on from there\.\n", err), err

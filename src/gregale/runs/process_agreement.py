@@ -18,7 +18,7 @@ from gregale.checkpoint.multihost import messages_of_all, texts_of_all
 from gregale.data.config import VALIDATION
 from gregale.data.parts import json_sha256
 from gregale.data.preparation import Corpus
-from gregale.distributed.agreement import difference, from_text, in_words, to_text
+from gregale.distributed.agreement import difference, format_term, from_text, to_text
 from gregale.distributed.liveness import process_label
 from gregale.distributed.settings_check import RULE
 from gregale.errors import UserError
@@ -40,7 +40,7 @@ _DIGITS = 12  # of a digest
 def terms_of(settings: Any) -> dict[str, str]:
     """Return all values of a configuration by dotted keys, and for mappings of sources their order."""
     order = {"data.sources": ", ".join(settings.data.sources)} if hasattr(settings, "data") else {}
-    return order | {key: in_words(value) for key, value in flat(draccus.encode(settings)).items()}
+    return order | {key: format_term(value) for key, value in flat(draccus.encode(settings)).items()}
 
 
 def process_terms(settings: Any) -> dict[str, str]:

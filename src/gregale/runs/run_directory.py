@@ -22,7 +22,7 @@ from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl_reader import Entries, read_entries
 
-_AT_ONCE = RetryPolicy(seconds=5.0, silence_seconds=5.0)
+_SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)
 _COPYING_THREADS = 16
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
@@ -46,8 +46,10 @@ class RunDirectory(RunPaths):
     def resume_hint(self) -> str:
         """What the same command would begin with, in a sentence."""
         folder = self.checkpoints
-        try:  # for a process that is about to end: a store that does not answer is not waited for
-            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, ObjectPath) else folder)
+        if isinstance(folder, ObjectPath):  # the process is about to end and must not wait for a store
+            folder = replace(folder, retry_policy=_SHORT_RETRIES)
+        try:
+            steps = committed_steps(folder)
         except StoreError:
             return "The same command goes on from the newest checkpoint."
         if not steps:
