@@ -85,9 +85,7 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     root_of(folder, records)
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return next(
-            (damage for damage in pool.map(lambda record: _file_damage(folder, *record), expected) if damage), None
-        )
+        return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)
 
 
 def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:

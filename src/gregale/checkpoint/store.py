@@ -226,7 +226,7 @@ class Checkpoints:
         return first_message(found)
 
     def _report_without_manifest(self, newest: int | None) -> None:
-        """Report checkpoints without a manifest after the newest valid one: a save was killed, or a manifest deleted."""
+        """Report newer checkpoints without a manifest: a save was killed, or the manifest was deleted."""
         others = "There is no other one" if newest is None else f"The newest valid one is that of step {newest}"
         for name in by_first_process(lambda: without_manifest(self._directory), []):
             if (step := step_of(name) or 0) > (-1 if newest is None else newest):
