@@ -23,7 +23,7 @@ from threading import get_native_id
 from typing import IO
 
 # Errors of a full, protected or broken disk. The user can correct them; they are not defects of this program.
-OF_THE_DISK = {
+DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
     *(errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EMFILE),
 }
@@ -39,7 +39,7 @@ def os_error_text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     text = " ".join(str(error).split()) or type(error).__name__
-    known = (os.strerror(number) for number in OF_THE_DISK)
+    known = (os.strerror(number) for number in DISK_ERRORS)
     return next((message for message in known if message in text), text[:200])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax._src import distributed  # no public function waits in a thread
 from jax.experimental import multihost_utils
 
-from gregale.atomic_files import OF_THE_DISK, os_error_text
+from gregale.atomic_files import DISK_ERRORS, os_error_text
 from gregale.checkpoint.manifest import FileRecords
 from gregale.errors import UserError
 from gregale.storage import StoragePath, write_bytes
@@ -84,7 +84,7 @@ def by_first_process(action: Callable[[], T], otherwise: T) -> T:
         except UserError as error:
             failed = f"{error.exit_code} {error}"
         except OSError as error:
-            if error.errno not in OF_THE_DISK:
+            if error.errno not in DISK_ERRORS:
                 raise
             failed = f"{UserError.exit_code} The run's directory cannot be written: {os_error_text(error)}."
     if failed := first_message(failed):

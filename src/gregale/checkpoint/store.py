@@ -170,7 +170,7 @@ class Checkpoints:
         if damaged:
             found = "; ".join(f"{folder_name(step)}: {damage}" for step, damage in damaged)
             raise agreed(
-                f"None of the checkpoints in {self._directory} is sound ({found}). Put back an intact copy of one, or "
+                f"None of the checkpoints in {self._directory} is intact ({found}). Put back an intact copy of one, or "
                 "begin a new run."
             )
         return None

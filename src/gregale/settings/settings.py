@@ -13,7 +13,8 @@ A class may name keys of earlier versions, each with its old default and the rep
 
     removed_keys: ClassVar = {"warmup": RemovedKey(0, "`schedule.warmup` takes its place")}
 
-A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs and error messages read the same metadata (`gregale.settings.config_schema`).
+A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs
+and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ METRICS = (
     Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`"),
     Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory"),
     Metric("device_memory_bytes", "bytes", "in use, of the device of process 0 that has most", where="GPU, TPU"),
-    Metric("device_memory_peak_bytes", "bytes", "the most that was in use, likewise", where="GPU, TPU"),
+    Metric("device_memory_peak_bytes", "bytes", "the maximum in use on that device", where="GPU, TPU"),
     Metric("replica_bytes", "bytes", "a device has sent over `replica` since the run began"),
     Metric("steps_since_sync", "steps", "since a fragment was last sent", where=_REPLICAS),
     Metric("round", "", "the fleet's newest that this island knows of", where=_ISLANDS),
