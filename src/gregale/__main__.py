@@ -1,4 +1,4 @@
-"""`python -m gregale` is the command line."""
+"""Runs the command line for `python -m gregale`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Files that are whole or not there, locks that end with their process, and what the system says of a failure.
+"""Atomic writes of files, file locks that end with their process, and texts for operating system errors.
 
-Worker processes import this module: it imports nothing but the standard library.
+Worker processes import this module, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from pathlib import Path
 from threading import get_native_id
 from typing import IO
 
-# What a full, protected or broken disk says: for the user to mend, and not a mistake of this program.
-OF_THE_DISK = {
+# Errors of a full, protected or broken disk. The user can correct them; they are not defects of this program.
+DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
     *(errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EMFILE),
 }
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # of a file system that has none
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}  # errors of a file system without locks
 
 
-_LOOK_SECONDS = 0.05
-_TEMPORARY = re.compile(r".+\.tmp-([0-9a-f]{8})-(\d{1,7})-\d+")  # of the machine, the process and the thread
+_RETRY_SECONDS = 0.05
+_TEMPORARY = re.compile(r".+\.tmp-([0-9a-f]{8})-(\d{1,7})-\d+")  # machine, process and thread
 
 
 def os_error_text(error: BaseException) -> str:
-    """Why something could not be read or written, in the system's few words and with the file if it is known."""
+    """Return the operating system's text for a failed read or write, with the path if it is known."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     text = " ".join(str(error).split()) or type(error).__name__
-    known = (os.strerror(number) for number in OF_THE_DISK)
-    return next((words for words in known if words in text), text[:200])
+    known = (os.strerror(number) for number in DISK_ERRORS)
+    return next((message for message in known if message in text), text[:200])
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all; what a failure leaves half-written is removed."""
+    """Write a file atomically; after a failure, remove the incomplete temporary file."""
     try:
         with atomic_replace(path) as temporary:
             temporary.write_bytes(content)
@@ -54,7 +54,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
-    """A name to write a file or a folder under, which then gets the path's name, or goes if anything fails."""
+    """Yield a temporary path for a file or a folder; rename it to `path` at the end, or remove it after a failure."""
     temporary = temporary_beside(path)
     try:
         yield temporary
@@ -64,16 +64,16 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name in a path's folder that this thread alone uses; what it becomes must have another name in the end.
+    """Return a temporary path in a path's folder that only this thread uses; the caller renames the result.
 
-    What a killed process of this machine has left in the folder under such a name goes when another first asks for one.
+    The first call for a folder removes the temporary files that killed processes of this machine left there.
     """
     _sweep(str(path.parent))
     return path.with_name(f"{path.name}.tmp-{_machine()}-{os.getpid()}-{get_native_id()}")
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,7 +83,7 @@ def flush(path: Path) -> None:
 
 @cache
 def _sweep(folder: str) -> None:
-    """Removes temporary files and folders of processes that are gone; once in each process, for it lists the folder."""
+    """Remove temporary files and folders of dead processes; cached, because listing the folder costs time."""
     with suppress(OSError):
         for path in Path(folder).iterdir():
             found = _TEMPORARY.fullmatch(path.name)
@@ -92,7 +92,7 @@ def _sweep(folder: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder with all that is in it, as far as it can."""
+    """Remove a file, or a folder with its content; ignore errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -101,7 +101,7 @@ def remove(path: Path) -> None:
 
 
 def is_process_dead(pid: int) -> bool:
-    """Whether no process of this machine, or of this container, has this number, or one that has ended."""
+    """Return whether no running process of this machine, or of this container, has this process id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -110,12 +110,12 @@ def is_process_dead(pid: int) -> bool:
         return False
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-        return state == "Z"  # its parent has not asked how it ended
+        return state == "Z"  # it has ended, and its parent has not read its exit status
     return False
 
 
 def machine() -> str:
-    """What tells apart the machines, their boots, and the containers on them, in which a pid means other processes."""
+    """Return a text that identifies the machine, its boot and the container: the scope of a process id."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -130,7 +130,7 @@ def _machine() -> str:
 
 
 def user_cache() -> Path:
-    """`gregale` in the user's cache directory, by the XDG base directory specification."""
+    """Return the folder `gregale` in the user's cache directory (XDG base directory specification)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "gregale"
 
@@ -141,7 +141,7 @@ class LockHolder:
 
     host: str
     pid: int
-    since: float  # seconds since 1970, by its own clock
+    since: float  # seconds since 1970, by the clock of that process's host
 
     @staticmethod
     def this_process() -> LockHolder:
@@ -161,12 +161,12 @@ class LockHeld(Exception):
 
 
 def acquire(path: Path) -> IO[str]:
-    """The lock of a file, which is made if absent; to be closed, and the system closes it when the process ends.
+    """Lock a file, which is created if absent, and return it open; closing the file releases the lock.
 
-    A lock whose file was removed or renamed meanwhile is not the one that others see, so it is taken anew. Who looks
-    whether it is held (`is_held`) has it for a moment, so that it is tried twice.
+    If the file was removed or renamed meanwhile, other processes see another file, so the lock is taken again.
+    `is_held` takes the lock for a moment, so a failure is retried once. Raises `LockHeld` after the second failure.
     """
-    looked = False
+    has_failed = False
     while True:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
@@ -175,10 +175,10 @@ def acquire(path: Path) -> IO[str]:
                 return file
         except BlockingIOError:
             with file:
-                if looked:
+                if has_failed:
                     raise LockHeld(holder_of(file)) from None
-            looked = True
-            time.sleep(_LOOK_SECONDS)
+            has_failed = True
+            time.sleep(_RETRY_SECONDS)
             continue
         except BaseException:
             file.close()
@@ -187,7 +187,7 @@ def acquire(path: Path) -> IO[str]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock of a file; False if there is none, or if it cannot be told."""
+    """Return whether a process holds the lock of a file; False if there is no file or it cannot be opened."""
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -199,7 +199,7 @@ def is_held(path: Path) -> bool:
 
 
 def is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is the one that has this name."""
+    """Return whether an open file is the file at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def is_at(file: IO[str], path: Path) -> bool:
 
 
 def holder_of(file: IO[str]) -> LockHolder | None:
-    """Who wrote its name into a lock; None if nobody did, or not yet in full."""
+    """Return the holder that a lock file names; None if it names none, or is not yet complete."""
     file.seek(0)
     try:
         found = json.loads(file.read())
@@ -217,7 +217,7 @@ def holder_of(file: IO[str]) -> LockHolder | None:
 
 
 def write_holder(file: IO[str]) -> LockHolder:
-    """Writes this process's name into a lock that it holds; a full disk is no reason not to hold it."""
+    """Write this process's name into a lock file that it holds; ignore write errors, as the lock is held anyway."""
     mine = LockHolder.this_process()
     with suppress(OSError):
         file.truncate(0)

@@ -1,4 +1,4 @@
-"""The one exception for a mistake that the user can mend, and the hint for a missing extra."""
+"""The exceptions for mistakes that a user can correct, and the installation hint for a missing extra."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 class UserError(ValueError):
     """A mistake in a user's configuration, data or command.
 
-    The message is one clear paragraph: the key or the file, what was found, the arithmetic where there is any, and
-    what would work. The command line prints it without a traceback and exits with `exit_code`.
+    The message is one clear paragraph: the key or the file, the value, the arithmetic if there is any, and valid
+    values. The command line prints the message without a traceback and exits with `exit_code`.
     """
 
     exit_code = 2
 
 
 class Busy(UserError):
-    """Another process holds what a command needs. It may give it back, so that the same command works later."""
+    """Another process holds a resource that the command needs. The same command may work later."""
 
     exit_code = os.EX_TEMPFAIL
 
 
 class KeyedError(UserError):
-    """A mistake in one key, told by who does not know where in a configuration it stands: `key found rest`.
+    """A mistake in one key, raised by a class that does not know its own key; the message is `key found rest`.
 
-    - `key`: relative to the class that found it (`warmup`); see `below`
-    - `found`: what it is (`is -1`), after which a message may say where it was given
-    - `rest`: what is wrong with it, with its punctuation (`; it has to be at least 0.`)
+    - `key`: relative to the class that raises (`warmup`); see `below`
+    - `found`: the value (`is -1`); a message may add its origin after it
+    - `rest`: the cause and its punctuation (`; it has to be at least 0.`)
     """
 
     def __init__(self, key: str, found: str, rest: str):
@@ -41,7 +41,7 @@ class KeyedError(UserError):
 
 @contextmanager
 def below(prefix: str) -> Iterator[None]:
-    """Puts a prefix before the key of a mistake that is found inside: `warmup` becomes `optimizer.schedule.warmup`."""
+    """Add a prefix to the key of a `KeyedError` from the block: `warmup` becomes `optimizer.schedule.warmup`."""
     try:
         yield
     except KeyedError as error:
@@ -51,8 +51,8 @@ def below(prefix: str) -> Iterator[None]:
 def install_hint(extra: str) -> str:
     """Return a sentence with the command that installs an extra into the environment of this process.
 
-    The command installs from the clone: an index of Python packages has no release of Gregale, and strangers may
-    register its name there.
+    The command installs from the clone. A package index has no release of Gregale, and anyone may register its name
+    there.
     """
     clone, python = Path(__file__).parents[2], Path(sys.executable)
     if python.is_relative_to(clone):

@@ -1,4 +1,4 @@
-"""Formats numbers and settings as text for people."""
+"""Functions that format numbers and settings as text for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"
 
 
 def format_quantity(value: float | None, unit: str = "") -> str:
-    """Format a number by its unit, as metrics and charts name it."""
+    """Format a number in a unit of the metrics or the charts."""
     if value is None or not math.isfinite(value):
         return NONE
     if unit == "bytes":
@@ -37,7 +37,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_precise_duration(seconds: float) -> str:
-    """Format less than a minute as `4.25 s`, `12 ms`, `3.1 µs`, all else as `format_duration` does."""
+    """Format a duration below one minute as `4.25 s`, `12 ms`, `3.1 µs`; use `format_duration` for the others."""
     if 0 < seconds < 0.1:
         return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
     return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)

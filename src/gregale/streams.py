@@ -1,19 +1,19 @@
-"""Text streams: text that a terminal shows and does not act upon, and streams whose end is no reason to end."""
+"""Text without terminal control characters, and text streams that ignore write errors."""
 
 import os
 import unicodedata
 from contextlib import suppress
 from typing import Any, TextIO
 
-# Controls, halves of characters, ends of lines and of paragraphs, and what has no glyph: marks of direction are some.
+# Control characters, surrogates, line and paragraph separators, and format characters such as direction marks.
 _UNSHOWN = frozenset({"Cc", "Cs", "Cf", "Zl", "Zp"})
-_JOINERS = "\u200c\u200d"  # letters of several scripts, and of emoji, are joined with them
+_JOINERS = "\u200c\u200d"  # they join letters of several scripts, and emoji
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text without what a terminal acts upon: each such character becomes its escape, `\\x1b` or `\\n`.
+    """Return a text with each terminal control character replaced by its escape, such as `\\x1b` or `\\n`.
 
-    Names of files, runs and tensors may have any characters. All text passes through here where it reaches a terminal.
+    Names of files, runs and tensors may contain any character. All text for a terminal passes through this function.
 
     - `keep`: characters that stay as they are
     """
@@ -23,7 +23,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def say(line: str, file: TextIO | None = None, flush: bool = False) -> None:
-    """Print one line, as `printable` makes it."""
+    """Print one line after `printable` has escaped it."""
     print(printable(line), file=file, flush=flush)
 
 
@@ -36,21 +36,21 @@ def _escape(character: str) -> str:
 
 
 def abandon(stream: TextIO) -> None:
-    """Lets a stream that cannot be written lead nowhere, so that what is still in it cannot fail at Python's exit."""
+    """Redirect a broken stream to the null device, so that its buffered text cannot fail at Python's exit."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, stream.fileno())
+        os.close(null_device)
 
 
 class ResilientStream:
-    """A text stream that falls silent when its terminal is closed, its reader has ended or its disk is full."""
+    """A text stream that drops its output once its terminal is closed, its reader has ended or its disk is full."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes a text, if anybody is there to read it."""
+        """Write a text; drop it if the stream cannot be written."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -58,7 +58,7 @@ class ResilientStream:
             return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written, likewise."""
+        """Flush the stream; drop the buffered text if it cannot be written."""
         try:
             self._stream.flush()
         except OSError:

@@ -1,4 +1,4 @@
-"""Tables for a reader, on terminals of any width."""
+"""Tables for terminals of any width."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text
 from gregale.streams import printable
 from gregale.terminal import Console
 
-NARROW = 80  # columns; from here on cells are folded where a table is too wide
+NARROW = 80  # columns; from this width on, Rich folds the cells of a table that is too wide
 
 
 def print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A title and a table; on a narrow terminal, if it does not fit, each row as words under its first cell."""
+    """Print a title and a table; on a narrow terminal, print a table that does not fit as one paragraph per row."""
     console.print(Text(f"\n{printable(title)}"))
     table = _table(headings, rows)
     if _natural_width(console, table) <= console.width or console.width >= NARROW:
@@ -24,21 +24,21 @@ def print_table(console: Console, title: str, headings: Sequence[str], rows: Seq
     for first, *others in rows:
         console.print(Text(printable(first)))
         named = zip(headings[1:], others, strict=True)
-        words = "; ".join(f"{heading} {cell}" for heading, cell in named if cell not in ("", "-"))
-        console.print(Text(textwrap.indent(textwrap.fill(printable(words), console.width - 2), "  ")))
+        text = "; ".join(f"{heading} {cell}" for heading, cell in named if cell not in ("", "-"))
+        console.print(Text(textwrap.indent(textwrap.fill(printable(text), console.width - 2), "  ")))
 
 
 def fitting(
     console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], first_to_go: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows with as many of the columns as there is room for.
+    """Return headings and rows with as many columns as fit on the terminal.
 
-    - `first_to_go`: headings of the columns that may go, in this order
+    - `first_to_go`: headings of the columns that may be left out, in this order
     """
     kept = list(range(len(headings)))
     for heading in (None, *first_to_go):
-        kept = [place for place in kept if headings[place] != heading]
-        cut = [headings[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        kept = [index for index in kept if headings[index] != heading]
+        cut = [headings[index] for index in kept], [[row[index] for index in kept] for row in rows]
         if _natural_width(console, _table(*cut)) <= console.width:
             break
     return cut

@@ -1,4 +1,4 @@
-"""The console of every command: Rich's, which shows text and never lets the terminal act upon it."""
+"""The console of every command: Rich's console with control characters escaped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gregale.streams import printable
 
 
 class Console(rich_console.Console):
-    """Rich's console without markup in texts and without their control characters; colours and cursor are Rich's."""
+    """Rich's console without markup and without control characters in texts; Rich controls colours and cursor."""
 
     def __init__(self, **options: Any):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Return the segments of anything that can be shown; Rich calls it for every part of that too."""
+        """Return the segments of a renderable object; Rich also calls this for each part of the object."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text, keep="\n"))

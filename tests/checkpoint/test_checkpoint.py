@@ -224,8 +224,8 @@ def test_what_has_no_manifest_does_not_count_and_goes_with_the_next_save(folder,
     with Checkpoints(folder, report=reports.append) as again:
         assert again.steps() == [10]
         assert again.latest(small(0)).step == 10
-        assert reports[0].startswith("The checkpoint of step 20 does not count: ")
-        assert reports[0].endswith("The newest one that counts is that of step 10.")
+        assert reports[0].startswith("The checkpoint of step 20 is not valid: ")
+        assert reports[0].endswith("The newest valid one is that of step 10.")
         again.save(30, small(30), {})
     assert names(folder) == ["notes", "step-00000010", "step-00000030"]
 
@@ -401,7 +401,7 @@ def test_kill_at_any_moment_leaves_a_sound_newest_checkpoint(tmp_path, monkeypat
         reports: list[str] = []
         with Checkpoints(directory, report=reports.append) as checkpoints:
             restored = checkpoints.latest(made_for(0))
-        assert all("does not count" in report for report in reports)
+        assert all("is not valid" in report for report in reports)
         if restored is not None:
             assert restored.metadata == {"step": restored.step}
             assert_same_bits(restored.tree, made_for(restored.step))
@@ -481,7 +481,7 @@ def test_only_the_rows_of_a_piece_that_are_asked_for_are_read():
     piece = ShardExtent(Region((4, 8), (4, 8)), process=3, offset=100)
     wanted = [Region((0, 0), (5, 9)), Region((6, 10), (1, 1))]
     assert list(rows_for(piece, wanted, item_bytes=2)) == [RowRange(Region((4, 8), (3, 8)), 3, 100, 100 + 3 * 8 * 2)]
-    assert list(rows_for(piece, wanted, item_bytes=2, most_bytes=40)) == [
+    assert list(rows_for(piece, wanted, item_bytes=2, max_bytes=40)) == [
         RowRange(Region((4, 8), (2, 8)), 3, 100, 132),
         RowRange(Region((6, 8), (1, 8)), 3, 132, 148),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gregale.distributed.agreement import difference, from_text, in_words, to_text
+from gregale.distributed.agreement import difference, format_term, from_text, to_text
 
 
 def test_equal_terms_do_not_differ():
@@ -38,6 +38,6 @@ def test_a_message_is_one_line_whatever_keys_and_values_are():
 
 @pytest.mark.parametrize("text", ["y", "[1]", '{"a": 1}', "[" * 100_000], ids=lambda text: text[:9])
 def test_terms_travel_as_text_and_anything_else_differs_from_them(text):
-    terms = {"steps": "9", "samples.prompts": in_words(["a", "b\n"])}
+    terms = {"steps": "9", "samples.prompts": format_term(["a", "b\n"])}
     assert from_text(to_text(terms)) == terms
     assert difference({"a": terms, "b": from_text(text)}) != ""

@@ -9,7 +9,7 @@ import pytest
 
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import (
-    PATIENCE,
+    COLLECTIVE_TIMEOUT,
     WITHOUT_PARALLEL_LOOPS,
     WITHOUT_YNN,
     WITHOUT_YNN_BEFORE,
@@ -21,9 +21,9 @@ from gregale.errors import UserError
 
 
 def test_flags_are_added_and_a_users_own_stand():
-    assert with_flags("", 1).split() == [PATIENCE, WITHOUT_YNN]
+    assert with_flags("", 1).split() == [COLLECTIVE_TIMEOUT, WITHOUT_YNN]
     own = f"--xla_dump_to=here {WITHOUT_YNN}dot"
-    assert with_flags(own, 1).split() == [*own.split(), PATIENCE]
+    assert with_flags(own, 1).split() == [*own.split(), COLLECTIVE_TIMEOUT]
     assert with_flags(with_flags(own, 1), 1) == with_flags(own, 1)
 
 
@@ -32,7 +32,7 @@ def test_a_version_that_may_not_know_a_flag_does_not_get_it(monkeypatch: pytest.
         "does it know the flag, and is it still of use? Then raise the bound"
     )
     monkeypatch.setattr(jax, "__version_info__", WITHOUT_YNN_BEFORE)
-    assert with_flags("", 1) == PATIENCE
+    assert with_flags("", 1) == COLLECTIVE_TIMEOUT
 
 
 @pytest.mark.parametrize(("devices", "processors", "whole"), [(1, 1, False), (4, 8, False), (8, 8, True), (8, 2, True)])

@@ -17,16 +17,20 @@ def named(places) -> dict[str, ThreadProgress]:
     }
 
 
-def test_a_place_is_told_as_text():
+def test_progress_is_sent_as_text():
     progress = Progress()
-    assert ThreadProgress.parse(str(progress.place)) == progress.place == ThreadProgress(0, Phase.PREPARING, False, 0)
+    assert (
+        ThreadProgress.parse(str(progress.current)) == progress.current == ThreadProgress(0, Phase.PREPARING, False, 0)
+    )
     progress.at(801, Phase.TRAINING)
     with progress.waiting():
         assert (
-            progress.place == ThreadProgress.parse(str(progress.place)) == ThreadProgress(801, Phase.TRAINING, True, 1)
+            progress.current
+            == ThreadProgress.parse(str(progress.current))
+            == ThreadProgress(801, Phase.TRAINING, True, 1)
         )
     progress.still()
-    assert progress.place == ThreadProgress(801, Phase.TRAINING, False, 3)
+    assert progress.current == ThreadProgress(801, Phase.TRAINING, False, 3)
 
 
 HANGS = {
@@ -89,7 +93,7 @@ def test_work_that_takes_its_time_is_not_a_hang(places):
     assert find_hung(named(places), NOW, SECONDS) is None
 
 
-def test_every_work_has_its_patience():
+def test_each_phase_has_its_timeout():
     assert {doing: doing.timeout(1) for doing in Phase} == {
         "preparing": float("inf"),
         "compiling": OTHER_WORK,

@@ -13,7 +13,7 @@ from gregale.distributed.hang_detector import Phase, ThreadProgress
 from gregale.distributed.liveness import LivenessMonitor, Peer, monitor_peers
 
 
-def test_who_waited_for_long_in_the_roll_call_is_not_lost_when_the_watch_begins():
+def test_a_peer_that_was_silent_during_the_rendezvous_is_not_lost_when_the_monitor_starts():
     """It was silent then, as it had to be."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -36,9 +36,9 @@ def test_places_travel_with_the_signs_of_life_and_all_leave_together():
         sides[1].progress.at(7, Phase.TRAINING)
         seen = sides[0]._peers[0]
         until = time.monotonic() + 20
-        while seen.place != ThreadProgress(7, Phase.TRAINING, False, 1) and time.monotonic() < until:
+        while seen.progress != ThreadProgress(7, Phase.TRAINING, False, 1) and time.monotonic() < until:
             time.sleep(0.01)
-        assert seen.place.steps == 7
+        assert seen.progress.steps == 7
         sides[1]._may_leave = True
         sides[0].leave()
         sides[1].join(20)
@@ -48,7 +48,7 @@ def test_places_travel_with_the_signs_of_life_and_all_leave_together():
 def test_without_others_nothing_is_watched():
     with monitor_peers(None, str) as progress:
         progress.at(1, Phase.TRAINING)
-    assert progress.place.steps == 1
+    assert progress.current.steps == 1
 
 
 class Telling(LivenessMonitor):
@@ -91,7 +91,7 @@ def test_an_error_is_a_process_s_own_when_all_others_answer(three):
     for watch in three:
         watch.start()
     for watch in three:
-        asking = Thread(target=watch.await_verdict, daemon=True)
+        asking = Thread(target=watch.confirm_peers_alive, daemon=True)
         asking.start()
         asking.join(20)
         assert not asking.is_alive()
@@ -102,7 +102,7 @@ def test_signs_of_life_that_a_dead_process_left_unread_are_no_answer(three):
     three[2]._peers[0].connection.sendall(b"alive 3 training 0 1\n" * 10)
     for watch in three[:2]:
         watch.start()
-    asking = Thread(target=three[1].await_verdict, daemon=True)
+    asking = Thread(target=three[1].confirm_peers_alive, daemon=True)
     asking.start()
     assert within(lambda: any(three[0]._peers[1] in each for each in three[0]._unanswered.values())), (
         "process 0 asks it"
@@ -119,8 +119,8 @@ def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(thr
     for watch in three:
         watch.start()
     three[2]._has_failed = True
-    assert three[2]._said_so.wait(20)
-    asking = Thread(target=three[1].await_verdict, daemon=True)
+    assert three[2]._failure_sent.wait(20)
+    asking = Thread(target=three[1].confirm_peers_alive, daemon=True)
     asking.start()
     asking.join(1)
     assert asking.is_alive(), "it waits for process 0, which ends it after `distributed.timeout_seconds`"
@@ -129,7 +129,7 @@ def test_the_error_of_a_process_whose_peer_has_ended_with_one_is_not_its_own(thr
 def test_an_error_that_reaches_all_is_everybody_s_own(three):
     for watch in three:
         watch.start()
-    asking = [Thread(target=watch.await_verdict, daemon=True) for watch in three]
+    asking = [Thread(target=watch.confirm_peers_alive, daemon=True) for watch in three]
     for thread in asking:
         thread.start()
         time.sleep(0.02)
@@ -148,7 +148,7 @@ def test_a_process_that_did_not_run_for_a_while_hears_before_it_judges(ends):
         times = 0
 
         @property
-        def place(self):
+        def current(self):
             self.times += 1
             if self.times > 2 and ends:
                 return ThreadProgress()

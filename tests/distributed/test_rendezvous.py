@@ -14,7 +14,7 @@ from gregale.distributed import rendezvous as module
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.handshake import JoinRequest
 from gregale.distributed.liveness import EXIT_CODE, Peer
-from gregale.distributed.rendezvous import roll_call
+from gregale.distributed.rendezvous import wait_for_processes
 from gregale.errors import UserError
 from tests.ports import free_port
 
@@ -26,11 +26,11 @@ def port() -> int:
 
 @pytest.fixture
 def joining(port):
-    """`joining(process, processes, **settings)`: a roll call in a thread; a future of the names of its peers."""
+    """`joining(process, processes, **settings)`: the rendezvous in a thread; a future of the names of its peers."""
     found: list[Peer] = []
 
     def names(config: DistributedConfig) -> list[str]:
-        peers = roll_call(config)
+        peers = wait_for_processes(config)
         found.extend(peers)
         return [re.sub(r" \(.*, pid \d+\)", "", peer.name) for peer in peers]
 
@@ -160,7 +160,7 @@ def test_two_that_live_and_have_one_number_are_both_named_and_all_are_told(joini
 
 def test_one_that_is_gone_without_a_word_is_replaced(joining, port, monkeypatch):
     """As one whose host has lost its power; it was started anew elsewhere."""
-    monkeypatch.setattr(module, "_GREETING_SECONDS", 2.0)
+    monkeypatch.setattr(module, "_HANDSHAKE_SECONDS", 2.0)
     first = joining(0, 3)
     with joined(port, 1, 3, "dead") as older:
         heard(older, "missing process 2 of 3")
@@ -211,7 +211,7 @@ def test_who_stands_at_the_coordinator_s_address_without_the_secret_is_not_belie
             greeting = heard(connection, "\n").split()
             answer = JoinRequest(1, 2, 3, "x", greeting[5]).answer(b"a guess", "process 0 (elsewhere, pid 1)")
             connection.sendall(f"hello {answer}\n".encode())
-            with pytest.raises(UserError, match=r"who answers at 127.0.0.1:\d+ has another secret than this process"):
+            with pytest.raises(UserError, match=r"the program at 127.0.0.1:\d+ has another secret than this process"):
                 call.result(30)
 
 
@@ -231,4 +231,4 @@ def test_a_port_that_is_taken_is_waited_for(joining, port, capfd):
 
 def test_a_port_that_nobody_may_take():
     with pytest.raises(UserError, match=r"cannot listen at port 99999 .*; give a port from 1024 to 65535"):
-        roll_call(DistributedConfig("127.0.0.1:99999", 2, 0))
+        wait_for_processes(DistributedConfig("127.0.0.1:99999", 2, 0))

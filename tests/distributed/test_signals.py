@@ -58,7 +58,7 @@ with StopRequest(insist=partial(end_soon, 0.1)), ThreadPoolExecutor() as saving:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 130
     assert done.stderr == (
-        "gregale: interrupted; what was being saved does not count, and what was saved before is as it was\n"
+        "gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n"
     )
 
 

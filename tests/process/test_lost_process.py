@@ -112,7 +112,7 @@ def message(job: Job, process: int, why: str) -> str:
     [
         ((3,), 1, signal.SIGKILL, "was lost: its connection closed"),
         ((2,), 0, signal.SIGKILL, "was lost: its connection closed"),
-        ((2,), 0, signal.SIGSTOP, f"was lost: no sign of life for {TIMEOUT_SECONDS} s"),
+        ((2,), 0, signal.SIGSTOP, f"was lost: no heartbeat for {TIMEOUT_SECONDS} s"),
     ],
     indirect=["job"],
     ids=["killed", "first killed", "first stopped"],
@@ -131,7 +131,7 @@ def test_a_lost_process_is_named_by_all_others(job, lost, number, why):
 @pytest.mark.parametrize("job", [(2, 1)], indirect=True)
 def test_an_error_of_one_process_ends_the_others(job):
     code, err = job.left(0)
-    why = f"ended with an error {TIMEOUT_SECONDS} s ago; its own output says which"
+    why = f"ended with an error {TIMEOUT_SECONDS} s ago; see its own output"
     assert re.fullmatch(message(job, 1, why), err), err
     assert code == 1
     assert job.left(1) == (2, "text that only this process sees\n"), "JAX does not wait for the others"
@@ -142,7 +142,7 @@ def test_one_whose_main_thread_hangs_is_named_and_all_end(job):
     """Its signs of life go on; the others wait for it in a compiled program."""
     began = time.monotonic()
     name = rf"process 1 \([\w.-]+, pid {job.processes[1].pid}\)"
-    why = rf"{name} hangs: it has been for \d+ s in step 6\. At most 5 s are given to a step, .*"
+    why = rf"{name} hangs: it has been for \d+ s in step 6\. Limit: 5 s per step, .*"
     for process in range(3):
         code, err = job.left(process)
         assert re.fullmatch(rf"gregale: error: {why}\. It goes on from there\.\n", err), err

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from gregale.errors import UserError
-from gregale.tracking.profile import ENDINGS, MOST_STEPS, Window
+from gregale.tracking.profile import ENDINGS, MAX_STEPS, Window
 from tests.programs.tiny import EVALUATE, assert_same_state, losses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -68,7 +68,7 @@ def test_xprof_and_tensorboard_have_what_they_read(files):
         ("0:3", "steps are counted from 1"),
         ("7:5", "step 5 comes before step 7"),
         ("5:1001", "the run has 1000 steps"),
-        (f"1:{MOST_STEPS + 1}", f"that is {MOST_STEPS + 1} steps"),
+        (f"1:{MAX_STEPS + 1}", f"that is {MAX_STEPS + 1} steps"),
         ("9" * 400 + ":1", "it has to be START:STOP"),
     ],
 )

@@ -10,8 +10,8 @@ from tests.stores import BUCKET, CREDENTIALS, Fault, proxied
 
 PARTS = ("checkpoints", "metrics.jsonl", "samples.txt")  # what a run writes while it trains
 LOST = (
-    "The checkpoint of step 12 does not count: {}/checkpoints/step-00000012 has no manifest.json, which a save writes "
-    "last. The newest one that counts is that of step 8.\n"
+    "The checkpoint of step 12 is not valid: {}/checkpoints/step-00000012 has no manifest.json, which a save writes "
+    "last. The newest valid one is that of step 8.\n"
 )
 
 

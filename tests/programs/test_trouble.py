@@ -138,7 +138,7 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(again, capsys):
     assert again("--steps", "16") == 2
     error = refusal(capsys)
     assert "has no checkpoint any more, but this run has saved one at step 12" in error
-    assert "would delete the figures and samples of its 12 steps" in error
+    assert "would delete the metrics and samples of its 12 steps" in error
     assert "--fresh" in error
     assert content(again.run) == before
 

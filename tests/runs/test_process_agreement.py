@@ -48,9 +48,9 @@ def meet() -> Iterator[Callable[[int], tuple[Future[None], Peer]]]:
 
 def test_process_0_tells_the_others_that_all_agree_and_hears_what_comes_next(meet):
     call, other = meet(0)
-    other.tell(f"settings {to_text(OWN)}\nalive 1")
+    other.send(f"settings {to_text(OWN)}\nalive 1")
     call.result(20)
-    assert other.line() == "agreed "
+    assert other.next_line() == "agreed "
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ def test_process_0_tells_the_others_that_all_agree_and_hears_what_comes_next(mee
 )
 def test_process_0_tells_the_others_what_differs(meet, key, value):
     call, other = meet(0)
-    other.tell(f"settings {to_text(OWN | {key: value})}")
+    other.send(f"settings {to_text(OWN | {key: value})}")
     with pytest.raises(UserError) as refused:
         call.result(20)
     assert f"{key} is {OWN[key]} in process 0 (" in str(refused.value)
     assert f"), but {value} in process 1 (there, pid 7). All processes of a run need" in str(refused.value)
-    assert other.line() == f"no {refused.value}"
+    assert other.next_line() == f"no {refused.value}"
 
 
 def test_the_others_end_with_what_process_0_tells_them(meet):
     call, other = meet(1)
-    assert (other.line() or "").startswith('settings {"the version of Gregale":')
-    other.tell("no seed is another")
+    assert (other.next_line() or "").startswith('settings {"the version of Gregale":')
+    other.send("no seed is another")
     with pytest.raises(UserError, match=r"^seed is another$"):
         call.result(20)
 
@@ -77,7 +77,7 @@ def test_the_others_end_with_what_process_0_tells_them(meet):
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_whose_version_does_not_compare_settings_is_named(meet, number):
     call, other = meet(number)
-    other.tell("alive 0 0")
+    other.send("alive 0 0")
     with pytest.raises(UserError, match=rf"^process {1 - number} \(there, pid 7\) runs another version of Gregale"):
         call.result(20)
 

@@ -82,7 +82,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(folder):
         assert f"{folder} is being trained by process {process.pid} on" in str(caught.value)
         assert time.strftime(", since %Y-") in str(caught.value)
         assert "Two would write over each other's checkpoints" in str(caught.value)
-        waits = "looking for 12 s whether it still is"
+        waits = "waiting 12 s to see whether it still is"
         assert not reports if has_locks(folder) else waits in reports[0], "one that is locked is refused at once"
         process.send_signal(signal.SIGKILL)
     reports.clear()
@@ -143,13 +143,13 @@ def test_a_process_that_another_took_for_dead_stops(folder, monkeypatch, has_end
     with training(folder, reports.append, BEAT_SECONDS) as check:
         check()
         other = of_another_machine()
-        with pytest.raises(UserError, match=rf"{folder} is being trained by {other.holder} now, who took this process"):
+        with pytest.raises(UserError, match=rf"{folder}: this process lost the run's lease to {other.holder}"):
             take(folder, other, check, has_ended)
         assert stopped.wait(60)
         if not has_ended:
             give(folder, other)
     assert signals == [signal.SIGTERM]
-    assert reports[0].endswith("This one stops.")
+    assert reports[0].endswith("It stops.")
     assert names(folder) == ([] if has_ended else [LOCK]), "it is the other's to give back"
 
 
@@ -177,7 +177,7 @@ def test_of_two_that_take_a_dead_one_s_place_one_does(folder, monkeypatch):
 def test_a_lease_that_is_gone_is_no_loss(s3):
     held = RunLease(s3 / LOCK, LeaseRecord.of_this_process())
     held.check()
-    held.give_back()
+    held.release()
     (s3 / LOCK).write_bytes(b"torn")
     held.check()
 
@@ -185,5 +185,5 @@ def test_a_lease_that_is_gone_is_no_loss(s3):
 def test_a_full_disk_does_not_take_the_lease(tmp_path):
     give(tmp_path, mine := LeaseRecord.of_this_process())
     with largest_file(len(mine.to_bytes())):
-        RunLease(tmp_path / LOCK, mine).count()
+        RunLease(tmp_path / LOCK, mine).renew()
     assert lease_in(tmp_path).count == 1

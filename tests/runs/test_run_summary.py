@@ -16,7 +16,7 @@ import pytest
 from gregale.atomic_files import LockHeld, acquire, is_held
 from gregale.errors import UserError
 from gregale.runs.run_lease import LeaseRecord
-from gregale.runs.run_lock import SILENCE_SECONDS, is_being_trained, training
+from gregale.runs.run_lock import TIMEOUT_SECONDS, is_being_trained, training
 from gregale.runs.run_paths import RunPaths
 from gregale.runs.run_summary import State, last_entries, summaries, summary_of
 from gregale.storage import ObjectPath
@@ -129,7 +129,7 @@ def test_a_killed_process_trains_no_more(tmp_path):
     assert state_of(run) is State.STOPPED
 
 
-@pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * SILENCE_SECONDS, False)])
+@pytest.mark.parametrize(("age", "trained"), [(1.0, True), (2 * TIMEOUT_SECONDS, False)])
 def test_of_another_host_the_touches_count(tmp_path, age, trained):
     written(tmp_path / "lock", replace(LeaseRecord.of_this_process(), host="elsewhere", machine="elsewhere"), age)
     assert is_being_trained(tmp_path) is trained

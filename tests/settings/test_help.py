@@ -13,7 +13,7 @@ from gregale.programs.train.command import READS
 from gregale.runs.config import TrainConfig
 from gregale.settings import DECAY, between, whole
 from gregale.settings.config_schema import entries
-from gregale.settings.help import NARROWEST, WIDTH, render, topics
+from gregale.settings.help import MIN_WIDTH, WIDTH, render, topics
 
 
 @dataclass(frozen=True)
@@ -157,5 +157,5 @@ def test_an_unknown_topic_is_told():
 def test_help_is_as_wide_as_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = render(TrainConfig).splitlines()
-    assert max(map(len, lines)) <= max(NARROWEST, min(columns, WIDTH))
+    assert max(map(len, lines)) <= max(MIN_WIDTH, min(columns, WIDTH))
     assert {word for line in lines for word in line.split()} >= {"learning_rate", "hidden", "microbatches"}

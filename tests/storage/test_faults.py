@@ -49,7 +49,7 @@ def test_the_answer_of_a_creation_may_be_lost(failing):
 
 def test_what_does_not_pass_is_one_line_after_the_time_allowed(failing):
     folder, proxy = failing
-    folder = replace(folder, patience=RetryPolicy(seconds=1.5, first_delay_seconds=0.02))
+    folder = replace(folder, retry_policy=RetryPolicy(seconds=1.5, first_delay_seconds=0.02))
     proxy.faults[:] = [Fault(503, 10_000)]
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"x: the store did not answer as it should for 1.5 s \(.*\)\. Nothing"):

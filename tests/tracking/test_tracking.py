@@ -267,7 +267,7 @@ def test_a_tracker_of_others_never_ends_a_run():
     with Trackers([Guarded(Broken(), reports.append)]) as together:
         for step in (1, 2):
             together.log(step, {"loss": 2.0})
-    assert reports == ["A tracker fails, and the run goes on without it: ConnectionError: no network"]
+    assert reports == ["A tracker fails; the run continues without it: ConnectionError: no network"]
 
 
 def test_a_tracker_of_others_that_does_not_open_never_ends_a_run(tmp_path):
@@ -275,7 +275,7 @@ def test_a_tracker_of_others_that_does_not_open_never_ends_a_run(tmp_path):
     out = io.StringIO()
     with open_trackers([CONFIGS["tensorboard"]], RunInfo(tmp_path, "a", {}), Console(out), True) as trackers:
         trackers.log(1, {"loss": 2.0})
-    assert "tensorboard does not open, and the run goes on without it: NotADirectoryError: " in out.getvalue()
+    assert "tensorboard does not open; the run continues without it: NotADirectoryError: " in out.getvalue()
     assert entries(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: asynchronous, atomic, checked by checksums, restored under any other mesh.
+"""Asynchronous, atomic checkpoints with checksums, which can be restored under any mesh.
 
 `gregale.checkpoint.store` has `Checkpoints`; it is not imported here, because it loads JAX.
 """

@@ -1,4 +1,4 @@
-"""Whether a state is worth keeping: every number in it is finite."""
+"""A check that all numbers of a state are finite, before it is saved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NAMES_SHOWN = 3
 
 
 def not_finite(tree: Any) -> list[str]:
-    """The names of a tree's floating-point arrays that hold NaN or an infinity.
+    """Return the names of a tree's floating-point arrays that contain NaN or an infinity.
 
-    It is a program of its own over all devices, replicas too, and every process gets the same answer. It waits for the
-    device.
+    The check is a separate program over all devices, replicas included. Every process gets the same result. It waits
+    for the device.
     """
     arrays = {name: array for name, array in arrays_by_name(tree).items() if jnp.issubdtype(array.dtype, jnp.inexact)}
     if not arrays:
@@ -28,7 +28,7 @@ def not_finite(tree: Any) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Some arrays in words: the first few, and how many more."""
+    """Format the first names and the number of the others."""
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,4 +1,4 @@
-"""The arrays of a tree under stable names, and what must agree before they are restored into another tree."""
+"""The arrays of a tree under stable names, and the check before they are restored into another tree."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ _NAMES_SHOWN = 6
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What a leaf is, without its values.
+    """The shape, dtype and axis names of a leaf.
 
     Attributes:
         shape: sizes.
-        dtype: as NumPy or JAX name it.
+        dtype: name of the dtype in NumPy or JAX.
         axes: axis names, or None for an array without them.
     """
 
@@ -50,7 +50,7 @@ def _is_named(node: Any) -> bool:
 
 
 def _array_in(leaf: Any) -> Any:
-    """The array or ShapeDtypeStruct in a leaf, or None when the leaf is static."""
+    """Return the array or ShapeDtypeStruct in a leaf, or None if the leaf is static."""
     value = leaf.array if isinstance(leaf, NamedArray) else leaf
     return value if isinstance(value, jax.Array | jax.ShapeDtypeStruct) else None
 
@@ -60,7 +60,7 @@ def _name(path: tuple) -> str:
 
 
 def arrays_by_name(tree: Any) -> dict[str, Any]:
-    """The jax.Arrays (or ShapeDtypeStructs) of a tree, by path: `model/blocks/0/weight`. All else is static."""
+    """Return the jax.Arrays (or ShapeDtypeStructs) of a tree by path (`model/blocks/0/weight`); skip static leaves."""
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]
     named = [(_name(path), array) for path, leaf in paths if (array := _array_in(leaf)) is not None]
     found = dict(named)
@@ -69,7 +69,7 @@ def arrays_by_name(tree: Any) -> dict[str, Any]:
 
 
 def specs_by_name(tree: Any) -> dict[str, LeafSpec]:
-    """Shape, dtype and axis names of every array of a tree."""
+    """Return shape, dtype and axis names of every array of a tree."""
     specs = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)[0]:
         if (array := _array_in(leaf)) is not None:
@@ -79,7 +79,7 @@ def specs_by_name(tree: Any) -> dict[str, LeafSpec]:
 
 
 def fill(template: Any, arrays: dict[str, jax.Array]) -> Any:
-    """The template with its arrays replaced by those of the same name; static leaves stay the template's."""
+    """Return the template with its arrays replaced by the arrays of the same names; static leaves stay."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(template, is_leaf=_is_named)
 
     def filled(path: tuple, leaf: Any) -> Any:
@@ -92,7 +92,7 @@ def fill(template: Any, arrays: dict[str, jax.Array]) -> Any:
 
 
 def sharding_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
-    """Where a template's leaf wants to live; the first local device when it does not say."""
+    """Return the sharding of a template's leaf; the first local device if it has none."""
     return leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
@@ -101,14 +101,14 @@ def _listed(lines: list[str]) -> str:
     return "; ".join(lines[:_NAMES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], place: str, partial: bool) -> None:
-    """Checks that a checkpoint can fill a template.
+def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], path: str, partial: bool) -> None:
+    """Check that a checkpoint can fill a template.
 
     Args:
-        saved: what the checkpoint holds.
-        wanted: what the template asks for.
-        place: the checkpoint, for the message.
-        partial: whether the checkpoint may hold leaves that the template does not ask for.
+        saved: the leaves of the checkpoint.
+        wanted: the leaves of the template.
+        path: the path of the checkpoint, for the message.
+        partial: whether the checkpoint may contain leaves that the template lacks.
 
     Raises:
         UserError: leaves are missing, superfluous, or of another shape, axis order or dtype.
@@ -124,6 +124,6 @@ def check_match(saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], place: 
         problems.append(f"these differ: {_listed(differing)}")
     if problems:
         raise UserError(
-            f"The checkpoint {place} was written by another configuration: {'. Also, '.join(problems)}. "
+            f"The checkpoint {path} was written by another configuration: {'. Also, '.join(problems)}. "
             "Use the configuration it was written with, or begin a new run."
         )

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files or objects: written last, verified before anything is read."""
+"""The manifest of a checkpoint: checksums of its files or objects, written last and verified before a restore."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath
 
 MANIFEST = "manifest.json"
-PIECES = "pieces.json"  # where which piece of which array is
+SHARDS = "pieces.json"  # the positions of the shards of all arrays
 _FORMAT = 1
 _HASHING_THREADS = 4  # hashlib releases the interpreter lock
 
@@ -23,7 +23,7 @@ def _digest(path: Path) -> str:
 
 
 def digest_of(content: bytes | memoryview) -> str:
-    """The checksum of what is in memory."""
+    """Return the checksum of bytes in memory."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -32,7 +32,7 @@ def _digest_of_records(records: FileRecords) -> str:
 
 
 def write_manifest(folder: StoragePath, records: FileRecords) -> None:
-    """Writes the manifest; `folder` is complete once this returns, and on a disk power may fail then."""
+    """Write the manifest, which makes the checkpoint in `folder` valid; on a disk it then survives a power failure."""
     manifest = {"format": _FORMAT, "blake2b": _digest_of_records(records), "files": records}
     content = json.dumps(manifest, indent=1).encode()
     if isinstance(folder, ObjectPath):
@@ -45,15 +45,15 @@ def write_manifest(folder: StoragePath, records: FileRecords) -> None:
 
 
 def read_records(folder: StoragePath) -> FileRecords:
-    """What a sound manifest names."""
+    """Return the records of an intact manifest."""
     return json.loads((folder / MANIFEST).read_bytes())["files"]
 
 
 def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
-    """Where the files that a manifest names are; raises `UserError` if an earlier version of Gregale wrote them."""
+    """Return the folder of the files that a manifest names; raise `UserError` for an earlier version's format."""
     for name in records:
         own, _, last = name.partition("/")
-        if last == PIECES:
+        if last == SHARDS:
             return folder / own
     raise UserError(
         f"The checkpoint {folder} has Orbax's format, which this version of Gregale does not read. Commit 87fb450 of "
@@ -62,14 +62,14 @@ def root_of(folder: StoragePath, records: FileRecords) -> StoragePath:
 
 
 def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in words, or None when every file is as it was written.
+    """Return a text about the first damage of a checkpoint, or None if every file is intact.
 
     Args:
         folder: the committed checkpoint.
         part: number of the first file to check.
-        parts: check every `parts`-th file from there on; processes share the reading.
+        parts: check every `parts`-th file from the first on; processes share the reading.
 
-    Raises `UserError` if an earlier version of Gregale wrote it.
+    Raises `UserError` if an earlier version of Gregale wrote the checkpoint.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -85,7 +85,7 @@ def find_damage(folder: StoragePath, part: int = 0, parts: int = 1) -> str | Non
     root_of(folder, records)
     expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in sorted(records.items())[part::parts]]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return next((damage for damage in pool.map(lambda one: _file_damage(folder, *one), expected) if damage), None)
+        return next((damage for damage in pool.map(lambda each: _file_damage(folder, *each), expected) if damage), None)
 
 
 def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str | None:
@@ -100,9 +100,9 @@ def _file_damage(folder: StoragePath, name: str, size: int, digest: str) -> str 
     return None
 
 
-def _measured(place: StoragePath) -> tuple[int, str]:
-    """Size and checksum of what is there now."""
-    if isinstance(place, ObjectPath):
-        content = place.read_bytes()
+def _measured(path: StoragePath) -> tuple[int, str]:
+    """Return the current size and checksum of a file or an object."""
+    if isinstance(path, ObjectPath):
+        content = path.read_bytes()
         return len(content), digest_of(content)
-    return place.stat().st_size, _digest(place)
+    return path.stat().st_size, _digest(path)

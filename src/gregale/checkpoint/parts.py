@@ -1,4 +1,4 @@
-"""Bytes cut into parts: files of 48 MiB on a disk, or objects of a store, each written by one request."""
+"""Byte streams in parts: files of 48 MiB on a disk, or objects of a store, each written by one request."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import numpy as np
 from gregale.checkpoint.manifest import FileRecords
 from gregale.storage import ObjectPath, StoragePath, read_range
 
-PART_BYTES = 48 << 20  # s3fs and gcsfs write so much in one request
-THREADS = 8  # parts at once, which are in memory meanwhile
+PART_BYTES = 48 << 20  # s3fs and gcsfs can write this size in one request
+THREADS = 8  # number of parts in memory at once
 
 
 def write_parts(folder: StoragePath, prefix: str, contents: Iterable[np.ndarray], part_bytes: int) -> FileRecords:
-    """Writes arrays of bytes one after the other into `prefix-00000`, `prefix-00001`, ...; returns their checksums.
+    """Write arrays of bytes in sequence to `prefix-00000`, `prefix-00001`, ...; return the parts' checksums.
 
-    No more of the arrays are asked for than a few parts need. Nothing is written any more when it returns or raises.
+    The iterator advances only as far as the parts in flight need. All writes have ended when this returns or raises.
     """
     records: FileRecords = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        under_way: deque[tuple[str, Future[dict]]] = deque()
+        in_flight: deque[tuple[str, Future[dict]]] = deque()
         for number, views in enumerate(cut(contents, part_bytes)):
-            if len(under_way) == THREADS:
-                name, future = under_way.popleft()
+            if len(in_flight) == THREADS:
+                name, future = in_flight.popleft()
                 records[name] = future.result()
             name = _part_name(prefix, number)
-            under_way.append((name, pool.submit(write_part, folder / name, views)))
-        return records | {name: future.result() for name, future in under_way}
+            in_flight.append((name, pool.submit(write_part, folder / name, views)))
+        return records | {name: future.result() for name, future in in_flight}
 
 
-def write_part(place: StoragePath, views: list[memoryview]) -> dict:
-    """Writes a file, which is on the disk then, or an object; returns its size and checksum for a manifest."""
-    if isinstance(place, ObjectPath):
-        place.write_bytes(b"".join(views))
+def write_part(path: StoragePath, views: list[memoryview]) -> dict:
+    """Write an object, or a file and flush it to the disk; return size and checksum for a manifest."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(b"".join(views))
     else:
-        with place.open("wb") as file:
+        with path.open("wb") as file:
             file.writelines(views)
             file.flush()
             os.fsync(file.fileno())
@@ -50,20 +50,20 @@ def write_part(place: StoragePath, views: list[memoryview]) -> dict:
 
 
 def read_parts(buffer: np.ndarray, folder: StoragePath, prefix: str, part_bytes: int, start: int) -> None:
-    """Fills an array of bytes with those that begin at `start`; raises ValueError if a part is too short."""
-    at = 0
-    while at < len(buffer):
-        number, offset = divmod(start + at, part_bytes)
-        size = min(part_bytes - offset, len(buffer) - at)
+    """Fill an array of bytes from position `start` of the stream; raise ValueError if a part is too short."""
+    done = 0
+    while done < len(buffer):
+        number, offset = divmod(start + done, part_bytes)
+        size = min(part_bytes - offset, len(buffer) - done)
         found = read_range(folder / _part_name(prefix, number), offset, offset + size)
         if len(found) < size:
             raise ValueError(f"{_part_name(prefix, number)} is shorter than what was written")
-        buffer[at : at + size] = np.frombuffer(found, np.uint8)
-        at += size
+        buffer[done : done + size] = np.frombuffer(found, np.uint8)
+        done += size
 
 
 def cut(contents: Iterable[np.ndarray], part_bytes: int) -> Iterator[list[memoryview]]:
-    """The parts in their order, each as the views that make it up."""
+    """Yield the parts in order, each as a list of views."""
     part: list[memoryview] = []
     room = part_bytes
     for content in contents:

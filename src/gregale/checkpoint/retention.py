@@ -1,4 +1,4 @@
-"""Which checkpoints there are, what their files are called, and which of them stay."""
+"""The names of a run's checkpoints, the list of the valid ones, and the rule that selects those to keep."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _COMMITTED = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class CheckpointConfig(Settings):
-    """How often to save and what to keep."""
+    """The interval between checkpoints and the number to keep."""
 
     every: int = field(
         default=1000,
@@ -43,38 +43,38 @@ class CheckpointConfig(Settings):
 
 
 def folder_name(step: int) -> str:
-    """The name of a committed checkpoint's folder."""
+    """Return the folder name of a committed checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of the checkpoint that a file or folder belongs to, by its name below the folder of checkpoints."""
+    """Return the step of a checkpoint from a path below the checkpoint folder; None for other paths."""
     match = _COMMITTED.fullmatch(name.partition("/")[0])
     return int(match.group(1)) if match else None
 
 
 def committed_steps(directory: StoragePath) -> list[int]:
-    """The steps with a committed checkpoint (sound or not), in ascending order.
+    """Return the steps with a committed checkpoint (intact or not), in ascending order.
 
-    A checkpoint counts if its manifest, which comes last and goes first, is there.
+    A checkpoint is valid if its manifest exists, which is written last and deleted first.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         folders = [name for name in names(directory) if step_of(name) is not None]
-        there = list(pool.map(lambda name: status(directory / name / MANIFEST) is not None, folders))
-    return sorted(step_of(name) or 0 for name, is_there in zip(folders, there, strict=True) if is_there)
+        valid = list(pool.map(lambda name: status(directory / name / MANIFEST) is not None, folders))
+    return sorted(step_of(name) or 0 for name, is_valid in zip(folders, valid, strict=True) if is_valid)
 
 
 def without_manifest(directory: StoragePath) -> list[str]:
-    """The names of what is no committed checkpoint but has the name of one, by ascending step."""
+    """Return the names of checkpoint folders without a manifest, by ascending step."""
     committed = {folder_name(step) for step in committed_steps(directory)}
     return [name for name in names(directory) if step_of(name) is not None and name not in committed]
 
 
 def superfluous(steps: Iterable[int], saved: int, config: CheckpointConfig) -> list[int]:
-    """The steps to delete after `saved` has been committed.
+    """Return the steps to delete after `saved` has been committed.
 
-    Steps after `saved` were left by a run that went on from an earlier checkpoint (the later ones were damaged, or an
-    older one was asked for); they are no part of this run's history and would be taken for its newest state.
+    Steps after `saved` remain if a run resumed from an earlier checkpoint. They do not belong to this run's history,
+    but would be its newest state.
     """
     history = sorted(step for step in steps if step <= saved)
     kept = set(history[-config.keep_last :])

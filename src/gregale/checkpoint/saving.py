@@ -1,4 +1,4 @@
-"""Writing a checkpoint: in the background, whole or not at all, and never a state that is not finite."""
+"""Asynchronous, atomic saving of checkpoints, which rejects a state that is not finite."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,12 @@ from gregale.storage import StoragePath, StoreError
 
 @dataclass(frozen=True)
 class Notices:
-    """What process 0 calls, mostly in a thread: a line for the user; before a save and before it counts; after it."""
+    """Callbacks of process 0, mostly called in a thread.
+
+    - `report`: called with one line for the user
+    - `check`: called before a save and before its commit; raises to prevent it
+    - `committed`: called with the step after the commit
+    """
 
     report: Callable[[str], None]
     check: Callable[[], None]
@@ -37,16 +42,16 @@ class Notices:
 
 
 class _Failure(NamedTuple):
-    """Why something failed: `fact` for a line of the run, `message` with what would help for the error that ends it."""
+    """The cause of a failure: `fact` for the log of a run that continues, `message` (with a remedy) for an error."""
 
     fact: str
     message: str
 
 
 class Saver:
-    """Saves the checkpoints of a run, one at a time; `Checkpoints` describes what is saved and how.
+    """Saves the checkpoints of a run, one at a time; see `Checkpoints` for the content.
 
-    Every process makes the same calls in the same order. `failure` is why the last save failed, None if it did not.
+    Every process makes the same calls in the same order. `failure` is the cause if the last save failed, else None.
     """
 
     def __init__(self, directory: StoragePath, config: CheckpointConfig, notices: Notices):
@@ -54,11 +59,11 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: tuple[int, Future] | None = None
         self._saves = 0
-        self.history: set[int] = set()  # steps that were saved, or that the run began from
+        self.history: set[int] = set()  # the saved steps, and the step that the run resumed from
         self.failure: str | None = None
 
     def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object]) -> None:
-        """As `Checkpoints.save`."""
+        """See `Checkpoints.save`."""
         self.wait()
         if step in self.history:
             return
@@ -68,9 +73,9 @@ class Saver:
         texts = {LEAVES: json.dumps(leaves, indent=1), METADATA: json.dumps(metadata, indent=1)}
         stored = {name: array for name, array in arrays_by_name(tree).items() if array.size > 0}
         size = sum(array.nbytes for array in stored.values())
-        # No other save has this folder, in which every process writes.
+        # Every process writes to this folder, whose name is unique to this save.
         root = self._directory / folder_name(step) / messages_of_all(uuid4().hex[:8])[0]
-        # A process that lost the run must not remove what the new one is writing.
+        # A process that lost the lease must not delete the new owner's files.
         for action in (self._check, lambda: self._make_room(size)):
             failed = _failure_of(action)
             if failed and jax.process_index() == 0:
@@ -83,7 +88,7 @@ class Saver:
         self._in_flight = step, self._thread.submit(self._commit, step, root, writing, failed, beside)
 
     def wait(self) -> None:
-        """As `Checkpoints.wait`."""
+        """See `Checkpoints.wait`."""
         if self._in_flight is None:
             return
         (step, future), self._in_flight = self._in_flight, None
@@ -92,7 +97,7 @@ class Saver:
             self.history.add(step)
 
     def close(self) -> None:
-        """Waits, without the other processes, and frees the threads."""
+        """Wait without the other processes, and end the threads."""
         self._thread.shutdown()
 
     def _check(self) -> None:
@@ -119,14 +124,14 @@ class Saver:
         failed: _Failure | None,
         beside: Callable[[], object],
     ) -> str | None:
-        """In the background: writes the files, has the checkpoint count, deletes old ones.
+        """Write the files, commit the checkpoint and delete old ones, in the background thread.
 
-        Takes why it failed so far and returns why it failed, as far as this process knows.
+        Takes the failure so far, and returns the message of the first failure that this process knows.
         """
         records: FileRecords = {}
 
         def write() -> None:
-            records.update(writing.pop()())  # then nothing refers to the copies of the arrays
+            records.update(writing.pop()())  # `pop` drops the last reference to the copies of the arrays
             beside()
             if jax.process_index() > 0:
                 hand_over(root, jax.process_index(), records)
@@ -145,7 +150,7 @@ class Saver:
         return failed.message if failed else None
 
     def _tidy(self, saved: int) -> None:
-        """Notes what was saved and deletes old checkpoints; that it fails is worth a line, no more."""
+        """Call `committed` and delete old checkpoints; a failure is only reported."""
 
         def tidy() -> None:
             self._notices.committed(saved)
@@ -156,20 +161,20 @@ class Saver:
             self._notices.report(f"Old checkpoints in {self._directory} were not deleted: {failed.fact}.")
 
     def _give_up(self, step: int, root: StoragePath, failed: _Failure) -> None:
-        """Frees the room that a failed save takes, and says so."""
+        """Delete the files of a failed save and report the failure."""
         discard(root)
         self._notices.report(f"The checkpoint of step {step} could not be saved: {failed.fact}. {self._newest()}.")
 
     def _newest(self) -> str:
         try:
             steps = committed_steps(self._directory)
-        except UserError:  # the store cannot be asked: likely why
-            return "The earlier ones are as they were"
+        except UserError:  # the store does not respond, which is likely the cause of the failure
+            return "The earlier ones are unchanged"
         return f"The newest one is that of step {steps[-1]}" if steps else "There is no earlier one"
 
 
 def _failure_of(action: Callable[[], object]) -> _Failure | None:
-    """Why an action failed, in a few words; None if it did not."""
+    """Run an action; return its failure, or None."""
     try:
         action()
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""Saving and restoring checkpoints, on a disk or in an object store."""
+"""`Checkpoints`, which saves and restores the checkpoints of a run, on a disk or in an object store."""
 
 import json
 from collections.abc import Callable
@@ -33,12 +33,12 @@ Partial = bool | Callable[[dict], bool]
 
 @dataclass(frozen=True)
 class Restored(Generic[Tree]):
-    """A checkpoint that was read.
+    """A restored checkpoint.
 
     Attributes:
-        step: the step it was saved at.
-        tree: the template, filled with its arrays.
-        metadata: what was saved beside them.
+        step: the step of the checkpoint.
+        tree: the template, filled with the checkpoint's arrays.
+        metadata: the metadata of the checkpoint.
     """
 
     step: int
@@ -50,8 +50,8 @@ class Checkpoints:
     """The checkpoints of one run, in one directory that all its processes share, or in one folder of a store.
 
     Every process of a `jax.distributed` run makes the same calls in the same order. Trees are pytrees of global
-    jax.Arrays, with or without axis names; whatever else they hold is static and is not saved. Reading alone leaves the
-    directory as it is; the first save removes what a killed process left unfinished.
+    jax.Arrays, with or without axis names; other leaves are static and are not saved. Reading does not change the
+    directory. The first save removes unfinished checkpoints of killed processes.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Checkpoints:
     ):
         """
         Args:
-            directory: made by the first save.
-            config: what is kept.
-            report: told in one line of each checkpoint that is committed or failed (in a thread) or damaged; process 0
-                only.
-            committed: called with the step of each checkpoint that is committed, likewise.
-            check: called before each begins and before it is, likewise; raises if this process must not write to the
-                run any more.
+            directory: created by the first save.
+            config: the retention rules.
+            report: called in process 0 with one line for each committed, failed or damaged checkpoint, also from a
+                thread.
+            committed: called in the same way with the step of each committed checkpoint.
+            check: called in the same way before each save and before its commit; raises if this process must not write
+                to the run any more.
         """
         self._directory = (storage_path(directory) if isinstance(directory, str) else directory).absolute()
         self._report = report if jax.process_index() == 0 else lambda _: None
@@ -84,48 +84,47 @@ class Checkpoints:
         self.close()
 
     def save(self, step: int, tree: Any, metadata: dict, beside: Callable[[], object] = lambda: None) -> None:
-        """Saves in the background; returns once the arrays may be donated. Waits for an earlier save.
+        """Save in the background; return once the arrays may be donated. Waits for an earlier save.
 
-        A step that this object has saved already, or began from, is not written again. A save that fails, for want of
-        room on the disk or whatever else, is reported and leaves nothing behind: the run goes on, with `failure` set
-        until a save succeeds.
+        A step that this object has already saved or resumed from is not written again. A failed save (for example on a
+        full disk) is reported and its files are deleted. The run continues, with `failure` set until a save succeeds.
 
         Args:
             step: names the checkpoint.
             tree: pytree of global jax.Arrays.
-            metadata: goes to JSON beside them.
-            beside: writes elsewhere what belongs to the checkpoint, in every process and in the background: without
-                it, if it raises, the checkpoint has failed.
+            metadata: stored as JSON beside the arrays.
+            beside: writes further data of the checkpoint to another path, in every process and in the background; if
+                it raises, the save fails.
 
         Raises:
-            UserError: an array of the tree holds NaN or an infinity; nothing is saved.
+            UserError: an array of the tree contains NaN or an infinity; nothing is saved.
         """
         self._saver.save(step, tree, metadata, beside)
 
     def outdate(self, step: int) -> None:
-        """What is saved of a step is its state no longer: the next save of that step takes its place."""
+        """Mark the checkpoint of a step as outdated: the next save of that step replaces it."""
         self._saver.wait()
         self._saver.history.discard(step)
 
     @property
     def failure(self) -> str | None:
-        """Why the last save failed, the same in every process; None if it did not, or is still in flight."""
+        """The cause if the last save failed, the same in every process; None if it succeeded or is in flight."""
         return self._saver.failure
 
     def wait(self) -> None:
-        """Waits until the save in flight, if any, is committed or has failed."""
+        """Wait until the save in flight, if any, is committed or has failed."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits, then frees the threads, as leaving a `with` block does; nothing may be saved or restored then."""
+        """Wait, then end the threads, as the end of a `with` block does; no save or restore is possible afterwards."""
         self._saver.close()
 
     def steps(self) -> list[int]:
-        """The steps with a committed checkpoint, in ascending order."""
+        """Return the steps with a committed checkpoint, in ascending order."""
         return committed_steps(self._directory)
 
     def metadata(self, step: int) -> dict:
-        """What was saved beside the arrays of a step.
+        """Return the metadata of a step's checkpoint.
 
         Raises:
             UserError: there is no such checkpoint, or its metadata cannot be read.
@@ -139,23 +138,23 @@ class Checkpoints:
             raise UserError(f"The checkpoint's metadata {folder / METADATA} cannot be read: {error}.") from error
 
     def latest(self, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree] | None:
-        """Restores the newest sound checkpoint; None when there is no checkpoint at all.
+        """Restore the newest intact checkpoint; return None if there is no checkpoint.
 
-        Damaged ones are reported and passed over. Arguments as for `restore`.
+        Damaged checkpoints are reported and skipped. The arguments are those of `restore`.
 
         Raises:
-            UserError: there are checkpoints and none is sound, or it does not match the template.
+            UserError: all checkpoints are damaged, or the checkpoint does not match the template.
         """
         step = self.sound_step()
         return None if step is None else self.read(step, template, partial)
 
     def sound_step(self) -> int | None:
-        """The step of the newest sound checkpoint, for `read`; None when there is no checkpoint at all.
+        """Return the step of the newest intact checkpoint, for `read`; None if there is no checkpoint.
 
-        Damaged ones, and newer ones without a manifest, are reported and passed over.
+        Damaged checkpoints, and newer ones without a manifest, are reported and skipped.
 
         Raises:
-            UserError: there are checkpoints and none is sound.
+            UserError: all checkpoints are damaged.
         """
         self.wait()
         damaged: list[tuple[int, str]] = []
@@ -171,21 +170,20 @@ class Checkpoints:
         if damaged:
             found = "; ".join(f"{folder_name(step)}: {damage}" for step, damage in damaged)
             raise agreed(
-                f"None of the checkpoints in {self._directory} is sound ({found}). Put back an intact copy of one, or "
+                f"None of the checkpoints in {self._directory} is intact ({found}). Put back an intact copy of one, or "
                 "begin a new run."
             )
         return None
 
     def restore(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
-        """Restores one step into a template, whatever mesh it was saved from.
+        """Restore one step into a template, from any mesh.
 
         Args:
-            step: which checkpoint.
-            template: a pytree like the one that was saved, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings
-                to restore under; static leaves are handed back as they are. Or a function that makes it from what
-                was saved beside the arrays.
-            partial: the template may ask for a part of what was saved; only this is read. Or a function that says so
-                of what was saved beside the arrays.
+            step: the step of the checkpoint.
+            template: a pytree like the saved one, of jax.ShapeDtypeStructs (or jax.Arrays) with the shardings to
+                restore under; static leaves are returned unchanged. Or a function that makes it from the metadata.
+            partial: whether the template may lack saved leaves, which are then not read. Or a function that decides
+                this from the metadata.
 
         Raises:
             UserError: there is no such checkpoint, it is damaged, or it does not match the template.
@@ -194,7 +192,7 @@ class Checkpoints:
         return self.read(step, template, partial)
 
     def check(self, step: int) -> None:
-        """Raises `UserError` if there is no checkpoint of a step, or it is damaged; else it can be given to `read`."""
+        """Raise `UserError` if a step's checkpoint is absent or damaged; otherwise `read` can restore it."""
         self.wait()
         folder = self._existing(step)
         if damage := self._damage(step):
@@ -217,23 +215,23 @@ class Checkpoints:
         return None if newest == _NONE else newest
 
     def _damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint; the processes share the reading and agree on the answer."""
+        """Return a text about the damage of a checkpoint, the same in all processes, which share the reading."""
         found, failed = None, None
         try:
             found = find_damage(self._directory / folder_name(step), jax.process_index(), jax.process_count())
-        except UserError as error:  # a store that fails, an old format: no damage, and no other would be better
+        except UserError as error:  # a failing store or an old format is no damage; other checkpoints would fail too
             failed = str(error)
         if failed := first_message(failed):
             raise agreed(failed)
         return first_message(found)
 
     def _report_without_manifest(self, newest: int | None) -> None:
-        """Reports what lies after the newest one that counts: a save was killed, or a manifest was deleted."""
-        others = "There is no other one" if newest is None else f"The newest one that counts is that of step {newest}"
+        """Report newer checkpoints without a manifest: a save was killed, or the manifest was deleted."""
+        others = "There is no other one" if newest is None else f"The newest valid one is that of step {newest}"
         for name in by_first_process(lambda: without_manifest(self._directory), []):
             if (step := step_of(name) or 0) > (-1 if newest is None else newest):
                 self._report(
-                    f"The checkpoint of step {step} does not count: {self._directory / name} has no "
+                    f"The checkpoint of step {step} is not valid: {self._directory / name} has no "
                     f"{MANIFEST}, which a save writes last. {others}."
                 )
 
@@ -245,7 +243,7 @@ class Checkpoints:
             )
 
     def read(self, step: int, template: Tree | Callable[[dict], Tree], partial: Partial = False) -> Restored[Tree]:
-        """Restores a checkpoint that is known to be sound; arguments as for `restore`."""
+        """Restore a checkpoint that is known to be intact; the arguments are those of `restore`."""
         root = self._root(step)
         saved = {name: LeafSpec.from_json(entry) for name, entry in json.loads((root / LEAVES).read_bytes()).items()}
         if isfunction(template):

@@ -1,4 +1,4 @@
-"""The command line `gregale`. Programs are imported only when they are chosen."""
+"""The command line `gregale`. It imports a program only when a command needs it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from importlib import import_module
 from typing import TextIO
 
 import gregale
-from gregale.atomic_files import OF_THE_DISK
+from gregale.atomic_files import DISK_ERRORS
 from gregale.errors import UserError
 from gregale.streams import ResilientStream, abandon, printable
 
 
 @dataclass(frozen=True)
 class Program:
-    """A line of the table of commands: where the program is (a module with a `COMMAND`) and what it does."""
+    """An entry of the table of commands: the program's module, which has a `COMMAND`, and a summary."""
 
     module: str
     summary: str
@@ -34,88 +34,86 @@ class Program:
 
 PROGRAMS = {
     "train": Program("gregale.programs.train.command", "train a language model from a YAML file; run again to resume"),
-    "island": Program("gregale.programs.island.command", "train as one island of several that come, go and die"),
+    "island": Program("gregale.programs.island.command", "train as one of several islands, which may join and leave"),
     "islands": Program("gregale.programs.local_fleet.command", "train as several islands on this machine, in one view"),
-    "lighthouse": Program("gregale.programs.lighthouse", "coordinate islands: who is there, and nothing else"),
+    "lighthouse": Program("gregale.programs.lighthouse", "run the coordinator for islands"),
     "sample": Program(
         "gregale.programs.sample.command", "continue a prompt, or those of a file, with the model of a run"
     ),
     "eval": Program("gregale.programs.evaluate", "measure a model: loss and bits per byte of text, and tasks"),
     "watch": Program("gregale.programs.watch.command", "follow a run while it trains, in the terminal or on a page"),
-    "runs": Program("gregale.programs.runs", "list the runs of a folder: how they stand and what they have come to"),
-    "import": Program("gregale.programs.importing", "make a model of the Hugging Face hub one to start from"),
+    "runs": Program("gregale.programs.runs", "list runs with state and results"),
+    "import": Program("gregale.programs.importing", "import a model of the Hugging Face hub to start a run from"),
     "export": Program("gregale.programs.exporting", "write the model of a run for transformers, vLLM and others"),
     "tokenize": Program("gregale.programs.tokenize", "build the token store of a YAML file ahead of training"),
     "plan": Program(
         "gregale.programs.plan.command", "show memory, collectives and bytes of a YAML file without training"
     ),
     "report": Program("gregale.programs.report.command", "write a page of runs: curves, rounds, samples, differences"),
-    "simulate": Program(
-        "gregale.programs.simulate", "tell which bandwidth each method needs, from a model of the timeline"
-    ),
+    "simulate": Program("gregale.programs.simulate", "estimate the bandwidth that each method needs"),
 }
 
 _OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory")
-_ASKED = re.compile(r"allocat\w+ (\d+) bytes")
+_REQUESTED_BYTES = re.compile(r"allocat\w+ (\d+) bytes")
 
 
 def main(arguments: Sequence[str] | None = None, programs: Mapping[str, Program] = PROGRAMS) -> int:
-    """Runs a command; returns its exit code.
+    """Run a command; return its exit code.
 
-    A user's mistake, and a disk that does not take or give a file, is one paragraph on standard error and exit code 2
-    (75 if the same command may work later).
+    A user's mistake or a disk error gives one paragraph on standard error and exit code 2 (75 if the same command may
+    work later).
     """
     _silence_deprecations()
-    _write_what_the_locale_lacks()
+    _replace_unencodable()
     try:
-        code = _dispatch(_in_unicode(sys.argv[1:] if arguments is None else arguments), programs)
+        code = _dispatch(_decoded(sys.argv[1:] if arguments is None else arguments), programs)
         sys.stdout.flush()  # here, where a failure is still handled
         return code
     except UserError as error:
-        _say(f"gregale: error: {error}")
+        _print_error(f"gregale: error: {error}")
         return error.exit_code
     except BrokenPipeError:
-        if not _has_lost_its_reader(sys.stdout):
+        if not _is_without_reader(sys.stdout):
             raise
-        abandon(sys.stdout)  # the reader of a pipe has seen enough (`| head`)
+        abandon(sys.stdout)  # the reader of a pipe has ended (`| head`)
         return 0
     except OSError as error:
-        if error.errno not in OF_THE_DISK:
+        if error.errno not in DISK_ERRORS:
             raise
         ResilientStream(sys.stdout).flush()
-        _say(f"gregale: error: {_of_the_disk(error)}")
+        _print_error(f"gregale: error: {_disk_error_text(error)}")
         return 2
     except KeyboardInterrupt:
-        _say("gregale: interrupted")
+        _print_error("gregale: interrupted")
         return 130
     except Exception as error:
-        if (mistake := _of_the_machine(error)) is None:
+        if (message := _machine_error_text(error)) is None:
             raise
-        _say(f"gregale: error: {mistake}")
+        _print_error(f"gregale: error: {message}")
         return 2
 
 
-def _of_the_disk(error: OSError) -> str:
-    place = error.filename2 or error.filename
-    what = f"{place} could not be read or written" if place else "a file could not be written"
+def _disk_error_text(error: OSError) -> str:
+    path = error.filename2 or error.filename
+    problem = f"{path} could not be read or written" if path else "a file could not be written"
     return (
-        f"{what}: {error.strerror}. Make room for it or give access to it, and give the same command again; a run goes "
-        f"on from its newest checkpoint."
+        f"{problem}: {error.strerror}. Free space or grant access, then run the same command again; a run continues "
+        f"from its newest checkpoint."
     )
 
 
-def _say(text: str) -> None:
-    """Writes a line to standard error, if anybody is there to read it."""
+def _print_error(text: str) -> None:
+    """Write a line to standard error; ignore errors."""
     stream = ResilientStream(sys.stderr)
     stream.write(f"{printable(text)}\n")
     stream.flush()
 
 
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Whether a stream is a pipe or a socket that nobody reads any more."""
-    watched = select.poll()
-    watched.register(stream.fileno(), 0)
-    return bool(watched.poll(0))
+def _is_without_reader(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe or a socket whose reader has closed it."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
@@ -131,21 +129,21 @@ def _dispatch(arguments: list[str], programs: Mapping[str, Program]) -> int:
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise UserError(f"there is no command `{name}`.{hint} Commands: {', '.join(programs)}.")
     program = programs[name]
-    # Late, so that help and mistakes cost no import of JAX.
-    with nullcontext() if program.module in sys.modules else _keeping_all():
+    # Imported late, so that help and errors need no import of JAX.
+    with nullcontext() if program.module in sys.modules else _without_gc():
         from gregale.cli.invocation import command_help, invoke
 
         command = import_module(program.module).COMMAND
-    for place, word in enumerate(rest):
+    for index, word in enumerate(rest):
         if word in ("-h", "--help"):
-            print(command_help(name, program.summary, command, next(iter(rest[place + 1 :]), None)), end="")
+            print(command_help(name, program.summary, command, next(iter(rest[index + 1 :]), None)), end="")
             return 0
     return invoke(name, command, rest)
 
 
 @contextmanager
-def _keeping_all() -> Iterator[None]:
-    """For imports: to look for garbage among what stays would take a fifth of their time, and of JAX's tracing."""
+def _without_gc() -> Iterator[None]:
+    """Disable garbage collection, which takes a fifth of the import time, then freeze the imported objects."""
     gc.disable()
     try:
         yield
@@ -170,15 +168,15 @@ def _overview(programs: Mapping[str, Program]) -> str:
     )
 
 
-def _write_what_the_locale_lacks() -> None:
-    """A character that the terminal's encoding lacks is shown as `?`: no run ends because of it."""
+def _replace_unencodable() -> None:
+    """Make standard output and error write `?` for a character that their encoding lacks, so that no run ends."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def _in_unicode(arguments: Sequence[str]) -> list[str]:
-    """Arguments as the UTF-8 that was typed, where the locale made half characters of it; no other bytes are text."""
+def _decoded(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments decoded as UTF-8, where the locale produced surrogates; raise `UserError` if invalid."""
     try:
         return [word if word.isascii() else _repaired(word) for word in arguments]
     except UnicodeDecodeError as error:
@@ -190,28 +188,28 @@ def _repaired(word: str) -> str:
     return os.fsencode(word).decode("utf-8") if is_half else word
 
 
-def _of_the_machine(error: Exception) -> str | None:
-    """What to say where not the configuration alone but the machine made a command impossible; None: a bug of ours."""
+def _machine_error_text(error: Exception) -> str | None:
+    """Return the message for an error of the machine (memory, encoding); None for a defect of this program."""
     if isinstance(error, UnicodeEncodeError):
         return (
             f"the encoding {error.encoding} of this locale cannot write {error.object[error.start : error.end]!r}. "
             "With PYTHONUTF8=1 in the environment, or LC_ALL=C.UTF-8, it is written as UTF-8."
         )
-    # By name and text: JAX gives its runtime's errors no classes of their own, and is not imported for a message.
+    # Recognised by name and text: JAX has no class for this runtime error, and a message must not import JAX.
     if isinstance(error, MemoryError) or (
         type(error).__name__ == "JaxRuntimeError" and _OUT_OF_MEMORY.search(str(error))
     ):
-        asked = _ASKED.search(str(error))
+        asked = _REQUESTED_BYTES.search(str(error))
         return (
             f"the memory does not suffice{f': {int(asked[1]):,} bytes were asked for at once' if asked else ''}. "
-            "`gregale plan CONFIG` tells what a step takes; more devices, more batch.microbatches, smaller batches or "
-            "a smaller model take less."
+            "`gregale plan CONFIG` tells the memory of a step; more devices, more batch.microbatches, smaller batches "
+            "or a smaller model need less."
         )
     return None
 
 
 def _silence_deprecations() -> None:
-    """Third parties' deprecations are for their developers; `-W` or PYTHONWARNINGS shows them."""
+    """Hide deprecation warnings of third-party packages; `-W` or PYTHONWARNINGS shows them."""
     if not sys.warnoptions:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)

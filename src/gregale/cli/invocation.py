@@ -1,4 +1,4 @@
-"""Fills a command's options and configuration from its arguments, and runs it."""
+"""Invocation of a command: it fills the options and the configuration from the arguments."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CONFIG = "config"
 
 
 def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
-    """Runs `command` with these arguments (without its name); returns its exit code.
+    """Run `command` with its arguments (without its name); return its exit code.
 
-    Keys of the command's options go there, all others to the configuration. Raises `UserError` for a word too many, a
-    word that is missing, and what `load` refuses.
+    Keys of the command's options set options, all others the configuration. Raises `UserError` for a superfluous word,
+    a missing word, and the errors of `load`.
     """
     own = {each.name for each in fields(command.options)}
     parts = [command.options] if command.config is None else [command.options, command.config]
@@ -28,34 +28,34 @@ def invoke(name: str, command: Command, arguments: Sequence[str]) -> int:
     lists = {entry.key for entry in entries(command.options) if entry.type == "list of str"}
     words, pairs = split_arguments(arguments, flags, lists, len(command.positional))
     if _takes_many(command):
-        at = len(command.positional) - 1
-        words = [*words[:at], json.dumps(words[at:])] if words[at:] else words
+        last = len(command.positional) - 1
+        words = [*words[:last], json.dumps(words[last:])] if words[last:] else words
     if len(words) > len(command.positional):
         raise UserError(f"{words[len(command.positional)]!r} is one word too many. Usage: {usage(name, command)}")
     given = dict(zip(command.positional, words, strict=False))
     _check_complete(name, command, given, pairs)
     path = given.pop(CONFIG, None) if command.config else None
-    mine = [f"--{key}={word}" for key, word in given.items()]
-    mine += [pair for pair in pairs if command.config is None or _key(pair).split(".")[0] in own]
-    options = load(command.options, None, mine)
+    for_options = [f"--{key}={word}" for key, word in given.items()]
+    for_options += [pair for pair in pairs if command.config is None or _key(pair).split(".")[0] in own]
+    options = load(command.options, None, for_options)
     if command.config is None:
         return command.main(options)
-    config = load(command.config, path, [pair for pair in pairs if pair not in mine])
-    from gregale.runs.resolved_config import completed  # late: only who has a configuration imports JAX
+    config = load(command.config, path, [pair for pair in pairs if pair not in for_options])
+    from gregale.runs.resolved_config import resolved  # late: a command without a configuration does not import JAX
 
-    return command.main(options, completed(config))
+    return command.main(options, resolved(config))
 
 
 def command_help(name: str, summary: str, command: Command, topic: str | None = None) -> str:
-    """The help text of a command: usage, options and the keys of its configuration, or all keys below `topic`."""
+    """Return the help text of a command: usage, options and configuration keys, or all keys below `topic`."""
     if topic is not None and command.config:
         return render(command.config, topic, command.reads)
     text = f"usage: {usage(name, command)}\n\n{summary}\n"
     if fields(command.options):
         text += f"\noptions:\n{render(command.options)}"
     if command.config:
-        which = "what it reads of a run's YAML file" if command.reads else "keys of the YAML file"
-        text += f"\n{which}, each also an argument:\n{render(command.config, only=command.reads)}"
+        heading = "keys that it reads from a run's YAML file" if command.reads else "keys of the YAML file"
+        text += f"\n{heading}, each also an argument:\n{render(command.config, only=command.reads)}"
         if others := topics(command.config, command.reads):
             text += f"\n`gregale {name} --help KEY` lists all choices of a type; KEY is {', '.join(others)}.\n"
     return text
@@ -78,13 +78,13 @@ def _check_complete(name: str, command: Command, given: dict[str, str], pairs: l
 
 
 def _required(command: Command) -> list[str]:
-    """The positional arguments that cannot be left out."""
+    """Return the required positional arguments."""
     optional = {each.name for each in fields(command.options) if default_of(each) is not REQUIRED}
     return [word for word in command.positional if word not in optional]
 
 
 def _takes_many(command: Command) -> bool:
-    """Whether the last positional argument is a list, of all words that are left."""
+    """Return whether the last positional argument is a list of all remaining words."""
     last = command.positional[-1:]
     return bool(last) and get_origin(types_of(command.options).get(last[0])) is tuple
 

@@ -1,6 +1,6 @@
-"""Settings that have to be the same in several places, processes of a run or islands of a fleet, and what differs.
+"""Comparison of settings that the processes of a run, or the islands of a fleet, must have in common.
 
-Such settings are *terms*: a flat mapping of keys to texts. Nothing else is needed to compare them: they travel as JSON.
+Such settings are *terms*: a flat mapping of keys to texts, sent as JSON.
 
     difference({"process 0": {"seed": "0"}, "process 1": {"seed": "5"}})  # seed is 0 in process 0, but 5 in process 1
 """
@@ -15,16 +15,16 @@ from gregale.settings import shortened
 
 Terms = Mapping[str, str]
 ABSENT = "not set"
-MOST_SHOWN = 5  # other keys, or members with one value, in a message
+MAX_SHOWN = 5  # other keys, or members with one value, in a message
 
 
 def to_text(terms: Terms) -> str:
-    """Return terms as one line of JSON, in their order."""
+    """Encode terms as one line of JSON, in their order."""
     return json.dumps(dict(terms), separators=(",", ":"))
 
 
 def from_text(text: str) -> Terms:
-    """Return the terms of `to_text`; anything else is one term, which differs from all others."""
+    """Decode terms of `to_text`; return any other text as one term, which differs from all others."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -34,13 +34,13 @@ def from_text(text: str) -> Terms:
     return {"what has to agree": text}
 
 
-def in_words(value: Any) -> str:
-    """Return a value of a configuration as a term: on one line, a text without quotes where that is clear."""
+def format_term(value: Any) -> str:
+    """Format a configuration value as a term on one line; a text has no quotes where that is unambiguous."""
     return value if isinstance(value, str) and value and value.isprintable() else json.dumps(value, default=str)
 
 
 def difference(found: Mapping[str, Terms]) -> str:
-    """Return the first key that differs, its values and whose they are, and which other keys differ; "" if none does.
+    """Return a text with the first differing key, its value in each member, and the other differing keys; "" if none.
 
     - `found`: the terms of each member, by its name
     """
@@ -52,14 +52,14 @@ def difference(found: Mapping[str, Terms]) -> str:
     holders: dict[str, list[str]] = {}
     for name, terms in found.items():
         holders.setdefault(terms.get(first, ABSENT), []).append(name)
-    values = [f"{shortened(in_words(value))} in {listed(names)}" for value, names in holders.items()]
-    also = f"; also different: {listed([in_words(key) for key in others])}" if others else ""
-    return f"{in_words(first)} is {', but '.join(values)}{also}"
+    values = [f"{shortened(format_term(value))} in {listed(names)}" for value, names in holders.items()]
+    also = f"; also different: {listed([format_term(key) for key in others])}" if others else ""
+    return f"{format_term(first)} is {', but '.join(values)}{also}"
 
 
-def listed(words: Sequence[str], most: int = MOST_SHOWN) -> str:
-    """Return words as `a, b and c`, of more than `most` the first ones and the number of the others."""
-    shown = list(words[:most])
-    if len(words) > most:
-        shown.append(f"{len(words) - most} more")
+def listed(words: Sequence[str], max_shown: int = MAX_SHOWN) -> str:
+    """Return words as `a, b and c`; list at most `max_shown` of them, then the number of the others."""
+    shown = list(words[:max_shown])
+    if len(words) > max_shown:
+        shown.append(f"{len(words) - max_shown} more")
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]

@@ -1,4 +1,4 @@
-"""The configuration of a run on several hosts: how its processes find one another, and how long they wait."""
+"""The configuration of the rendezvous, the heartbeats and the hang detection of a run on several hosts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from gregale.errors import KeyedError
 from gregale.settings import Settings, between, check_path, shown, whole
 
 AUTO = "auto"
-MOST_TIMEOUT_SECONDS = 86_400
+MAX_TIMEOUT_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
 class DistributedConfig(Settings):
-    """How the processes of a run on several hosts find one another."""
+    """The rendezvous and the timeouts of the processes of a run."""
 
     coordinator: str | None = field(
         default=None,
         metadata={
-            "help": "HOST:PORT of process 0; auto: the cluster knows it",
+            "help": "HOST:PORT of process 0; auto: ask the cluster",
             "aliases": ("coordinator_address", "master_addr"),
         },
     )
@@ -33,28 +33,28 @@ class DistributedConfig(Settings):
     join_seconds: float = field(
         default=300.0,
         metadata={
-            "help": "within which all processes come",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
+            "help": "maximum wait for all processes to join",
+            "range": between(1, MAX_TIMEOUT_SECONDS),
         },
     )
     timeout_seconds: float = field(
         default=60.0,
         metadata={
-            "help": "silence after which a process is lost",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
+            "help": "time without a heartbeat after which a process is lost",
+            "range": between(1, MAX_TIMEOUT_SECONDS),
         },
     )
     hang_seconds: float | None = field(
         default=600.0,
         metadata={
-            "help": "a longer step is a hang; null: no bound",
-            "range": between(1, MOST_TIMEOUT_SECONDS),
+            "help": "maximum time without progress in a step; null: no limit",
+            "range": between(1, MAX_TIMEOUT_SECONDS),
         },
     )
 
     token_file: str | None = field(
         default=None,
-        metadata={"help": "file with a secret that processes prove; null: no proof"},
+        metadata={"help": "file with the secret that authenticates the processes; null: no authentication"},
     )
 
     def __post_init__(self):

@@ -16,7 +16,7 @@ _RETRY_SECONDS = 0.2
 
 
 def start_proxy(coordinator: str) -> str:
-    """The address of a local port that leads to the coordinator (HOST:PORT), as soon as that can be reached."""
+    """Wait for the coordinator (HOST:PORT), then return the address of a local port that forwards to it."""
     host, _, port = coordinator.rpartition(":")
     address = host.strip("[]"), int(port)
     while True:
@@ -32,21 +32,21 @@ def start_proxy(coordinator: str) -> str:
 def _serve(server: socket.socket, address: tuple[str, int]) -> None:
     while True:
         client, _ = server.accept()
-        Thread(target=_lead, args=(client, address), daemon=True).start()
+        Thread(target=_forward, args=(client, address), daemon=True).start()
 
 
-def _lead(client: socket.socket, address: tuple[str, int]) -> None:
-    """Leads a connection of JAX's client to the coordinator.
+def _forward(client: socket.socket, address: tuple[str, int]) -> None:
+    """Forward a connection of JAX's client to the coordinator.
 
-    It stays open as long as the client wants it, also when the coordinator is gone, or was when it was made: the client
-    then waits, until `gregale.distributed.liveness` has found out who is lost.
+    The connection stays open until the client closes it, even if the coordinator cannot be reached. The client then
+    waits until `gregale.distributed.liveness` has found the lost process.
     """
     with client:
         with suppress(OSError), socket.create_connection(address, timeout=10) as coordinator:
             coordinator.settimeout(None)
-            for one in (client, coordinator):
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            Thread(target=_answer, args=(coordinator, client), daemon=True).start()
+            for connection in (client, coordinator):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            Thread(target=_forward_replies, args=(coordinator, client), daemon=True).start()
             while data := client.recv(1 << 16):
                 coordinator.sendall(data)
             coordinator.shutdown(socket.SHUT_RDWR)  # wakes the other thread
@@ -56,7 +56,7 @@ def _lead(client: socket.socket, address: tuple[str, int]) -> None:
                 pass
 
 
-def _answer(coordinator: socket.socket, client: socket.socket) -> None:
+def _forward_replies(coordinator: socket.socket, client: socket.socket) -> None:
     with suppress(OSError):
         while data := coordinator.recv(1 << 16):
             client.sendall(data)

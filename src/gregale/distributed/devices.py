@@ -1,4 +1,4 @@
-"""Starting JAX on the devices that a configuration asks for."""
+"""Start of JAX on the devices of a configuration."""
 
 from __future__ import annotations
 
@@ -10,57 +10,56 @@ from threading import Timer
 from types import MappingProxyType
 
 import jax
-from jax._src.clusters import ClusterEnv  # nothing public tells what a cluster knows without joining
+from jax._src.clusters import ClusterEnv  # no public function returns the cluster's values without joining
 
 from gregale.distributed.agreement import Terms
 from gregale.distributed.config import AUTO, DistributedConfig
 from gregale.distributed.coordinator_proxy import start_proxy
 from gregale.distributed.liveness import EXIT_CODE, LivenessMonitor, log_line
 from gregale.distributed.malloc_tuning import keep_memory
-from gregale.distributed.rendezvous import roll_call
+from gregale.distributed.rendezvous import wait_for_processes
 from gregale.distributed.settings_check import agree
 from gregale.errors import UserError
 
 # On a busy machine the threads of simulated devices can be minutes apart; XLA would abort the process after 40 s.
-PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+COLLECTIVE_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
-# The share of a GPU's memory that JAX takes when it starts, and more it never has. JAX's own is three quarters; what
-# CUDA, NCCL and cuBLAS hold beside is a few hundred MiB each.
+# The fraction of a GPU's memory that JAX allocates at its start, and its limit. JAX's default is 0.75; CUDA, NCCL and
+# cuBLAS need a few hundred MiB each besides.
 GPU_MEMORY = 0.92
 
-# Products and sums by Eigen and XLA's own loops, none by YNN: with the rules of `gregale.model.kernels.cpu` a step then
-# takes a tenth less processor time and an eighth less memory on one device; on eight as much time, and less memory. XLA
-# ends a process that gives it a flag that it does not know, so only versions known to have this one get it.
+# Use Eigen and XLA's own loops for products and sums instead of YNN. With the rules of `gregale.model.kernels.cpu` a
+# step on one device then takes a tenth less processor time and an eighth less memory; on eight devices, equal time and
+# less memory. XLA aborts on an unknown flag, so only versions that have this flag get it.
 WITHOUT_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 WITHOUT_YNN_BEFORE = (0, 11)
 
-# With two threads a device or fewer, those that wait in a collective of the next step can leave none for a device that
-# is still in the last one, and all wait for ever: of eight devices with 15 threads, not seen with 16. Each thread more
-# costs: Eigen cuts a product into as many parts as there are threads.
+# With two threads or fewer per device, the step can deadlock: waiting threads of the next step's collective leave no
+# thread for a device that is still in the previous step. Eight devices deadlocked with 15 threads, and not with 16.
+# More threads cost time, because Eigen cuts a product into as many parts as there are threads.
 THREADS_A_DEVICE = 3
 
-# Simulated devices are as many as the processors, or more: a loop that is cut into parts for all of their threads takes
-# longer than one.
+# With at least as many simulated devices as processors, a loop that is split over all threads is slower than one loop.
 WITHOUT_PARALLEL_LOOPS = "--xla_disable_hlo_passes=cpu-parallel-task-assigner"
 
-JAX_PATIENCE = 3  # in units of distributed.timeout_seconds
+JAX_TIMEOUT = 3  # in units of distributed.timeout_seconds
 
 
 def start_devices(
     cpu_devices: int | None, distributed: DistributedConfig, terms: Terms = MappingProxyType({})
 ) -> LivenessMonitor | None:
-    """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
+    """Set up JAX's platform and join the processes; call this before anything uses a device.
 
-    Returns the watch of the other processes, for `gregale.distributed.liveness.monitor_peers`; None if there are none.
+    Returns the monitor of the other processes for `gregale.distributed.liveness.monitor_peers`; None if there are none.
 
-    On CPU devices the process keeps its memory (`gregale.distributed.malloc_tuning`). Of a GPU's memory JAX takes the
-    fraction `GPU_MEMORY`, unless the environment sets another one.
+    On CPU devices the process keeps its memory (`gregale.distributed.malloc_tuning`). On a GPU, JAX takes the fraction
+    `GPU_MEMORY` of the memory, unless the environment sets another fraction.
 
     With `cpu_devices`, each process simulates its share of that many CPU devices, joined over gloo. With the
-    coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) is asked for it, the number of processes, and
-    which of them this one is.
+    coordinator `auto`, the cluster (TPU VMs, Slurm, Open MPI, Kubernetes) provides the coordinator, the number of
+    processes and the number of this process.
 
-    - `terms`: the settings that all processes need to have in common; the versions are compared in any case
+    - `terms`: the settings that all processes must have in common; the versions are always compared
     """
     is_auto = distributed.coordinator == AUTO
     if is_auto:
@@ -85,24 +84,24 @@ def start_devices(
             f"distributed.processes is {processes}, but distributed.coordinator is not set: give HOST:PORT of process "
             f"0, the same for all processes."
         )
-    return _joined(distributed, terms) if processes > 1 or is_auto else None
+    return _join(distributed, terms) if processes > 1 or is_auto else None
 
 
 def set_flags(cpu_devices: int) -> None:
-    """XLA's flags for CPU devices, for this process and those that it starts; before anything uses a device."""
+    """Set XLA's flags for CPU devices, for this process and its children; call this before a device is used."""
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), cpu_devices)
 
 
 def with_flags(flags: str, cpu_devices: int) -> str:
-    """XLA's flags with those for CPU devices after them; a flag that is there already stays as it is."""
-    wanted = [PATIENCE]
+    """Return XLA's flags with the flags for CPU devices appended; flags that are already set stay."""
+    wanted = [COLLECTIVE_TIMEOUT]
     wanted += [WITHOUT_YNN] if jax.__version_info__ < WITHOUT_YNN_BEFORE else []
     wanted += [WITHOUT_PARALLEL_LOOPS] if 1 < cpu_devices >= (os.cpu_count() or 1) else []
     return " ".join([flags, *(flag for flag in wanted if f"{flag.partition('=')[0]}=" not in flags)]).strip()
 
 
 def by_cluster(config: DistributedConfig) -> DistributedConfig:
-    """The configuration with what the cluster knows; raises `UserError` if JAX knows of no cluster here."""
+    """Return the configuration with the values of the cluster; raise `UserError` if JAX finds no cluster."""
     given = (config.processes, config.process) if config.processes > 1 else (None, None)
     coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:
@@ -115,27 +114,27 @@ def by_cluster(config: DistributedConfig) -> DistributedConfig:
     address, processes, process, _ = found
     if address is None or processes is None or process is None:
         raise UserError(
-            "distributed.coordinator is auto, but JAX finds no cluster here that would know it (TPU VMs, Slurm, Open "
-            "MPI, Kubernetes). Give HOST:PORT of process 0, distributed.processes and distributed.process; or leave "
-            "all three out for a run in one process."
+            "distributed.coordinator is auto, but JAX finds no cluster here (TPU VMs, Slurm, Open MPI, Kubernetes). "
+            "Give HOST:PORT of process 0, distributed.processes and distributed.process; or leave all three out for a "
+            "run in one process."
         )
     return replace(config, coordinator=address, processes=processes, process=process)
 
 
-def _joined(config: DistributedConfig, terms: Terms) -> LivenessMonitor | None:
-    """Joins the processes, when all are there and agree; ends this one if one does not come, or is lost meanwhile."""
-    watch, coordinator = None, config.coordinator or ""
+def _join(config: DistributedConfig, terms: Terms) -> LivenessMonitor | None:
+    """Join the processes after the rendezvous and the settings check; exit if a process is missing or lost."""
+    monitor, coordinator = None, config.coordinator or ""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if config.processes > 1:
-        peers = roll_call(config)
+        peers = wait_for_processes(config)
         agree(peers, config, terms)
-        watch = LivenessMonitor(peers, config)
-        watch.start()
+        monitor = LivenessMonitor(peers, config)
+        monitor.start()
         coordinator = start_proxy(coordinator) if config.process > 0 else coordinator
-    late = Timer(config.join_seconds, _end_alone, [config])
-    late.daemon = True
-    late.start()
-    seconds = math.ceil(JAX_PATIENCE * config.timeout_seconds)
+    timer = Timer(config.join_seconds, _exit_after_timeout, [config])
+    timer.daemon = True
+    timer.start()
+    seconds = math.ceil(JAX_TIMEOUT * config.timeout_seconds)
     jax.distributed.initialize(
         coordinator,
         config.processes,
@@ -144,14 +143,14 @@ def _joined(config: DistributedConfig, terms: Terms) -> LivenessMonitor | None:
         heartbeat_timeout_seconds=seconds,
         shutdown_timeout_seconds=seconds,
     )
-    late.cancel()
-    return watch
+    timer.cancel()
+    return monitor
 
 
-def _end_alone(config: DistributedConfig) -> None:
-    """JAX would abort the process, with a stack of C++ frames."""
+def _exit_after_timeout(config: DistributedConfig) -> None:
+    """Log the timeout and exit; JAX would abort the process with a stack of C++ frames."""
     log_line(
-        f"error: distributed: all {config.processes} processes are there, but JAX could not join them by "
+        f"error: distributed: all {config.processes} processes have joined, but JAX could not connect them through "
         f"{config.coordinator} within {config.join_seconds:g} s (distributed.join_seconds)."
     )
     os._exit(EXIT_CODE)

@@ -1,4 +1,4 @@
-"""What a process says of itself when it comes to process 0, and how both prove that they have the run's secret."""
+"""The join request that a process sends to process 0, and the mutual proof of the run's secret."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.signing import is_signed, sign
 
-MOST_DIGITS = 10  # of a number of processes, or a pid
+MAX_DIGITS = 10  # of a number of processes, or a pid
 
 
 class JoinRequest(NamedTuple):
-    """`join`, these words, and the proof of the secret, with a word that process 0 has drawn for this connection.
+    """The fields of a join line: `join`, these fields, and a proof of the secret over process 0's challenge.
 
-    - `word`: drawn by this process, for process 0's proof
+    - `nonce`: random text of this process, for process 0's proof
     """
 
     number: int
@@ -25,39 +25,39 @@ class JoinRequest(NamedTuple):
     nonce: str
 
     @staticmethod
-    def of(config: DistributedConfig, word: str) -> JoinRequest:
-        """This process's."""
-        return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), word)
+    def of(config: DistributedConfig, nonce: str) -> JoinRequest:
+        """Return the request of this process."""
+        return JoinRequest(config.process, config.processes, os.getpid(), socket.gethostname(), nonce)
 
     def line(self, token: bytes, challenge: str) -> str:
-        """What is said."""
-        words = " ".join(map(str, self))
-        return f"join {words} {sign(token, challenge.encode(), words.encode())}"
+        """Return the join line."""
+        fields = " ".join(map(str, self))
+        return f"join {fields} {sign(token, challenge.encode(), fields.encode())}"
 
     @staticmethod
     def parse(line: str, token: bytes, challenge: str) -> tuple[JoinRequest, bool] | None:
-        """What was said, and whether its proof is right; None if it is no greeting."""
+        """Return the request and whether its proof is valid; None if the line is no join line."""
         words = line.split()
         if len(words) != 7 or words[0] != "join" or not all(map(_is_number, words[1:4])):
             return None
-        greeting = JoinRequest(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
-        if greeting.number >= greeting.processes:
+        request = JoinRequest(int(words[1]), int(words[2]), int(words[3]), words[4], words[5])
+        if request.number >= request.processes:
             return None
-        return greeting, is_signed(token, words[6], challenge.encode(), " ".join(words[1:6]).encode())
+        return request, is_signed(token, words[6], challenge.encode(), " ".join(words[1:6]).encode())
 
     @property
     def name(self) -> str:
         return f"process {self.number} ({self.host}, pid {self.pid})"
 
     def answer(self, token: bytes, name: str) -> str:
-        """Process 0's proof and name, for who has said this."""
+        """Return process 0's proof and name, the reply to this request."""
         return f"{sign(token, self.nonce.encode(), name.encode())} {name}"
 
     def proved(self, token: bytes, answer: str) -> str | None:
-        """Process 0's name; None if its proof is wrong."""
+        """Return process 0's name from its reply; None if its proof is wrong."""
         proof, _, name = answer.partition(" ")
         return name if is_signed(token, proof, self.nonce.encode(), name.encode()) else None
 
 
 def _is_number(word: str) -> bool:
-    return word.isdecimal() and len(word) <= MOST_DIGITS  # Python refuses to read thousands of them
+    return word.isdecimal() and len(word) <= MAX_DIGITS  # Python rejects numbers of thousands of digits

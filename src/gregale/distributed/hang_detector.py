@@ -1,15 +1,15 @@
-"""How far the processes of a run have come, and which of them hangs.
+"""Detection of processes whose main thread hangs.
 
-A process that is dead or stopped gives no sign of life. One whose main thread hangs (a disk that does not answer, a
-deadlock, a device that never finishes) still gives them, from a thread of its own. So with each it tells where its main
-thread is, and process 0 compares: whoever is behind and has not come on for `distributed.hang_seconds` hangs. The loop
-says where it is,
+A dead or stopped process sends no heartbeats. A process whose main thread hangs (a disk that does not respond, a
+deadlock, a device that never finishes) still sends them, from another thread. So each heartbeat contains the progress
+of the main thread, and process 0 compares them. A process hangs if it is behind all others without progress for
+`distributed.hang_seconds`. The training loop records its progress:
 
-    progress.at(step, Doing.TRAINING)
+    progress.at(step, Phase.TRAINING)
     with progress.waiting():  # for the devices, and so perhaps for other processes
         jax.device_get(report)
 
-and nothing is judged while a process prepares its data or restores a checkpoint.
+A process that prepares its data or restores a checkpoint has no time limit.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-OTHER_WORK = 10  # times the patience for a step: compiling, evaluating a batch, handing a checkpoint to its writer
+OTHER_WORK = 10  # timeout of other phases (compiling, evaluating, saving) in units of the timeout of a step
 
 
 class Phase(StrEnum):
-    """What a main thread is at."""
+    """The current work of a main thread."""
 
-    PREPARING = "preparing"  # before the first step: as long as it takes
+    PREPARING = "preparing"  # before the first step: no time limit
     COMPILING = "compiling"  # until the first step of a program is done
     TRAINING = "training"
     EVALUATING = "evaluating"
     SAVING = "saving"
-    ENDING = "ending"  # after everything that others could wait for
+    ENDING = "ending"  # no other process waits for this process any more
 
     def timeout(self, seconds: float) -> float:
-        """How long it may go on without coming on, in seconds.
+        """Return the maximum time without progress in this phase, in seconds.
 
-        - `seconds`: of a step
+        - `seconds`: the timeout of a step
         """
         if self in (Phase.PREPARING, Phase.ENDING):
             return math.inf
@@ -46,89 +46,89 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ThreadProgress:
-    """Where a main thread is.
+    """The progress of a main thread.
 
-    - `steps`: done, or begun
-    - `waits`: for its devices
-    - `marks`: counts how often it came on
-    - `since`: when this process learned of it, which is no part of it
+    - `steps`: number of steps done or begun
+    - `waits`: whether the thread waits for its devices
+    - `marks`: number of progress updates
+    - `since`: time at which this process received the update; not compared
     """
 
     steps: int = 0
-    doing: Phase = Phase.PREPARING
+    phase: Phase = Phase.PREPARING
     waits: bool = False
     marks: int = 0
     since: float = field(default_factory=time.monotonic, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.steps} {self.doing} {self.waits:d} {self.marks}"
+        return f"{self.steps} {self.phase} {self.waits:d} {self.marks}"
 
     @classmethod
     def parse(cls, text: str) -> ThreadProgress:
-        """A place as `str` writes it."""
-        steps, doing, waits, marks = text.split()
-        return cls(int(steps), Phase(doing), waits == "1", int(marks))
+        """Parse the text that `str` returns."""
+        steps, phase, waits, marks = text.split()
+        return cls(int(steps), Phase(phase), waits == "1", int(marks))
 
     def is_late(self, now: float, seconds: float) -> bool:
-        """Return whether the thread has been here for longer than `Phase.patience` gives it."""
-        return now - self.since > self.doing.timeout(seconds)
+        """Return whether the thread has made no progress for longer than `Phase.timeout`."""
+        return now - self.since > self.phase.timeout(seconds)
 
 
 class Progress:
-    """Where the main thread of this process is; it writes, the thread of the signs of life reads."""
+    """The progress of this process's main thread, which writes it; the heartbeat thread reads it."""
 
     def __init__(self) -> None:
-        self.place = ThreadProgress()
+        self.current = ThreadProgress()
 
-    def at(self, steps: int, doing: Phase) -> None:
-        """The main thread has come on."""
-        self.place = ThreadProgress(steps, doing, False, self.place.marks + 1)
+    def at(self, steps: int, phase: Phase) -> None:
+        """Record that the main thread enters a phase."""
+        self.current = ThreadProgress(steps, phase, False, self.current.marks + 1)
 
     def still(self) -> None:
-        """The main thread has come on with what it is doing."""
-        self._come_on(self.place.waits)
+        """Record progress within the current phase."""
+        self._update(self.current.waits)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the main thread waits for devices."""
-        self.place = replace(self.place, waits=True, since=time.monotonic())
+        """Record that the main thread waits for devices inside the block."""
+        self.current = replace(self.current, waits=True, since=time.monotonic())
         yield
-        self._come_on(False)
+        self._update(False)
 
-    def _come_on(self, waits: bool) -> None:
-        self.place = replace(self.place, waits=waits, marks=self.place.marks + 1, since=time.monotonic())
+    def _update(self, waits: bool) -> None:
+        self.current = replace(self.current, waits=waits, marks=self.current.marks + 1, since=time.monotonic())
 
 
 def find_hung(processes: Mapping[str, ThreadProgress], now: float, seconds: float) -> str | None:
-    """Which process hangs, in a sentence; None while none does.
+    """Return a sentence that names the hanging processes; None if none hangs.
 
-    Processes that wait for their devices may wait for another's. Of those that do not, the ones with the fewest steps
-    hold up all others. If all wait, it is the devices of the ones with the fewest steps.
+    A process that waits for its devices may wait for the devices of another process. Of the processes that do not
+    wait, those with the fewest steps block all others. If all wait, the devices of those with the fewest steps hang.
 
-    - `processes`: where each of them is, by its name
+    - `processes`: the progress of each process, by its name
     - `seconds`: `distributed.hang_seconds`
     """
-    running = {name: place for name, place in processes.items() if place.doing is not Phase.ENDING}
-    suspects = {name: place for name, place in running.items() if not place.waits} or running
-    fewest = min((place.steps for place in suspects.values()), default=0)
-    behind = {name: place for name, place in suspects.items() if place.steps == fewest}
-    if not behind or not all(place.is_late(now, seconds) for place in behind.values()):
+    running = {name: each for name, each in processes.items() if each.phase is not Phase.ENDING}
+    suspects = {name: each for name, each in running.items() if not each.waits} or running
+    fewest = min((each.steps for each in suspects.values()), default=0)
+    behind = {name: each for name, each in suspects.items() if each.steps == fewest}
+    if not behind or not all(each.is_late(now, seconds) for each in behind.values()):
         return None
-    waits = any(place.waits for place in behind.values())
-    if waits and not all(place.is_late(now, seconds) for place in running.values()):
+    waits = any(each.waits for each in behind.values())
+    if waits and not all(each.is_late(now, seconds) for each in running.values()):
         return None
     return _sentence(behind, len(running), now)
 
 
 def _sentence(behind: Mapping[str, ThreadProgress], running: int, now: float) -> str:
-    place, stood = next(iter(behind.values())), now - max(place.since for place in behind.values())
-    at = f"for {stood:.0f} s {place.doing} after {place.steps} steps"
-    if place.doing in (Phase.TRAINING, Phase.COMPILING):
-        at = f"for {stood:.0f} s in step {place.steps}"
-        at += ", which it compiles" if place.doing is Phase.COMPILING else ""
+    first, stood = next(iter(behind.values())), now - max(each.since for each in behind.values())
+    at = f"for {stood:.0f} s {first.phase} after {first.steps} steps"
+    if first.phase in (Phase.TRAINING, Phase.COMPILING):
+        at = f"for {stood:.0f} s in step {first.steps}"
+        at += ", which it compiles" if first.phase is Phase.COMPILING else ""
     if len(behind) == running > 1:
-        waits = ", waiting for their devices" if place.waits else ""
+        waits = ", waiting for their devices" if first.waits else ""
         return f"All {len(behind)} processes hang: they have been {at}{waits}."
     names = ", ".join([*behind][:3]) + (f" and {len(behind) - 3} more" if len(behind) > 3 else "")
-    devices = ", waiting for devices" if place.waits else ""
+    devices = ", waiting for devices" if first.waits else ""
     return f"{names} {'hangs: it has' if len(behind) == 1 else 'hang: they have'} been {at}{devices}."

@@ -1,4 +1,4 @@
-"""Notice that another process of a run is lost: killed, stopped, or out of reach.
+"""Heartbeats that detect lost processes of a run: killed, stopped, or unreachable.
 
 The processes wait for one another inside compiled programs. There a lost process means an endless wait, or an error of
 the transport that names no process. So process 0 and every other process exchange heartbeats over a TCP connection
@@ -29,9 +29,9 @@ from gregale.errors import UserError
 from gregale.streams import ResilientStream
 
 EXIT_CODE = os.EX_TEMPFAIL
-_BEATS = 6  # signs of life in the time after which a process is lost
-_MOST_IDLE_SECONDS = 0.25  # until what this process's main thread wants is told
-_WHERE_SECONDS = 5.0  # a disk that does not answer may be why the process ends
+_HEARTBEATS = 6  # heartbeats within the timeout of a process
+_MAX_IDLE_SECONDS = 0.25  # maximum delay before a request of the main thread is sent
+_RESUME_HINT_SECONDS = 5.0  # timeout: a disk that does not respond may be why the process ends
 
 
 @dataclass(eq=False)
@@ -39,11 +39,11 @@ class Peer:
     """The process at the other end of a connection.
 
     Attributes:
-        name: its number, host and pid, in words.
-        heard: when it last gave a sign of life.
-        is_done: whether it has come to the end of the run.
-        ended: when it said that it ends with an error; None if it did not.
-        place: where its main thread is.
+        name: text with its number, host and process id.
+        last_heartbeat: time of its last message.
+        is_done: whether it has reached the end of the run.
+        ended: time at which it announced an error of its own; None before.
+        progress: the progress of its main thread.
     """
 
     connection: socket.socket
@@ -51,34 +51,34 @@ class Peer:
     last_heartbeat: float
     is_done: bool = False
     ended: float | None = None
-    place: ThreadProgress = field(default_factory=ThreadProgress)
+    progress: ThreadProgress = field(default_factory=ThreadProgress)
     unread: bytes = field(default=b"", repr=False)
 
-    def tell(self, line: str) -> None:
-        """Sends a line; whether it arrives is seen elsewhere."""
+    def send(self, line: str) -> None:
+        """Send a line; ignore errors, because reads detect a closed connection."""
         with suppress(OSError):
             self.connection.sendall(f"{line}\n".encode())
 
-    def lines(self) -> list[str] | None:
-        """What it has said, None if the connection is closed."""
+    def received_lines(self) -> list[str] | None:
+        """Receive once and return the complete lines; None if the connection is closed."""
         try:
             received = self.connection.recv(1 << 16)
         except OSError:
             received = b""
-        *whole, self.unread = (self.unread + received).split(b"\n")
-        return [line.decode(errors="replace") for line in whole] if received else None
+        *complete, self.unread = (self.unread + received).split(b"\n")
+        return [line.decode(errors="replace") for line in complete] if received else None
 
-    def line(self, most: float = math.inf) -> str | None:
-        """The next line, for which this waits; what comes after it stays unread.
+    def next_line(self, max_bytes: float = math.inf) -> str | None:
+        """Wait for the next line and return it; later bytes stay in `unread`.
 
-        None if the connection has ended, or if the line has more than `most` bytes.
+        Returns None if the connection has ended, or if the line has more than `max_bytes` bytes.
         """
         while b"\n" not in self.unread:
             try:
                 received = self.connection.recv(1 << 16)
             except OSError:
                 received = b""
-            if not received or len(self.unread) > most:
+            if not received or len(self.unread) > max_bytes:
                 return None
             self.unread += received
         line, self.unread = self.unread.split(b"\n", 1)
@@ -86,109 +86,110 @@ class Peer:
 
 
 class LivenessMonitor(Thread):
-    """Hears from the peers of a process: process 0 has all others for its peers, each of the others has process 0.
+    """A thread that exchanges heartbeats with peers: process 0 with all others, each other process with process 0.
 
-    - `progress`: where the main thread of this process is, told to the peers
-    - `where`: says where the run would go on, if it is known
+    - `progress`: the progress of this process's main thread, sent to the peers
+    - `resume_hint`: returns a sentence about the step from which the run resumes, if it is known
     """
 
     def __init__(self, peers: Sequence[Peer], config: DistributedConfig):
         """
         Args:
-            peers: those that are connected.
-            config: has this process's number, and the seconds after which one is lost or hangs.
+            peers: the connected peers.
+            config: provides this process's number and the timeouts.
         """
         super().__init__(daemon=True, name="peers")
         self.progress = Progress()
-        self.where: Callable[[], str] = str
+        self.resume_hint: Callable[[], str] = str
         self._peers, self._is_first = peers, config.process == 0
         self._timeout, self._hang_seconds = config.timeout_seconds, config.hang_seconds
-        self._beat = self._timeout / _BEATS
-        for peer in peers:  # nothing was said while others were waited for
+        self._interval = self._timeout / _HEARTBEATS
+        for peer in peers:  # they sent nothing during the rendezvous
             peer.last_heartbeat = time.monotonic()
-        self._may_leave = self._has_failed = self._wants_verdict = False
-        self._said_so, self._verdict = Event(), Event()
-        self._unanswered: dict[Peer | None, set[Peer]] = {}  # for who asks whether all others live; None: this process
+        self._may_leave = self._has_failed = self._wants_confirmation = False
+        self._failure_sent, self._peers_confirmed = Event(), Event()
+        self._unanswered: dict[Peer | None, set[Peer]] = {}  # asking process (None: this process) -> silent peers
 
     def leave(self) -> None:
-        """Waits until all processes have come to the end of the run."""
+        """Wait until all processes have reached the end of the run."""
         self._may_leave = True
         self.join()
 
     def fail(self, code: int) -> None:
-        """Tells the others that this process ends with an error of its own; they may be about to, too.
+        """Announce to the others that this process ends with an error of its own; they may have the same error.
 
-        JAX would wait for them when Python exits, and abort if they do not come; so this process exits without that.
+        At Python's exit JAX would wait for the others and abort if they do not join. So this process skips that.
         """
         self._has_failed = True
-        self._said_so.wait()
+        self._failure_sent.wait()
         atexit.register(_exit_at_once, code)
 
     def confirm_peers_alive(self) -> None:
-        """Waits, after an error of this process, until all others have shown that they live.
+        """Wait, after an error of this process, until all others have replied.
 
-        The error may be the loss of another. That is then found out in place of an answer, and ends this process.
+        The cause of the error may be the loss of another process. The monitor then finds the loss and ends this
+        process.
         """
-        self._wants_verdict = True
-        self._verdict.wait()
+        self._wants_confirmation = True
+        self._peers_confirmed.wait()
 
     def run(self) -> None:
-        said = 0.0
+        last_sent = 0.0
         with selectors.DefaultSelector() as selector:
             for peer in self._peers:
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
             while not self._is_over():
-                for key, _ in selector.select(min(self._beat / 4, _MOST_IDLE_SECONDS)):
-                    if not self._hear(key.data):
+                for key, _ in selector.select(min(self._interval / 4, _MAX_IDLE_SECONDS)):
+                    if not self._receive(key.data):
                         selector.unregister(key.fileobj)
-                if time.monotonic() - said >= self._beat:
-                    said = time.monotonic()
+                if time.monotonic() - last_sent >= self._interval:
+                    last_sent = time.monotonic()
                     for peer in self._peers:
-                        peer.tell(f"alive {self.progress.place}")
-                self._ask_and_answer()
-                if not selector.select(0):  # a process that did not run for a while has first to hear what was said
+                        peer.send(f"alive {self.progress.current}")
+                self._confirm()
+                if not selector.select(0):  # a process that was suspended must first read the waiting messages
                     self._check()
 
-    def _ask(self, asker: Peer | None) -> None:
-        """Asks all peers but the asker whether they live.
+    def _ask_peers(self, asker: Peer | None) -> None:
+        """Ask all peers except the asker for a reply.
 
-        Signs of life do not tell: those of a dead process may still lie here unread. One that has ended with an error
-        of its own before it could answer is likely the reason, and `_check` ends this process in time.
+        Heartbeats are no proof: unread heartbeats of a dead process may still be in the buffer. A peer that ended with
+        an error of its own before it replied is likely the cause; `_check` then ends this process after the timeout.
         """
         self._unanswered[asker] = {peer for peer in self._peers if peer is not asker}
         for peer in self._unanswered[asker]:
-            peer.tell(f"there? {asker.name if asker else ''}")
+            peer.send(f"there? {asker.name if asker else ''}")
 
-    def _ask_and_answer(self) -> None:
-        """Tells all that asked at once, when all others have answered: who is told ends, and answers nobody."""
-        if self._wants_verdict:
-            self._wants_verdict = False
-            self._ask(None)
+    def _confirm(self) -> None:
+        """Confirm to all askers at once when all peers have replied: a confirmed process ends and replies no more."""
+        if self._wants_confirmation:
+            self._wants_confirmation = False
+            self._ask_peers(None)
         if self._has_failed or not all(peer.is_done for silent in self._unanswered.values() for peer in silent):
             return
         for asker in self._unanswered:
             if asker is None:
-                self._verdict.set()
+                self._peers_confirmed.set()
             else:
-                asker.tell("there ")
+                asker.send("there ")
         self._unanswered.clear()
 
     def _is_over(self) -> bool:
-        if self._has_failed and not self._said_so.is_set():
+        if self._has_failed and not self._failure_sent.is_set():
             for peer in self._peers:
-                peer.tell("failed")
-            self._said_so.set()
+                peer.send("failed")
+            self._failure_sent.set()
         if not self._may_leave:
             return False
         are_all_done = all(peer.is_done for peer in self._peers)
-        if are_all_done or not self._is_first:  # process 0 is the last to say so
+        if are_all_done or not self._is_first:  # process 0 is the last to send it
             for peer in self._peers:
-                peer.tell("done")
+                peer.send("done")
         return are_all_done
 
-    def _hear(self, peer: Peer) -> bool:
-        """Takes what a peer has said; returns whether it may say more."""
-        lines = peer.lines()
+    def _receive(self, peer: Peer) -> bool:
+        """Process the lines of a peer; return whether the connection is still open."""
+        lines = peer.received_lines()
         if lines is None:
             if peer.ended is None and not peer.is_done:
                 self._end(EXIT_CODE, f"{peer.name} was lost: its connection closed.", peer)
@@ -199,12 +200,12 @@ class LivenessMonitor(Thread):
             if word == "end":
                 code, _, text = rest.partition(" ")
                 self._end(int(code), text, peer)
-            if word == "alive" and (place := ThreadProgress.parse(rest)) != peer.place:
-                peer.place = place
+            if word == "alive" and (progress := ThreadProgress.parse(rest)) != peer.progress:
+                peer.progress = progress
             if word == "there?" and self._is_first:
-                self._ask(peer)
+                self._ask_peers(peer)
             elif word == "there?" and not self._has_failed:
-                peer.tell(f"there {rest}")
+                peer.send(f"there {rest}")
             if word == "there":
                 for asker, silent in self._unanswered.items():
                     if rest == (asker.name if asker else ""):
@@ -218,78 +219,78 @@ class LivenessMonitor(Thread):
         now = time.monotonic()
         for peer in self._peers:
             if peer.ended is not None and now - peer.ended > self._timeout:
-                text = f"{peer.name} ended with an error {self._timeout:g} s ago; its own output says which."
+                text = f"{peer.name} ended with an error {self._timeout:g} s ago; see its own output."
                 self._end(1, text, peer)
             if peer.ended is None and not peer.is_done and now - peer.last_heartbeat > self._timeout:
-                self._end(EXIT_CODE, f"{peer.name} was lost: no sign of life for {self._timeout:g} s.", peer)
+                self._end(EXIT_CODE, f"{peer.name} was lost: no heartbeat for {self._timeout:g} s.", peer)
         if self._is_first and self._hang_seconds is not None and all(peer.ended is None for peer in self._peers):
-            self._check_hanging(now, self._hang_seconds)
+            self._check_for_hang(now, self._hang_seconds)
 
-    def _check_hanging(self, now: float, seconds: float) -> None:
-        """Whether a main thread hangs, by what process 0 has heard from all."""
-        places = {peer.name: peer.place for peer in self._peers if not peer.is_done}
-        processes = {process_label(0): self.progress.place, **places}
+    def _check_for_hang(self, now: float, seconds: float) -> None:
+        """End the run if a main thread hangs, by the progress that process 0 has received."""
+        peers = {peer.name: peer.progress for peer in self._peers if not peer.is_done}
+        processes = {process_label(0): self.progress.current, **peers}
         if (text := find_hung(processes, now, seconds)) is not None:
-            bound = f"At most {seconds:g} s are given to a step, ten times that to other work"
-            self._end(EXIT_CODE, f"{text} {bound} (distributed.hang_seconds).")
+            limit = f"Limit: {seconds:g} s per step, ten times that for other work"
+            self._end(EXIT_CODE, f"{text} {limit} (distributed.hang_seconds).")
 
     def _end(self, code: int, text: str, of: Peer | None = None) -> None:
-        """Ends this process, whose other threads may wait for ever, after telling the other peers why."""
-        if self._has_failed:  # it ends anyway, and has its own reason
+        """Send the reason to the other peers, then end this process, whose other threads may wait for ever."""
+        if self._has_failed:  # it ends anyway, with an error of its own
             return
         others = [peer for peer in self._peers if peer is not of]
         for peer in others:
-            peer.tell(f"end {code} {text}")
-        log_line(f"error: {text} {self._where_in_time()}".rstrip())
-        for peer in others:  # a connection that closes with something unread in it would take the message back
+            peer.send(f"end {code} {text}")
+        log_line(f"error: {text} {self._resume_hint_in_time()}".rstrip())
+        for peer in others:  # closing a connection with unread data would discard the message
             with suppress(OSError):
                 peer.connection.settimeout(1.0)
                 while peer.connection.recv(1 << 16):
                     pass
         os._exit(code)
 
-    def _where_in_time(self) -> str:
-        """Where the run would go on; nothing if the disk does not tell."""
-        told: list[str] = []
-        asking = Thread(target=lambda: told.append(self.where()), daemon=True)
-        asking.start()
-        asking.join(_WHERE_SECONDS)
-        return told[0] if told else ""
+    def _resume_hint_in_time(self) -> str:
+        """Return the resume hint; "" if the disk does not respond in time."""
+        hints: list[str] = []
+        reader = Thread(target=lambda: hints.append(self.resume_hint()), daemon=True)
+        reader.start()
+        reader.join(_RESUME_HINT_SECONDS)
+        return hints[0] if hints else ""
 
 
 @contextmanager
-def monitor_peers(watch: LivenessMonitor | None, where: Callable[[], str]) -> Iterator[Progress]:
-    """Ends this process if another one of the run is lost or hangs while the block runs.
+def monitor_peers(monitor: LivenessMonitor | None, resume_hint: Callable[[], str]) -> Iterator[Progress]:
+    """End this process if another process of the run is lost or hangs while the block runs.
 
-    All processes leave the block together, unless by an exception. The block tells where it is.
+    Yields the `Progress` that the block updates. Without an exception, all processes leave the block together.
 
-    - `watch`: of the other processes, as `start_devices` returns it; None: there are no others
-    - `where`: says where the run would go on, in a sentence
+    - `monitor`: the result of `start_devices`; None if there are no other processes
+    - `resume_hint`: returns a sentence about the step from which the run resumes
     """
-    if watch is None:
+    if monitor is None:
         yield Progress()
         return
-    watch.where = where
+    monitor.resume_hint = resume_hint
     try:
-        yield watch.progress
+        yield monitor.progress
     except (UserError, KeyboardInterrupt) as error:
-        watch.fail(error.exit_code if isinstance(error, UserError) else 130)
+        monitor.fail(error.exit_code if isinstance(error, UserError) else 130)
         raise
     except BaseException:
-        watch.confirm_peers_alive()
-        watch.fail(1)
+        monitor.confirm_peers_alive()
+        monitor.fail(1)
         raise
-    watch.progress.at(watch.progress.place.steps, Phase.ENDING)
-    watch.leave()
+    monitor.progress.at(monitor.progress.current.steps, Phase.ENDING)
+    monitor.leave()
 
 
 def process_label(number: int) -> str:
-    """This process in words."""
+    """Return the number of this process with its host and process id."""
     return f"process {number} ({socket.gethostname()}, pid {os.getpid()})"
 
 
 def log_line(text: str) -> None:
-    """A line on standard error, whatever other threads do."""
+    """Write a line to standard error in one system call, so that other threads cannot split it."""
     with suppress(OSError):
         os.write(2, f"gregale: {text}\n".encode())
 

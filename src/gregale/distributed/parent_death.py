@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however it ended."""
+"""Child processes that end when their parent process ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # loaded before any fork
 
 
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
-    """The kernel sends this process the signal `number` when its parent is gone.
+    """Make the kernel send the signal `number` to this process when its parent ends.
 
-    - `parent`: the parent's process id, for a process that asks this of itself after its start: a parent that is gone
-      by then ends it at once
+    - `parent`: the parent's process id, for a call after the start of this process: if the parent has already ended,
+      this process ends at once
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:

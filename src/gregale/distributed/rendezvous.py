@@ -1,14 +1,14 @@
-"""Waiting for the processes of a run before JAX is asked to join them, and saying which are missing.
+"""The rendezvous of a run's processes before JAX joins them, with messages about missing processes.
 
-JAX waits for late processes in silence. So process 0 first listens at the coordinator's port itself, the others come to
-it with their numbers, and everybody who waits says for whom. When all are there, process 0 leaves the port to JAX's
-coordinator; the connections stay, for `gregale.distributed.liveness`.
+JAX waits for late processes without a message. So process 0 first listens at the coordinator's port itself. The others
+connect to it and send their numbers, and each waiting process logs which processes are missing. When all have joined,
+process 0 frees the port for JAX's coordinator. The connections stay open for `gregale.distributed.liveness`.
 
-    peers = roll_call(config)  # of process 0 all others, of each of the others process 0
+    peers = wait_for_processes(config)  # in process 0: all others; in each other process: process 0
 
-Both sides prove that they have the secret of `distributed.token_file`, with words that the other has drawn for this
-connection; without one, whoever reaches the port is believed, and can keep a run from starting. Of two processes with
-one number, all are told, with the names of both. Once the run has started, nobody new is heard.
+Both sides prove that they have the secret of `distributed.token_file`, each with a random nonce of the other side.
+Without a secret, any host that reaches the port can block the start. If two processes have the same number, all
+processes end with a message that names both. After the start, no further process can join.
 """
 
 from __future__ import annotations
@@ -32,125 +32,124 @@ from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_labe
 from gregale.distributed.signing import read_token
 from gregale.errors import UserError
 
-_SAYINGS = 10  # while a process waits as long as it may, it says so often for whom
-_MOST_SECONDS_BETWEEN = 60.0
-_BEAT_SECONDS = 1.0
+_LOG_LINES = 10  # number of log lines within the timeout
+_MAX_LOG_INTERVAL_SECONDS = 60.0
+_HEARTBEAT_SECONDS = 1.0
 _RETRY_SECONDS = 0.3
-_GREETING_SECONDS = 5.0
-_MOST_UNREAD_BYTES = 1024
-_SHOWN = 20  # numbers of missing processes in a line
+_HANDSHAKE_SECONDS = 5.0
+_MAX_UNREAD_BYTES = 1024
+_MAX_SHOWN = 20  # numbers of missing processes in a line
 
 
-def roll_call(config: DistributedConfig) -> list[Peer]:
-    """The processes that this one hears from, as soon as all are there.
+def wait_for_processes(config: DistributedConfig) -> list[Peer]:
+    """Wait until all processes have joined; return the peers of this process.
 
-    Ends the process with the exit code of a lost one if they are not within `distributed.join_seconds`. Raises
-    `UserError` in all that came if two processes have one number, and in one that has another number of processes, or
-    another secret, than process 0.
+    Exits with the code for a lost process after `distributed.join_seconds`. Raises `UserError` in all processes if two
+    have the same number, and in a process whose number of processes or secret differs from that of process 0.
     """
     token = b"" if config.token_file is None else read_token(Path(expand(config.token_file)), "distributed.token_file")
-    waiting = _Waiting(config)
+    timer = _JoinTimer(config)
     try:
         if config.process == 0:
-            return RendezvousServer(config, token, waiting).call()
-        return [_answered(config, token, waiting)]
-    except RendezvousTimeout as late:
-        log_line(f"error: {late}")
+            return RendezvousServer(config, token, timer).run()
+        return [_join_process_0(config, token, timer)]
+    except RendezvousTimeout as timeout:
+        log_line(f"error: {timeout}")
         sys.exit(EXIT_CODE)
 
 
 class RendezvousTimeout(Exception):
-    """Somebody did not come in time."""
+    """A process did not join in time."""
 
 
-class _Waiting:
-    """Says at intervals what is waited for, and for how long."""
+class _JoinTimer:
+    """The timeout of the rendezvous; it logs at intervals why this process waits."""
 
     def __init__(self, config: DistributedConfig):
-        self._most = config.join_seconds
-        self._every = min(self._most / _SAYINGS, _MOST_SECONDS_BETWEEN)
-        self._began = time.monotonic()
-        self._next = self._every
+        self._max = config.join_seconds
+        self._interval = min(self._max / _LOG_LINES, _MAX_LOG_INTERVAL_SECONDS)
+        self._start = time.monotonic()
+        self._next = self._interval
 
-    def for_(self, what: str, late: str) -> None:
-        """Goes on waiting; raises `RendezvousTimeout` when it has been long enough.
+    def check(self, peers: str, failure: str) -> None:
+        """Log a line if it is due; raise `RendezvousTimeout` after the timeout.
 
-        - `what`: is waited for
-        - `late`: what is to be said then
+        - `peers`: a text about the missing processes, for the log
+        - `failure`: the beginning of the message of the exception
         """
-        waited = time.monotonic() - self._began
-        if waited >= self._most:
-            raise RendezvousTimeout(f"{late} within {self._most:g} s (distributed.join_seconds).")
+        waited = time.monotonic() - self._start
+        if waited >= self._max:
+            raise RendezvousTimeout(f"{failure} within {self._max:g} s (distributed.join_seconds).")
         if waited >= self._next:
-            log_line(f"waiting for {what}, {waited:.0f} s so far, {self._most:g} s at most (distributed.join_seconds).")
-            self._next += self._every
+            log_line(f"waiting for {peers}, {waited:.0f} s so far, {self._max:g} s at most (distributed.join_seconds).")
+            self._next += self._interval
 
 
-_STRANGER = JoinRequest(-1, 0, 0, "", "")
+_NO_REQUEST = JoinRequest(-1, 0, 0, "", "")
 
 
 @dataclass(eq=False)
-class _Caller(Peer):
-    """A process that came to process 0.
+class _Client(Peer):
+    """A process that has connected to process 0.
 
-    - `word`: what it was given to prove the secret with
-    - `greeting`: who it is, as soon as it has said it
+    - `challenge`: the random text that this process must sign
+    - `request`: its join request, after it has arrived
     """
 
-    word: str = field(default_factory=lambda: secrets.token_hex(16))
-    greeting: JoinRequest = _STRANGER
+    challenge: str = field(default_factory=lambda: secrets.token_hex(16))
+    request: JoinRequest = _NO_REQUEST
 
 
 class RendezvousServer:
-    """Process 0: takes the numbers of those that come until all are there."""
+    """The server in process 0, which accepts join requests until all processes have joined."""
 
-    def __init__(self, config: DistributedConfig, token: bytes, waiting: _Waiting):
-        self._config, self._token, self._waiting = config, token, waiting
-        self._there: dict[int, _Caller] = {}
-        self._rivals: dict[int, _Caller] = {}  # who came with a number while another, who is asked, has it
-        self._strangers: set[_Caller] = set()
+    def __init__(self, config: DistributedConfig, token: bytes, timer: _JoinTimer):
+        self._config, self._token, self._timer = config, token, timer
+        self._joined: dict[int, _Client] = {}
+        self._duplicates: dict[int, _Client] = {}  # clients with the number of a joined process, which must now reply
+        self._unidentified: set[_Client] = set()
         self._own, self._is_over = JoinRequest.of(config, secrets.token_hex(16)), Event()
-        self._mistake: UserError | None = None  # told by another process 0
-        self._said = 0.0
+        self._error: UserError | None = None  # sent by another process 0
+        self._last_sent = 0.0
 
-    def call(self) -> list[Peer]:
-        """All others, when they are there."""
-        Thread(target=self._visit, daemon=True, name="roll call").start()
+    def run(self) -> list[Peer]:
+        """Wait until all other processes have joined; return them."""
+        Thread(target=self._check_own_address, daemon=True, name="rendezvous").start()
         try:
             with self._listening() as server, selectors.DefaultSelector() as selector:
                 selector.register(server, selectors.EVENT_READ)
-                while (missing := self._missing()) or self._rivals:
+                while (missing := self._missing()) or self._duplicates:
                     self._listen(server, selector)
-                    self._say(_numbered(missing, self._config.processes))
-        except RendezvousTimeout as late:
-            self._tell_all(f"late {late}")
+                    self._report_missing(_format_missing(missing, self._config.processes))
+        except RendezvousTimeout as timeout:
+            self._send_all(f"late {timeout}")
             raise
         except UserError as error:
-            self._tell_all(f"no {error}")
+            self._send_all(f"no {error}")
             raise
         finally:
             self._is_over.set()
-        for peer in self._strangers:
+        for peer in self._unidentified:
             peer.connection.close()
-        for peer in self._there.values():
+        for peer in self._joined.values():
             peer.connection.settimeout(None)
-            peer.tell(f"hello {peer.greeting.answer(self._token, process_label(0))}")
-        return [*self._there.values()]
+            peer.send(f"hello {peer.request.answer(self._token, process_label(0))}")
+        return [*self._joined.values()]
 
     def _listen(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
-        for key, _ in selector.select(_BEAT_SECONDS / 4):
+        for key, _ in selector.select(_HEARTBEAT_SECONDS / 4):
             if key.data is None:
                 self._accept(server, selector)
             else:
-                self._hear(key.data, selector)
-        self._forget_the_silent(selector)
+                self._receive(key.data, selector)
+        self._drop_silent(selector)
 
-    def _say(self, missing: str) -> None:
-        """Who is missing: to the user now and then, to those that wait often, as a sign of life."""
-        self._wait_for(missing, f"{missing} did not come to {self._config.coordinator}")
-        if time.monotonic() - self._said >= _BEAT_SECONDS:
-            self._said = time.monotonic()
-            self._tell_all(f"missing {missing}")
+    def _report_missing(self, missing: str) -> None:
+        """Log the missing processes at intervals, and send them to the joined processes as a heartbeat."""
+        self._check_timer(missing, f"{missing} did not come to {self._config.coordinator}")
+        if time.monotonic() - self._last_sent >= _HEARTBEAT_SECONDS:
+            self._last_sent = time.monotonic()
+            self._send_all(f"missing {missing}")
 
     def _listening(self) -> socket.socket:
         _, port = _address(self._config)
@@ -166,166 +165,166 @@ class RendezvousServer:
                         f"distributed.coordinator is {self._config.coordinator}, but this process cannot listen at "
                         f"port {port} ({error}); give a port from 1024 to 65535."
                     ) from None
-            self._wait_for(taken, f"{taken} did not become free")
+            self._check_timer(taken, f"{taken} did not become free")
             time.sleep(_RETRY_SECONDS)
 
-    def _wait_for(self, what: str, late: str) -> None:
-        if self._mistake is not None:
-            raise self._mistake
-        self._waiting.for_(what, late)
+    def _check_timer(self, missing: str, failure: str) -> None:
+        if self._error is not None:
+            raise self._error
+        self._timer.check(missing, failure)
 
-    def _visit(self) -> None:
-        """Comes to the coordinator's address as the others do: who answers there may be another process 0."""
+    def _check_own_address(self) -> None:
+        """Connect to the coordinator's address as the others do: another process 0 may listen there."""
         while not self._is_over.is_set():
             address = _address(self._config)
             with (
                 suppress(OSError, RendezvousTimeout),
-                socket.create_connection(address, _GREETING_SECONDS) as connection,
+                socket.create_connection(address, _HANDSHAKE_SECONDS) as connection,
             ):
                 try:
-                    _has_all(Peer(connection, "", time.monotonic()), self._own, self._config, self._token)
+                    _wait_for_all(Peer(connection, "", time.monotonic()), self._own, self._config, self._token)
                 except UserError as error:
-                    self._mistake = error
+                    self._error = error
                 return
             self._is_over.wait(_RETRY_SECONDS)
 
     def _missing(self) -> list[int]:
-        return [number for number in range(1, self._config.processes) if number not in self._there]
+        return [number for number in range(1, self._config.processes) if number not in self._joined]
 
     def _accept(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
             connection, _ = server.accept()
-            connection.settimeout(_GREETING_SECONDS)
-            peer = _Caller(connection, "", time.monotonic())
-            self._strangers.add(peer)
-            peer.tell(f"who {peer.word}")
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            peer = _Client(connection, "", time.monotonic())
+            self._unidentified.add(peer)
+            peer.send(f"who {peer.challenge}")
             selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _hear(self, peer: _Caller, selector: selectors.BaseSelector) -> None:
-        """Takes who a stranger is; one that has ended is missing again."""
-        if peer.connection.fileno() < 0:  # forgotten a moment ago
+    def _receive(self, peer: _Client, selector: selectors.BaseSelector) -> None:
+        """Process the lines of a client; one that has ended is missing again."""
+        if peer.connection.fileno() < 0:  # dropped a moment ago
             return
-        lines = peer.lines()
-        if lines is None or len(peer.unread) > _MOST_UNREAD_BYTES:
-            self._forget(peer, selector)
-        elif lines and peer in self._strangers:
-            found = JoinRequest.parse(lines[0], self._token, peer.word)
+        lines = peer.received_lines()
+        if lines is None or len(peer.unread) > _MAX_UNREAD_BYTES:
+            self._drop(peer, selector)
+        elif lines and peer in self._unidentified:
+            found = JoinRequest.parse(lines[0], self._token, peer.challenge)
             if found is None or found[0].nonce == self._own.nonce:
-                self._forget(peer, selector)
-            elif reason := self._refused(*found):
-                log_line(f"{found[0].name} is refused. {reason}")
-                peer.tell(f"no {reason}")
-                self._forget(peer, selector)
+                self._drop(peer, selector)
+            elif reason := self._reason_to_reject(*found):
+                log_line(f"{found[0].name} is rejected. {reason}")
+                peer.send(f"no {reason}")
+                self._drop(peer, selector)
             else:
-                self._take(peer, found[0])
-        elif "there" in lines and (rival := self._rivals.get(peer.greeting.number)) is not None:
-            raise self._twice(rival, peer.name)
+                self._add(peer, found[0])
+        elif "there" in lines and (duplicate := self._duplicates.get(peer.request.number)) is not None:
+            raise self._duplicate_error(duplicate, peer.name)
 
-    def _take(self, peer: _Caller, greeting: JoinRequest) -> None:
-        """Takes a process for the one with its number, unless another one with it answers."""
-        number, peer.name, peer.greeting = greeting.number, greeting.name, greeting
-        self._strangers.discard(peer)
+    def _add(self, peer: _Client, request: JoinRequest) -> None:
+        """Add a client under its number; if a joined process has this number, ask that process for a reply."""
+        number, peer.name, peer.request = request.number, request.name, request
+        self._unidentified.discard(peer)
         if number == 0:
-            raise self._twice(peer, process_label(0))
-        if number not in self._there:
-            self._there[number] = peer
+            raise self._duplicate_error(peer, process_label(0))
+        if number not in self._joined:
+            self._joined[number] = peer
             return
-        if number in self._rivals:
-            raise self._twice(peer, self._rivals[number].name)
-        self._rivals[number] = peer
-        self._there[number].tell("there?")
+        if number in self._duplicates:
+            raise self._duplicate_error(peer, self._duplicates[number].name)
+        self._duplicates[number] = peer
+        self._joined[number].send("there?")
 
-    def _twice(self, rival: _Caller, other: str) -> UserError:
-        """That two processes have one number, which the rival is told here, and all others by who catches it."""
+    def _duplicate_error(self, duplicate: _Client, other: str) -> UserError:
+        """Return the error for two processes with one number; send it to the duplicate, and `run` to all others."""
         error = UserError(
-            f"distributed.process is {rival.greeting.number} for two processes, {other} and {rival.name}: each "
+            f"distributed.process is {duplicate.request.number} for two processes, {other} and {duplicate.name}: each "
             f"needs a number of its own, and process 0 is the one at the coordinator's address."
         )
-        rival.tell(f"no {error}")
+        duplicate.send(f"no {error}")
         return error
 
-    def _refused(self, greeting: JoinRequest, is_proved: bool) -> str | None:
+    def _reason_to_reject(self, request: JoinRequest, is_proved: bool) -> str | None:
         if not is_proved:
             return (
-                f"{greeting.name} has another secret than process 0, or one of them has none; give all processes the "
+                f"{request.name} has another secret than process 0, or one of them has none; give all processes the "
                 f"same distributed.token_file."
             )
-        if greeting.processes != self._config.processes:
+        if request.processes != self._config.processes:
             return (
-                f"{greeting.name} has distributed.processes {greeting.processes}, and process 0 has "
+                f"{request.name} has distributed.processes {request.processes}, and process 0 has "
                 f"{self._config.processes}; give all processes the same."
             )
         return None
 
-    def _forget(self, peer: _Caller, selector: selectors.BaseSelector) -> None:
-        """Lets go of a process; who came with its number takes its place."""
+    def _drop(self, peer: _Client, selector: selectors.BaseSelector) -> None:
+        """Close the connection of a client; a duplicate with its number replaces it."""
         selector.unregister(peer.connection)
         peer.connection.close()
-        self._strangers.discard(peer)
-        number = peer.greeting.number
-        if self._rivals.get(number) is peer:
-            del self._rivals[number]
-        elif self._there.get(number) is peer:
-            del self._there[number]
-            if (rival := self._rivals.pop(number, None)) is not None:
-                self._there[number] = rival
+        self._unidentified.discard(peer)
+        number = peer.request.number
+        if self._duplicates.get(number) is peer:
+            del self._duplicates[number]
+        elif self._joined.get(number) is peer:
+            del self._joined[number]
+            if (duplicate := self._duplicates.pop(number, None)) is not None:
+                self._joined[number] = duplicate
 
-    def _forget_the_silent(self, selector: selectors.BaseSelector) -> None:
-        """Lets go of strangers that do not say who they are, and of who does not answer while another has its number.
+    def _drop_silent(self, selector: selectors.BaseSelector) -> None:
+        """Drop clients that send no join request, and joined processes that do not reply while there is a duplicate.
 
-        A process whose host is gone, say, and that was started anew elsewhere.
+        Such a process may have lost its host and been restarted elsewhere.
         """
         now = time.monotonic()
-        silent = [peer for peer in self._strangers if now - peer.last_heartbeat > _GREETING_SECONDS]
-        rivals = list(self._rivals.items())
-        silent += [self._there[number] for number, rival in rivals if now - rival.last_heartbeat > _GREETING_SECONDS]
+        silent = [peer for peer in self._unidentified if now - peer.last_heartbeat > _HANDSHAKE_SECONDS]
+        late = [number for number, each in self._duplicates.items() if now - each.last_heartbeat > _HANDSHAKE_SECONDS]
+        silent += [self._joined[number] for number in late]
         for peer in silent:
-            self._forget(peer, selector)
+            self._drop(peer, selector)
 
-    def _tell_all(self, line: str) -> None:
-        for peer in [*self._there.values(), *self._rivals.values()]:
-            peer.tell(line)
+    def _send_all(self, line: str) -> None:
+        for peer in [*self._joined.values(), *self._duplicates.values()]:
+            peer.send(line)
 
 
-def _answered(config: DistributedConfig, token: bytes, waiting: _Waiting) -> Peer:
-    """Process 0, when all are there."""
+def _join_process_0(config: DistributedConfig, token: bytes, timer: _JoinTimer) -> Peer:
+    """Join through process 0; return it when all processes have joined."""
     while True:
-        greeting = JoinRequest.of(config, secrets.token_hex(16))
+        request = JoinRequest.of(config, secrets.token_hex(16))
         why = "it does not answer"
         try:
-            connection = socket.create_connection(_address(config), _GREETING_SECONDS)
+            connection = socket.create_connection(_address(config), _HANDSHAKE_SECONDS)
         except (OSError, OverflowError) as error:
             why = str(error)
         else:
             peer = Peer(connection, "process 0", time.monotonic())
             with ExitStack() as stack:
                 stack.callback(connection.close)
-                if _has_all(peer, greeting, config, token):
+                if _wait_for_all(peer, request, config, token):
                     stack.pop_all()
                     return peer
-        waiting.for_(
+        timer.check(
             f"process 0 at {config.coordinator} ({why})", f"process 0 did not answer at {config.coordinator} ({why})"
         )
         time.sleep(_RETRY_SECONDS)
 
 
-def _has_all(process_0: Peer, greeting: JoinRequest, config: DistributedConfig, token: bytes) -> bool:
-    """Waits until process 0 says that all are there; False if it is silent or gone, so that it may come again."""
+def _wait_for_all(process_0: Peer, request: JoinRequest, config: DistributedConfig, token: bytes) -> bool:
+    """Wait until process 0 reports that all have joined; return False if it is silent or gone, for a retry."""
     process_0.connection.settimeout(config.timeout_seconds)
-    while (line := process_0.line(_MOST_UNREAD_BYTES)) is not None:
+    while (line := process_0.next_line(_MAX_UNREAD_BYTES)) is not None:
         word, _, rest = line.partition(" ")
         if word == "who":
-            process_0.tell(greeting.line(token, rest))
+            process_0.send(request.line(token, rest))
         if word == "there?":
-            process_0.tell("there")
+            process_0.send("there")
         if word == "no":
             raise UserError(rest)
         if word == "late":
             raise RendezvousTimeout(rest)
         if word == "hello":
-            if (name := greeting.proved(token, rest)) is None:
+            if (name := request.proved(token, rest)) is None:
                 raise UserError(
-                    f"distributed.token_file: who answers at {config.coordinator} has another secret than this "
+                    f"distributed.token_file: the program at {config.coordinator} has another secret than this "
                     f"process; it may be another program. Give all processes the same file."
                 )
             process_0.name = name
@@ -339,12 +338,12 @@ def _address(config: DistributedConfig) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _numbered(missing: Sequence[int], processes: int) -> str:
-    """Some processes in words; none is missing while one of two with one number is asked."""
+def _format_missing(missing: Sequence[int], processes: int) -> str:
+    """Format the numbers of missing processes; there are none while one of two duplicates must reply."""
     if not missing:
         return f"an answer of one of {processes} processes"
-    shown = [str(number) for number in missing[:_SHOWN]]
-    if len(missing) > _SHOWN:
-        shown.append(f"{len(missing) - _SHOWN} more")
+    shown = [str(number) for number in missing[:_MAX_SHOWN]]
+    if len(missing) > _MAX_SHOWN:
+        shown.append(f"{len(missing) - _MAX_SHOWN} more")
     numbers = f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
     return f"process{'es' if len(missing) > 1 else ''} {numbers} of {processes}"

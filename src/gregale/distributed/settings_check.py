@@ -1,6 +1,6 @@
-"""The processes of a run compare their settings and versions before JAX joins them, and end together if they differ.
+"""The comparison of settings and versions among the processes of a run, before JAX joins them.
 
-Process 0 compares the terms of all processes and sends the result, so all processes end with the same message.
+Process 0 compares the terms of all processes and sends the result. If they differ, all end with the same message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gregale.distributed.liveness import EXIT_CODE, Peer, log_line, process_labe
 from gregale.errors import UserError
 
 RULE = "All processes of a run need the same configuration, text, and versions of Gregale and JAX."
-OTHER_VERSION = "runs another version of Gregale, which does not tell its settings"
+OTHER_VERSION = "runs another version of Gregale, which does not send its settings"
 
 
 def version_terms() -> Terms:
-    """Return the versions that all processes of a run need to have in common."""
+    """Return the versions that all processes of a run must have in common."""
     return {
         "the version of Gregale": gregale.__version__,
         "the digest of Gregale's source": source_digest(),
@@ -36,7 +36,7 @@ def version_terms() -> Terms:
 
 @cache
 def source_digest() -> str:
-    """Return a digest of the source of this package, which two checkouts of one version may have different."""
+    """Return a digest of the source of this package; two checkouts of one version may differ in it."""
     folder, found = Path(gregale.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
@@ -47,33 +47,33 @@ def source_digest() -> str:
 def agree(peers: Sequence[Peer], config: DistributedConfig, terms: Terms) -> None:
     """Compare the settings of all processes; raise `UserError` in all of them if they differ.
 
-    Ends the process with the exit code of a lost one if another one is lost meanwhile.
+    Exits with the code for a lost process if another process is lost meanwhile.
 
-    - `peers`: as `roll_call` returns them
+    - `peers`: the result of `wait_for_processes`
     - `terms`: the settings of this process; the versions of Gregale and JAX are added
     """
     own = {**version_terms(), **terms}
     if config.process == 0:
         found: dict[str, Terms] = {process_label(0): own}
         for peer in peers:
-            found[peer.name] = from_text(_told(peer, "settings", config.timeout_seconds))
+            found[peer.name] = from_text(_receive(peer, "settings", config.timeout_seconds))
         if differs := difference(found):
             text = f"{differs}. {RULE}"
             for peer in peers:
-                peer.tell(f"no {text}")
+                peer.send(f"no {text}")
             raise UserError(text)
         for peer in peers:
-            peer.tell("agreed ")
+            peer.send("agreed ")
         return
     (process_0,) = peers
-    process_0.tell(f"settings {to_text(own)}")
-    _told(process_0, "agreed", 2 * config.timeout_seconds)
+    process_0.send(f"settings {to_text(own)}")
+    _receive(process_0, "agreed", 2 * config.timeout_seconds)
 
 
-def _told(peer: Peer, word: str, seconds: float) -> str:
-    """Return what a peer says behind a word; raise the `UserError` that it tells in place of that."""
+def _receive(peer: Peer, word: str, seconds: float) -> str:
+    """Return the rest of a peer's line that begins with a word; raise `UserError` if the peer sends an error."""
     peer.connection.settimeout(seconds)
-    line = peer.line()
+    line = peer.next_line()
     if line is None:
         log_line(f"error: {peer.name} was lost while the settings of all processes were compared.")
         sys.exit(EXIT_CODE)

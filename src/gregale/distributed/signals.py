@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM, SIGINT and SIGHUP end a run after a checkpoint, in all processes at the same step."""
+"""Stop requests: SIGTERM, SIGINT and SIGHUP end a run after a checkpoint, in all processes at the same step."""
 
 import os
 import signal
@@ -12,26 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-PATIENCE_SECONDS = 3.0  # of who has interrupted twice
+EXIT_SECONDS = 3.0  # maximum wait after the second interrupt
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:
-    """Catches SIGTERM, SIGINT and SIGHUP inside a `with` block (in the main thread, as signals demand).
+    """Catches SIGTERM, SIGINT and SIGHUP inside a `with` block of the main thread.
 
-    SIGHUP, which a closed terminal sends, stays ignored where it is (`nohup`). The first signal only sets
-    `signal_name`; a second SIGINT raises KeyboardInterrupt, for whoever cannot wait for the checkpoint. The old
-    handlers come back when the block is left.
+    SIGHUP, which a closed terminal sends, stays ignored if it is ignored (`nohup`). The first signal only sets
+    `signal_name`. A second SIGINT raises KeyboardInterrupt, for a user who cannot wait for the checkpoint. The end of
+    the block restores the old handlers.
 
-    In a run of several processes a signal reaches them at different steps, or only some of them. `agreed` is what all
-    of them may act on.
+    In a run of several processes a signal reaches them at different steps, or reaches only some of them. So all act on
+    `agreed` only.
     """
 
     def __init__(self, check_every: int = 10, insist: Callable[[], None] = lambda: None):
         """
         Args:
-            check_every: steps between two exchanges among processes. It should be more than the steps that the loop
-                lets run ahead on the device, and a stop is agreed at most twice as many steps after the signal.
+            check_every: steps between two exchanges among processes. It should exceed the number of steps in flight on
+                the device. The processes agree on a stop at most twice as many steps after the signal.
             insist: called before KeyboardInterrupt is raised.
         """
         self._insist = insist
@@ -47,14 +47,14 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old_handlers.items():
-            # None is a handler that was not installed from Python (JAX has one); Python cannot put it back.
+            # None: the handler was not installed from Python (JAX has one), and Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def agreed(self, step: int) -> bool:
-        """Whether to stop after this step; the same answer in every process.
+        """Return whether to stop after this step; the same value in every process.
 
-        Every process calls it after every step. What is exchanged at one multiple of `check_every` is looked at at the
-        next: by then the exchange is done, so the loop does not wait for the device.
+        Every process calls this after every step. It reads the exchange of one multiple of `check_every` at the next
+        multiple. By then the exchange is done, so the loop does not wait for the device.
         """
         if self._processes is None:
             return self.signal_name is not None
@@ -71,15 +71,15 @@ class StopRequest:
         self.signal_name = signal.Signals(number).name
 
 
-def end_soon(seconds: float = PATIENCE_SECONDS) -> None:
-    """Ends this process in a while, whatever it still waits for: a store or a disk that does not answer, say."""
-    timer = Timer(seconds, _end)
+def end_soon(seconds: float = EXIT_SECONDS) -> None:
+    """End this process after some seconds, even if it waits, for example for a store or a disk."""
+    timer = Timer(seconds, _exit_now)
     timer.daemon = True
     timer.start()
 
 
-def _end() -> None:
-    os.write(2, b"gregale: interrupted; what was being saved does not count, and what was saved before is as it was\n")
+def _exit_now() -> None:
+    os.write(2, b"gregale: interrupted; the unfinished checkpoint is not valid, earlier checkpoints are unchanged\n")
     os._exit(128 + signal.SIGINT)
 
 
@@ -88,7 +88,7 @@ def _is_ignored(number: signal.Signals) -> bool:
 
 
 class _ProcessFlags:
-    """Says whether any process has set its flag; all devices of all processes take part, as in a step.
+    """One flag a process, combined by a logical or; all devices of all processes take part, as in a step.
 
     A program with several devices of this process runs on CPUs after those handed over before it. A program with one of
     them runs at once: it would overtake a step, in one process earlier in the step than in another, and the collectives
@@ -102,10 +102,10 @@ class _ProcessFlags:
         self._last: jax.Array | None = None
 
     def exchange(self, flag: bool) -> None:
-        """Starts an exchange and returns at once."""
+        """Start an exchange and return at once."""
         shape = (self._split.mesh.size,)
         self._last = self._any(jax.make_array_from_callback(shape, self._split, lambda _: np.asarray([flag])))
 
     def last_any(self) -> bool:
-        """Whether any process's flag was set at the last exchange; waits for it if need be."""
+        """Return whether any flag was set at the last exchange; wait for it if necessary."""
         return self._last is not None and bool(self._last.addressable_data(0))

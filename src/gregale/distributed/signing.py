@@ -1,4 +1,4 @@
-"""What proves that a message comes from somebody who has a run's secret, its token: HMAC-SHA256."""
+"""HMAC-SHA256 signatures that prove knowledge of a run's secret, its token."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from gregale.errors import UserError
 
-SHORTEST_TOKEN_BYTES = 16
+MIN_TOKEN_BYTES = 16
 
 
 def read_token(path: Path, key: str) -> bytes:
-    """The token in a file that only its owner may read; white space around it does not count.
+    """Read the token from a file that only its owner may read; white space around the token is ignored.
 
-    - `key`: of the configuration, that names the file
+    - `key`: the configuration key that names the file
 
-    Raises `UserError` if there is none, if it is too short, or if others can read it.
+    Raises `UserError` if there is no file, if the token is too short, or if others can read the file.
     """
     try:
         mode, token = path.stat().st_mode, path.read_bytes().strip()
@@ -23,16 +23,16 @@ def read_token(path: Path, key: str) -> bytes:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror}).") from None
     if mode & 0o077:
         raise UserError(f"{key}: {path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
-    if len(token) < SHORTEST_TOKEN_BYTES:
+    if len(token) < MIN_TOKEN_BYTES:
         raise UserError(
-            f"{key}: {path} has {len(token)} bytes; at least {SHORTEST_TOKEN_BYTES} are needed, for example from: "
+            f"{key}: {path} has {len(token)} bytes; at least {MIN_TOKEN_BYTES} are needed, for example from: "
             f"openssl rand -hex 32 > {path}"
         )
     return token
 
 
 def sign(token: bytes, *parts: bytes) -> str:
-    """HMAC over the parts, each with its length, so that no two lists of parts have the same bytes."""
+    """Return the HMAC of the parts, each with its length, so that different lists of parts differ in bytes."""
     mac = hmac.new(token, digestmod="sha256")
     for part in parts:
         mac.update(len(part).to_bytes(8, "big") + part)
@@ -40,5 +40,5 @@ def sign(token: bytes, *parts: bytes) -> str:
 
 
 def is_signed(token: bytes, signature: str, *parts: bytes) -> bool:
-    """Whether a signature is that of the parts."""
+    """Return whether a signature is valid for the parts."""
     return hmac.compare_digest(signature.encode(), sign(token, *parts).encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gregale.atomic_files import OF_THE_DISK
+from gregale.atomic_files import DISK_ERRORS
 from gregale.data.sources.base import expand
 from gregale.errors import UserError, install_hint
 from gregale.huggingface.folder import ADAPTER, BESIDE, INDEX, WEIGHTS, weight_files
@@ -78,7 +78,7 @@ def _snapshot(given: str, name: str, revision: str | None, files: tuple[str, ...
             "makes a folder of it"
         )
     except (OSError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage] -- the client's own
-        if getattr(error, "errno", None) in OF_THE_DISK:
+        if getattr(error, "errno", None) in DISK_ERRORS:
             raise
         problem = _told(error)
     raise UserError(f"{given} is no folder here, and {problem}.")

@@ -1,4 +1,4 @@
-"""The one configuration of a run: what the YAML file and the command line fill in."""
+"""The configuration of a run, filled from the YAML file and the command line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gregale.tracking.choices import TrackerConfig, check_each_once
 
 @dataclass(frozen=True)
 class BatchConfig(Settings):
-    """What one step sees."""
+    """The batch of one step."""
 
     size: int = field(
         default=64,
         metadata={
-            "help": "sequences in a step, of all replicas",
+            "help": "number of sequences in a step, over all replicas",
             "range": whole(1, 1_000_000),
             "aliases": ("batch_size", "global_batch_size", "train_batch_size", "bs"),
         },
@@ -36,7 +36,7 @@ class BatchConfig(Settings):
     sequence_length: int = field(
         default=1024,
         metadata={
-            "help": "tokens in a sequence",
+            "help": "number of tokens in a sequence",
             "range": whole(1),
             "aliases": ("context_length", "seq_len", "seq_length", "block_size", "max_seq_len", "context", "n_ctx"),
             "fixed": Fixed("examples are cut to this length, and others would repeat or leave out text"),
@@ -45,7 +45,7 @@ class BatchConfig(Settings):
     microbatches: int = field(
         default=1,
         metadata={
-            "help": "parts of a step's batch, computed one after the other",
+            "help": "number of parts of a step's batch, computed in sequence",
             "range": whole(1),
             "aliases": ("gradient_accumulation_steps", "grad_accum", "accumulation_steps", "gradient_accumulation"),
         },
@@ -64,24 +64,25 @@ class SamplesConfig(Settings):
         default_factory=list, metadata={"help": "beginnings for the model to continue", "aliases": ("prompt",)}
     )
     tokens: int = field(
-        default=128, metadata={"help": "tokens to add to each", "range": whole(1), "aliases": ("max_new_tokens",)}
+        default=128,
+        metadata={"help": "tokens to add to each prompt", "range": whole(1), "aliases": ("max_new_tokens",)},
     )
     temperature: float = field(
-        default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
+        default=0.8, metadata={"help": "randomness; 0: always the likeliest token", "range": at_least(0)}
     )
 
 
-MOST_NAME_BYTES = 240  # of the 255 that a file system allows; `.old-12` follows it when a run is set aside
+MAX_NAME_BYTES = 240  # a file system allows 255; an archived run appends `.old-12`
 
 
 @dataclass(frozen=True)
 class EvaluationConfig(Settings):
-    """When and on how much the held-out loss is taken, and which tasks are scored with it."""
+    """The schedule and the amount of evaluation, and the tasks to score."""
 
     every: int | None = field(
         default=None,
         metadata={
-            "help": "steps between evaluations; null: at the end only",
+            "help": "number of steps between evaluations; null: only at the end",
             "range": whole(1),
             "aliases": ("eval_every", "eval_steps", "eval_interval", "evaluation_steps"),
         },
@@ -89,24 +90,24 @@ class EvaluationConfig(Settings):
     batches: int | None = field(
         default=None,
         metadata={
-            "help": "held-out batches to evaluate on; null: all",
+            "help": "number of held-out batches to evaluate on; null: all",
             "range": whole(1),
             "aliases": ("eval_batches", "eval_iters", "max_eval_batches"),
         },
     )
-    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text beside it"})
+    bigram: bool = field(default=False, metadata={"help": "at the end, show a bigram model of the same text"})
     tasks: list[str] = field(
         default_factory=list,
-        metadata={"help": "files of tasks (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
+        metadata={"help": "task files (globs, JSON lines) to score", "aliases": ("eval_tasks",)},
     )
     parse_special: bool = field(
-        default=False, metadata={"help": "names of special tokens in tasks are the tokens, and no text"}
+        default=False, metadata={"help": "read names of special tokens in tasks as the tokens, not as text"}
     )
 
 
 @dataclass(frozen=True)
 class InspectConfig(Settings):
-    """Norms of parameters and gradients, update-to-weight ratios and the largest attention logits, layer by layer."""
+    """Inspection of layers: norms of parameters and gradients, update-to-weight ratios, largest attention logits."""
 
     renamed_keys: ClassVar = {"each": "granularity"}
 
@@ -140,7 +141,7 @@ class TrainConfig(Settings):
     seed: int = field(
         default=0,
         metadata={
-            "help": "of initial weights and data order",
+            "help": "seed of the initial weights and the data order",
             "range": whole(0, 2**32 - 1),
             "aliases": ("random_seed", "data_seed"),
             "fixed": Fixed("it orders the data, and another order would repeat and leave out examples"),
@@ -149,7 +150,7 @@ class TrainConfig(Settings):
     start_from: str | None = field(
         default=None,
         metadata={
-            "help": "a run or an import to train on from; null: random",
+            "help": "a run or an imported model that provides the initial weights; null: random",
             "aliases": (
                 "init_from",
                 "from_pretrained",
@@ -173,12 +174,12 @@ class TrainConfig(Settings):
     )
     compilation_cache: str | None = field(
         default=AUTO,
-        metadata={"help": "keeps compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: nothing"},
+        metadata={"help": "cache of compiled programs: a folder, gs:// or s3://; auto: ~/.cache/gregale; null: none"},
     )
     log_every: int = field(
         default=1,
         metadata={
-            "help": "steps between lines of metrics.jsonl",
+            "help": "number of steps between lines of metrics.jsonl",
             "range": whole(1),
             "aliases": ("logging_steps", "log_interval", "log_steps"),
         },
@@ -192,8 +193,8 @@ class TrainConfig(Settings):
     pipeline: PipelineConfig | None = field(
         default=None, metadata={"help": "layers pipelined over mesh.stage; null: no pipeline"}
     )
-    data: DataConfig = field(default=DataConfig(), metadata={"help": "what to train on"})
-    batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "what one step sees"})
+    data: DataConfig = field(default=DataConfig(), metadata={"help": "the data to train on"})
+    batch: BatchConfig = field(default=BatchConfig(), metadata={"help": "the batch of one step"})
     optimizer: OptimizerConfig = field(
         default=AdamWConfig(),
         metadata={
@@ -203,21 +204,22 @@ class TrainConfig(Settings):
         },
     )
     sync: SyncConfig = field(
-        default=PsdpConfig(), metadata={"help": "how replicas are kept together", "begins_anew": True}
+        default=PsdpConfig(), metadata={"help": "the method that synchronises replicas", "begins_anew": True}
     )
-    reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "what is sent between replicas"})
+    reduce: ReduceConfig = field(default=ReduceConfig(), metadata={"help": "the data sent between replicas"})
     checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata={"help": "when to save, what to keep"})
     evaluation: EvaluationConfig = field(default=EvaluationConfig(), metadata={"help": "the held-out loss, and tasks"})
     samples: SamplesConfig = field(default=SamplesConfig(), metadata={"help": "texts to continue"})
-    inspect: InspectConfig = field(default=InspectConfig(), metadata={"help": "figures of each layer"})
+    inspect: InspectConfig = field(default=InspectConfig(), metadata={"help": "metrics of each layer"})
     trackers: list[TrackerConfig] = field(
-        default_factory=list, metadata={"help": "beside console and metrics.jsonl: tensorboard, wandb, trackio"}
+        default_factory=list,
+        metadata={"help": "further trackers: tensorboard, wandb, trackio"},
     )
     distributed: DistributedConfig = field(
-        default=DistributedConfig(), metadata={"help": "how several processes find one another"}
+        default=DistributedConfig(), metadata={"help": "the rendezvous and timeouts of several processes"}
     )
     islands: IslandsConfig = field(
-        default=IslandsConfig(), metadata={"help": "how sites that train apart are joined (`gregale island`)"}
+        default=IslandsConfig(), metadata={"help": "training at several sites (`gregale island`)"}
     )
 
     def __post_init__(self):
@@ -234,22 +236,22 @@ class TrainConfig(Settings):
             check_path("compilation_cache", self.compilation_cache)
             if is_url(self.compilation_cache):
                 _check_store("compilation_cache", self.compilation_cache)
-        if (size := len(self.name.encode())) > MOST_NAME_BYTES:
+        if (size := len(self.name.encode())) > MAX_NAME_BYTES:
             raise KeyedError(
                 "name",
                 f"has {size} bytes ({self.name[:20]}...)",
-                f"; it names a directory, so it has at most {MOST_NAME_BYTES}.",
+                f"; it names a directory, so it has at most {MAX_NAME_BYTES}.",
             )
         check_each_once(self.trackers)
         self._check_evaluation()
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there is text or a task to evaluate on."""
         return self.data.evaluates or bool(self.evaluation.tasks)
 
     def _check_evaluation(self) -> None:
-        """Raises `UserError` if there is no text for what is to be evaluated."""
+        """Raise `UserError` if an evaluation lacks text."""
         evaluation, asked = self.evaluation, ""
         if evaluation.every is not None and not evaluation.tasks:
             asked = f"evaluation.every is {evaluation.every}"
@@ -263,7 +265,7 @@ class TrainConfig(Settings):
 
 
 def _check_store(key: str, url: str) -> None:
-    """Raises `KeyedError` for a URL that names no folder in a store that is known."""
+    """Raise `KeyedError` for a URL that names no folder of a known store."""
     try:
         storage_path(url)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What differs between two configurations, and which of it a run cannot go on with."""
+"""The differences between two configurations, and whether a run can resume with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gregale.settings.config_schema import TYPE, choice_name, join
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another than before; `fixed` if a run cannot go on with that."""
+    """A key with its old and new value; `fixed` is set if a run cannot resume with the change."""
 
     key: str
     before: Any
@@ -26,10 +26,10 @@ class Change:
 
 
 def changes(before: Any, now: Any, prefix: str = "") -> list[Change]:
-    """The keys that differ between two configurations of one class, in the order of the fields.
+    """Return the keys that differ between two configurations of one class, in the order of the fields.
 
-    Another choice is a change of `type`, beside what else its class has different. Below a field whose metadata has
-    `begins_anew` nothing is fixed: what it holds of the state begins anew when it changes.
+    Another choice is a change of `type`, in addition to the other differences. Below a field whose metadata has
+    `begins_anew` no key is fixed, because a change resets its part of the state.
     """
     found = []
     declared = {each.name: each for each in (*fields(before), *fields(now))}

@@ -1,16 +1,16 @@
-"""What a run has written, read also while it is being written: figures, samples, configuration, starts, rounds.
+"""Readers of a run's files (metrics, samples, configuration, starts, rounds), also while the run writes them.
 
-    history = read_history(RunPlaces(Path("runs/quickstart")))
-    loss = history.figures["loss"]            # Column(steps, values); NaN where there was no number
-    history.problems                          # what is damaged or absent, in sentences
+    history = read_history(RunPaths(Path("runs/quickstart")))
+    loss = history.figures["loss"]            # Column(steps, values); NaN if there is no number
+    history.problems                          # sentences about damaged or absent files
 
-    reader = FiguresReader(run.metrics)       # for whoever looks again and again: only what is new is parsed
+    reader = FiguresReader(run.metrics)       # for repeated reads: it parses only new lines
     reader.read()["loss"].values[-1]
 
-    few = spikes_kept(loss.values, buckets=500)  # which points to draw
+    few = spikes_kept(loss.values, bins=500)  # indices of the points to draw
     loss.steps[few], loss.values[few]
 
-Whatever stands in the files, nothing here raises but what a disk or a store does not give. It imports no JAX.
+The content of the files raises no error; only a failing disk or store does. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from gregale.storage import ObjectPath, StoragePath, status
 from gregale.storage.jsonl_reader import Entry, damage, entry_of, read_entries
 
 ROUNDS = "rounds.jsonl"
-LARGEST = 2.0**1000  # what is not below it is no figure
+LARGEST = 2.0**1000  # metrics must be smaller
 _SAMPLE = re.compile(r"^--- step (\d{1,15})$", re.MULTILINE)
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One figure of a run.
+    """One metric of a run.
 
     - `steps`: [point] int64, ascending
-    - `values`: [point] float64; NaN where the run wrote that there is no number
+    - `values`: [point] float64; NaN if the run wrote null
     """
 
     steps: np.ndarray
@@ -56,10 +56,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Figures(Mapping[str, Column]):
-    """The figures of a run by name, in the order in which they first came.
+    """The metrics of a run by name, in the order of their first occurrence.
 
-    - `lines`: whole lines of the file
-    - `problems`: what is wrong with the file, in sentences
+    - `lines`: number of complete lines of the file
+    - `problems`: sentences about damage of the file
     """
 
     columns: Mapping[str, Column]
@@ -77,13 +77,13 @@ class Figures(Mapping[str, Column]):
 
     @property
     def last_step(self) -> int:
-        """The last step that has any figure; 0 before the first."""
+        """The last step that has a metric; 0 before the first."""
         return max((int(column.steps[-1]) for column in self.columns.values()), default=0)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model wrote after a step, a text for each prompt."""
+    """The model's samples after a step, one text for each prompt."""
 
     step: int
     texts: tuple[str, ...]
@@ -91,14 +91,14 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """What there is of a run.
+    """The content of a run directory.
 
-    - `name`, `path`: of its folder
-    - `config`: its configuration by dotted keys (`model.layers`); empty if it cannot be read
+    - `name`, `path`: name and path of the directory
+    - `config`: the configuration by dotted keys (`model.layers`); empty if it cannot be read
     - `starts`, `changes`: the entries of starts.jsonl and changes.jsonl
-    - `rounds`: of an island, the entries of rounds.jsonl
-    - `is_running`: whether a process trains it now
-    - `problems`: what is damaged or absent, in sentences that name the file
+    - `rounds`: the entries of an island's rounds.jsonl
+    - `is_running`: whether a process trains the run now
+    - `problems`: sentences about damaged or absent files
     """
 
     name: str
@@ -114,7 +114,7 @@ class History:
 
 
 def read_history(run: RunPaths) -> History:
-    """All that a run has written so far; raises `UserError` if there is no run here."""
+    """Read all files of a run; raise `UserError` if there is no run."""
     if not run.config.is_file() and not run.metrics.is_file():
         raise UserError(f"{run.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
     is_running = is_being_trained(run.path)
@@ -125,39 +125,39 @@ def read_history(run: RunPaths) -> History:
     except UserError as error:
         problems.append(str(error))
     figures = FiguresReader(run.metrics).read()
-    entries = [read_entries(place) for place in (run.starts, run.changes, run.path / ROUNDS)]
+    entries = [read_entries(path) for path in (run.starts, run.changes, run.path / ROUNDS)]
     problems += [*figures.problems, *(problem for _, problem in entries if problem)]
     samples = samples_in(_content(run.samples).decode(errors="replace"))
     starts, changes, rounds = (found for found, _ in entries)
-    texts, told = (starts, changes, rounds), tuple(problems)
-    return History(run.path.absolute().name, str(run.path), config, figures, samples, *texts, is_running, told)
+    name, path = run.path.absolute().name, str(run.path)
+    return History(name, path, config, figures, samples, starts, changes, rounds, is_running, tuple(problems))
 
 
 class FiguresReader:
-    """Reads metrics.jsonl again and again while it grows; what was read before is not parsed again.
+    """Reads metrics.jsonl repeatedly while it grows, and parses only new lines.
 
-    A last line without its end is being written and is passed over; so is, and told, what is no figure. A file that is
-    another one now (a resumed run drops lines) is read anew.
+    It ignores a last line without a line break, which is being written. It skips and reports damaged lines. A replaced
+    file (a resumed run removes lines) is read from the start.
     """
 
-    def __init__(self, place: StoragePath):
-        self._place = place
-        self._is_of: object = None  # which file or object was read
-        self._begin()
+    def __init__(self, path: StoragePath):
+        self._path = path
+        self._identity: object = None  # identifies the file or object that was read
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._columns: dict[str, tuple[array, array]] = {}
-        self._read = 0  # bytes of whole lines
+        self._read = 0  # bytes of complete lines
         self._lines = self._damaged = self._first_damaged = 0
 
     def read(self) -> Figures:
-        """All figures so far; none if there is no file yet."""
-        content = self._added()
+        """Return all metrics so far; none if there is no file yet."""
+        content = self._new_content()
         *lines, rest = content.split(b"\n")
         self._read += len(content) - len(rest)
         for line in lines:
             self._lines += 1
-            if not self._takes(line):
+            if not self._parse(line):
                 self._damaged += 1
                 self._first_damaged = self._first_damaged or self._lines
         columns, repeated = {}, 0
@@ -167,33 +167,33 @@ class FiguresReader:
             repeated = max(repeated, backwards)
         return Figures(columns, self._lines, self._problems(repeated))
 
-    def _added(self) -> bytes:
-        """What was not read yet."""
-        if isinstance(self._place, ObjectPath):
-            found = status(self._place)  # a store appends nothing: any other object is read as a whole
-            if found == self._is_of:
+    def _new_content(self) -> bytes:
+        """Return the bytes that were not read yet."""
+        if isinstance(self._path, ObjectPath):
+            found = status(self._path)  # a store cannot append, so a changed object is read as a whole
+            if found == self._identity:
                 return b""
-            self._is_of = found
-            self._begin()
-            return _content(self._place)
+            self._identity = found
+            self._reset()
+            return _content(self._path)
         try:
-            with open(self._place, "rb") as file:
+            with open(self._path, "rb") as file:
                 now = os.fstat(file.fileno())
-                if now.st_ino != self._is_of or now.st_size < self._read:
-                    self._is_of = now.st_ino
-                    self._begin()
+                if now.st_ino != self._identity or now.st_size < self._read:
+                    self._identity = now.st_ino
+                    self._reset()
                 file.seek(self._read)
                 return file.read()
         except FileNotFoundError:
-            self._begin()
+            self._reset()
             return b""
 
-    def _takes(self, line: bytes) -> bool:
-        """Takes the figures of a line; whether all of it are some."""
+    def _parse(self, line: bytes) -> bool:
+        """Add the metrics of a line to the columns; return whether the whole line is valid."""
         if (entry := entry_of(line, "step")) is None:
             return False
         step = entry["step"]
-        sound = True
+        is_valid = True
         for name, value in entry.items():
             kind = type(value)
             if name == "step":
@@ -203,29 +203,29 @@ class FiguresReader:
             elif kind is float or value is None:  # NaN or infinite
                 number = math.nan
             else:
-                sound = False
+                is_valid = False
                 continue
             column = self._columns.get(name)
             if column is None:
                 column = self._columns[name] = (array("q"), array("d"))
             column[0].append(step)
             column[1].append(number)
-        return sound
+        return is_valid
 
     def _problems(self, repeated: int) -> tuple[str, ...]:
         problems = []
         if self._damaged:
-            problems.append(damage(self._place, self._damaged, self._lines, self._first_damaged))
+            problems.append(damage(self._path, self._damaged, self._lines, self._first_damaged))
         if repeated:
             problems.append(
-                f"{self._place}: the steps do not ascend, {repeated:,} come after a later one; of two lines for a step "
+                f"{self._path}: the steps do not ascend, {repeated:,} come after a later one; of two lines for a step "
                 "the last one counts. Two processes may have written it."
             )
         return tuple(problems)
 
 
 def samples_in(text: str) -> tuple[Sample, ...]:
-    """The samples of a samples.txt, by step in the order of the file."""
+    """Parse the samples of a samples.txt, by step in the order of the file."""
     found: dict[int, list[str]] = {}
     headings = [*_SAMPLE.finditer(text)]
     ends = [*(each.start() for each in headings[1:]), len(text)]
@@ -235,7 +235,7 @@ def samples_in(text: str) -> tuple[Sample, ...]:
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A tree of mappings by dotted keys; lists and empty mappings are values."""
+    """Flatten a tree of mappings to dotted keys; lists and empty mappings are values."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -245,32 +245,32 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-def spikes_kept(values: np.ndarray, buckets: int) -> np.ndarray:
-    """Which of many values to draw: of each bucket the least, the largest and the first that is no number.
+def spikes_kept(values: np.ndarray, bins: int) -> np.ndarray:
+    """Select the points of a long line to draw: the smallest, the largest and the first non-finite value of each bin.
 
     - `values`: [point]
-    - `buckets`: of equal numbers of points
+    - `bins`: number of bins, which have equal numbers of points
 
-    Returns indices, ascending: at most 3 a bucket, the first and the last point, and all if they are no more.
+    Returns ascending indices: at most 3 per bin, the first and the last point; all points if there are few.
     """
     count = len(values)
-    if count <= 2 * buckets:
+    if count <= 2 * bins:
         return np.arange(count)
-    size = -(-count // buckets)
+    size = -(-count // bins)
     starts = np.arange(0, count, size)
     padded = np.full(len(starts) * size, np.nan)
     padded[:count] = np.where(np.isfinite(values), values, np.nan)
-    rows = padded.reshape(-1, size)  # [bucket, point]
+    rows = padded.reshape(-1, size)  # [bin, point]
     missing = np.isnan(rows)
     known, none = ~missing.all(axis=1), ~np.isfinite(values)
-    least = starts + np.where(missing, np.inf, rows).argmin(axis=1)
-    most = starts + np.where(missing, -np.inf, rows).argmax(axis=1)
+    smallest = starts + np.where(missing, np.inf, rows).argmin(axis=1)
+    largest = starts + np.where(missing, -np.inf, rows).argmax(axis=1)
     gaps = np.unique(np.flatnonzero(none) // size, return_index=True)[1]
-    return np.unique(np.concatenate([least[known], most[known], np.flatnonzero(none)[gaps], [0, count - 1]]))
+    return np.unique(np.concatenate([smallest[known], largest[known], np.flatnonzero(none)[gaps], [0, count - 1]]))
 
 
 def _ascending(column: Column) -> tuple[Column, int]:
-    """The column by ascending steps, the last of each step; and how many come after a later one."""
+    """Return the column sorted by step, with the last value of each step, and the number of descending steps."""
     steps, values = column.steps, column.values
     ahead = np.diff(steps)
     if (ahead > 0).all():
@@ -281,9 +281,9 @@ def _ascending(column: Column) -> tuple[Column, int]:
     return Column(steps[last], values[last]), int((ahead < 0).sum())
 
 
-def _content(place: StoragePath) -> bytes:
-    """The bytes of a file or an object; none if it is not there."""
+def _content(path: StoragePath) -> bytes:
+    """Return the bytes of a file or an object; no bytes if it does not exist."""
     try:
-        return place.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         return b""

@@ -1,4 +1,4 @@
-"""The configuration of islands: how sites that train apart find one another, and how long they wait for whom."""
+"""The configuration of islands: the coordinator, the network and the timeouts."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from gregale.settings import Range, RemovedKey, Settings, at_least, check_path, 
 
 NETWORKS = ("lan", "wan")
 SECONDS = Range(0, 86_400, above=True)
-MOST_NAME = 64
+MAX_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 
 
 @dataclass(frozen=True)
 class IslandsConfig(Settings):
-    """Islands: runs that are joined by DiLoCo (`sync`) over a network, and may come, go and die while they train."""
+    """The settings of an island, a training run at one site; DiLoCo (`sync`) joins islands over a network."""
 
     renamed_keys: ClassVar = {"minimum": "min_members", "start": "min_members_to_start"}
 
-    name: str | None = field(
-        default=None, metadata={"help": "this island's name, one of its own; null: the name of its host"}
-    )
+    name: str | None = field(default=None, metadata={"help": "this island's unique name; null: the name of its host"})
     lighthouse: str | None = field(
         default=None,
         metadata={"help": "HOST:PORT of the coordinator (`gregale lighthouse`)", "aliases": ("coordinator",)},
     )
     token_file: str | None = field(
-        default=None, metadata={"help": "file with the fleet's secret, the same on all islands, readable by you alone"}
+        default=None,
+        metadata={"help": "file with the fleet's secret, the same on all islands, readable only by you"},
     )
     bind: str = field(
         default="127.0.0.1",
-        metadata={"help": "HOST or HOST:PORT at which the other islands reach this host; no port: any that is free"},
+        metadata={"help": "HOST or HOST:PORT at which other islands reach this host; no port: any free port"},
     )
     min_members: int = field(
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
@@ -49,38 +48,47 @@ class IslandsConfig(Settings):
     )
     lockstep: bool = field(
         default=False,
-        metadata={"help": "make exactly the same steps between rounds, and wait for all: the same to the last bit"},
+        metadata={"help": "wait for all islands in each round, so that all make the same steps: bit-identical runs"},
     )
     outlier_factor: float = field(
         default=10.0,
         metadata={
-            "help": "a message whose norm is more than so many times what is expected of it contributes nothing",
+            "help": "maximum ratio of a message's norm to the expected norm; a larger message contributes nothing",
             "range": Range(1, 1e9, above=True),
         },
     )
-    network: str = field(default="lan", metadata={"help": "what the seconds below are by default", "choices": NETWORKS})
+    network: str = field(
+        default="lan", metadata={"help": "network that sets the default timeouts", "choices": NETWORKS}
+    )
     heartbeat_seconds: float | None = field(
         default=None,
-        metadata={"help": "silence after which an island is out; null: 2 on a lan, 10 on a wan", "range": SECONDS},
+        metadata={
+            "help": "time without a heartbeat before an island is removed; null: 2 on a lan, 10 on a wan",
+            "range": SECONDS,
+        },
     )
     grace_seconds: float | None = field(
         default=None,
         metadata={
-            "help": "how long a round waits for an island in the middle of a step; null: learned from the steps",
+            "help": "maximum wait of a round for an island that is inside a step; null: estimated from the steps",
             "range": at_least(0),
         },
     )
     reduce_seconds: float | None = field(
-        default=None, metadata={"help": "for one round's transfers; null: 5 on a lan, 60 on a wan", "range": SECONDS}
+        default=None,
+        metadata={"help": "timeout of a round's transfer; null: 5 on a lan, 60 on a wan", "range": SECONDS},
     )
     heal_seconds: float | None = field(
         default=None,
-        metadata={"help": "for a joiner's transfer; null: 120 on a lan, 1800 on a wan", "range": SECONDS},
+        metadata={
+            "help": "timeout of a joiner's transfer; null: 120 on a lan, 1800 on a wan",
+            "range": SECONDS,
+        },
     )
     lease_steps: int | None = field(
         default=None,
         metadata={
-            "help": "steps that an island can make without hearing of the fleet; null: 4 sync.period",
+            "help": "maximum number of steps without contact to the fleet; null: 4 sync.period",
             "range": whole(1),
         },
     )
@@ -93,11 +101,11 @@ class IslandsConfig(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.name is not None and (not _NAME.fullmatch(self.name) or len(self.name) > MOST_NAME):
+        if self.name is not None and (not _NAME.fullmatch(self.name) or len(self.name) > MAX_NAME):
             raise KeyedError(
                 "name",
                 f"is {shown(self.name)}",
-                f"; it has at most {MOST_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
+                f"; it has at most {MAX_NAME} letters, digits, '.', '-' and '_', and begins with a letter or digit.",
             )
         if self.lighthouse is not None and not self.lighthouse.rpartition(":")[2].isdecimal():
             raise KeyedError(
@@ -116,4 +124,4 @@ class IslandsConfig(Settings):
     @property
     def own_name(self) -> str:
         """This island's name."""
-        return self.name or socket.gethostname()[:MOST_NAME]
+        return self.name or socket.gethostname()[:MAX_NAME]

@@ -1,4 +1,4 @@
-"""Reads a configuration from a YAML file and dotted arguments, and writes it back."""
+"""Functions that read a configuration from a YAML file and dotted arguments, and write it as YAML."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def load(config_class: type[Config], path: str | StoragePath | None, arguments: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, with `--dotted.key value` arguments on top.
+    """Load the configuration of a YAML file, with `--dotted.key value` arguments as overrides.
 
     Arguments:
-    - `config_class`: a frozen dataclass; nested dataclasses, optional fields, lists, tuples, mappings of names and
-      draccus registries (chosen by `type`) are understood
+    - `config_class`: a frozen dataclass, which may contain nested dataclasses, optional fields, lists, tuples, mappings
+      of names and draccus registries (chosen by `type`)
     - `path`: the YAML file or object, or None for the defaults
-    - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; of a section
-      given as `{layers: 2}` the other keys stay, unless it names another `type`
+    - `arguments`: `--key value`, `--key=value`, or `--key` alone for a flag; lists as `[1, 2]` or `1,2`; a section
+      such as `{layers: 2}` keeps its other keys, unless it names another `type`
 
-    Raises `UserError` that names the key and the place: unknown key, wrong type, unknown choice, missing key, duplicate
-    key, a file that is missing or no YAML.
+    Raises `UserError` that names the key and its origin: unknown key, wrong type, unknown choice, missing key,
+    duplicate key, missing file, invalid YAML.
     """
-    raw, places = ({}, {}) if path is None else read_yaml(Path(path) if isinstance(path, str) else path)
+    raw, origins = ({}, {}) if path is None else read_yaml(Path(path) if isinstance(path, str) else path)
     words, pairs = split_arguments(arguments)
     if words:
         raise UserError(f"{words[0]!r} {COMMAND_LINE} belongs to no key; a value follows its key: `--steps 100`.")
     for pair in pairs:
         key, equals, value = pair.removeprefix("--").partition("=")
-        _Overrides(config_class, raw, places).set(key.split("."), Text(value) if equals else True)
-    return Decoder(config_class, places, _read_text).decode(config_class, raw)
+        _Overrides(config_class, raw, origins).set(key.split("."), Text(value) if equals else True)
+    return Decoder(config_class, origins, _read_text).decode(config_class, raw)
 
 
 def dump(config: Any) -> str:
-    """A configuration as YAML that `load` reads back to an equal one: every key, defaults too."""
+    """Return a configuration as YAML with all keys, from which `load` reads an equal configuration."""
     return yaml.safe_dump(draccus.encode(config), sort_keys=False)
 
 
 def split_arguments(
-    arguments: Sequence[str], flags: Collection[str] = (), lists: Collection[str] = (), most_words: int = 0
+    arguments: Sequence[str], flags: Collection[str] = (), lists: Collection[str] = (), max_words: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Splits a command line into words and keys, the keys as `--key=value` (`--key` alone: a flag, which is true).
+    """Split a command line into words and keys; keys are `--key=value`, or `--key` alone for a flag that is true.
 
-    - `flags`: keys that need no value, so that the word after one is not its value unless it is `true` or `false`
-    - `lists`: keys that take all words up to the next key, as a shell makes them of `*.txt`, once there are
-    - `most_words`: words that belong to no key
+    - `flags`: keys without a value; the next word is the value only if it is `true` or `false`
+    - `lists`: keys that take all words up to the next key (a shell expands `*.txt` to words), after `max_words` words
+    - `max_words`: number of words that belong to no key
     """
     words, pairs = [], []
     rest = list(arguments)
@@ -71,7 +71,7 @@ def split_arguments(
         is_flag = argument.removeprefix("--") in flags
         has_value = rest and not rest[0].startswith("--") and (not is_flag or rest[0] in ("true", "false"))
         values = [rest.pop(0)] if has_value and "=" not in argument else []
-        if values and argument.removeprefix("--") in lists and len(words) >= most_words:
+        if values and argument.removeprefix("--") in lists and len(words) >= max_words:
             while rest and not rest[0].startswith("--"):
                 values.append(rest.pop(0))
         pairs.append(f"{argument}={_as_one(values)}" if values else argument)
@@ -79,18 +79,18 @@ def split_arguments(
 
 
 def _as_one(values: list[str]) -> str:
-    """Several words as a list in YAML, which JSON is too."""
+    """Return several words as a JSON list, which is also YAML."""
     return values[0] if len(values) == 1 else json.dumps(values, ensure_ascii=False)
 
 
 def _with_underscores(argument: str) -> str:
-    """`--require-fit` is `--require_fit`; names in dotted keys may be the user's own and stay as they are."""
+    """Convert `--require-fit` to `--require_fit`; dotted keys may contain the user's names and stay unchanged."""
     key, equals, value = argument.partition("=")
     return argument if "." in key else "--" + key.removeprefix("--").replace("-", "_") + equals + value
 
 
 def read_yaml(path: StoragePath) -> tuple[dict[str, Any], dict[str, str]]:
-    """The mapping in a YAML file, and for every dotted key in it where it stands."""
+    """Read a YAML file; return its mapping, and the origin (file and line) of every dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -99,11 +99,11 @@ def read_yaml(path: StoragePath) -> tuple[dict[str, Any], dict[str, str]]:
         raise UserError(f"{path}: the configuration file cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}, so no YAML; save it as UTF-8.") from None
-    places: dict[str, str] = {}
-    raw = _Reader(str(path), places).read(text)
+    origins: dict[str, str] = {}
+    raw = _Reader(str(path), origins).read(text)
     if not isinstance(raw, dict | None):
         raise UserError(f"{path}: a configuration is a mapping (`steps: 100`), but this file holds {raw!r:.60}.")
-    return raw or {}, places
+    return raw or {}, origins
 
 
 def _read_text(text: str, key: str) -> Any:
@@ -111,15 +111,15 @@ def _read_text(text: str, key: str) -> Any:
 
 
 class _Reader:
-    """Reads YAML, remembers the line of every key and refuses a key that stands twice."""
+    """A YAML reader that records the line of every key and rejects duplicate keys."""
 
-    def __init__(self, name: str, places: dict[str, str]):
+    def __init__(self, name: str, origins: dict[str, str]):
         self.name = name
-        self.places = places
+        self.origins = origins
 
     def read(self, text: str) -> Any:
         try:
-            # Inside the `try`: PyYAML looks for unprintable characters when the loader is made.
+            # Inside the `try`, because the constructor of the loader raises for unprintable characters.
             self.loader = yaml.SafeLoader(text)
             node = self.loader.get_single_node()
             return None if node is None else self._build(node, "")
@@ -129,8 +129,8 @@ class _Reader:
             ) from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-            raise UserError(f"{self.name}{place}: not readable as YAML: {error.problem or error.context}.") from None
+            at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            raise UserError(f"{self.name}{at}: not readable as YAML: {error.problem or error.context}.") from None
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             raise UserError(f"{self.name}, line {line}: not readable as YAML: {error.reason}.") from None
@@ -152,26 +152,26 @@ class _Reader:
         try:
             return self.loader.construct_object(node, deep=True)
         except (ValueError, ArithmeticError, LookupError, AttributeError):
-            # What PyYAML raises for the 31st of February, for more digits than Python reads, for `!!bool perhaps`.
-            kind, place = node.tag.rpartition(":")[2], f"{self.name}, line {node.start_mark.line + 1}"
-            raise UserError(f"{place}: {shortened(node.value)!r} looks like a YAML {kind}, but it is none.") from None
+            # PyYAML raises these for 31 February, for more digits than Python reads, and for `!!bool perhaps`.
+            kind, line = node.tag.rpartition(":")[2], f"{self.name}, line {node.start_mark.line + 1}"
+            raise UserError(f"{line}: {shortened(node.value)!r} looks like a YAML {kind}, but is not valid.") from None
 
     def _refuse_old_numbers(self, node: yaml.Node, key: str) -> None:
-        """Refuses what only YAML 1.1 takes for numbers: `1:30` for 90, and `010` for 8."""
+        """Reject texts that only YAML 1.1 reads as numbers: `1:30` as 90, and `010` as 8."""
         if node.tag not in _NUMBERS:
             return
         is_octal = _OCTAL.fullmatch(node.value) is not None
         if is_octal or ":" in node.value:
             kind = "an octal number" if is_octal else "a number to the base 60"
-            place = f"{self.name}, line {node.start_mark.line + 1}"
+            line = f"{self.name}, line {node.start_mark.line + 1}"
             found = f"{f'`{key}` is ' if key else ''}{shortened(node.value)}"
             raise UserError(
-                f"{place}: {found}, {kind} in YAML 1.1 ({shown(self.loader.construct_object(node))}). Write the number "
+                f"{line}: {found}, {kind} in YAML 1.1 ({shown(self.loader.construct_object(node))}). Write the number "
                 "in decimal digits, without a 0 before them and without colons; in quotes it is a text."
             )
 
     def _build_at(self, node: yaml.Node, key: str, start: yaml.Node) -> Any:
-        self.places[key] = f"{self.name}, line {start.start_mark.line + 1}"
+        self.origins[key] = f"{self.name}, line {start.start_mark.line + 1}"
         return self._build(node, key)
 
     def _refuse_duplicates(self, node: yaml.MappingNode, key: str) -> None:
@@ -190,14 +190,14 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Overrides:
-    """Puts values of the command line into a tree of mappings, and notes where they came from."""
+    """A tree of mappings with values of the command line, and their origins."""
 
     config_class: type
     raw: dict[str, Any]
-    places: dict[str, str]
+    origins: dict[str, str]
 
     def set(self, path: Sequence[str], value: Any) -> None:
-        """Sets a dotted key, making the mappings on the way; of a section only the keys that are given."""
+        """Set a dotted key and create missing mappings; a section changes only the given keys."""
         key, (*above, last) = ".".join(path), path
         node = self._node(above, key)
         before = node.get(last)
@@ -210,12 +210,12 @@ class _Overrides:
                     self.set([*path, name], each)
                 return
         node[last] = value
-        for below in [place for place in self.places if place.startswith(f"{key}.")]:
-            del self.places[below]
-        self.places[key] = COMMAND_LINE
+        for below in [other for other in self.origins if other.startswith(f"{key}.")]:
+            del self.origins[below]
+        self.origins[key] = COMMAND_LINE
 
     def _node(self, path: Sequence[str], key: str) -> dict:
-        """Return the mapping at a dotted key, made if there is none."""
+        """Return the mapping at a dotted key; create it if absent."""
         node: Any = self.raw
         for depth, name in enumerate(path, 1):
             above = ".".join(path[:depth])
@@ -227,9 +227,9 @@ class _Overrides:
             if inner is None:
                 inner = node[name] = {}
             if not isinstance(inner, dict):
-                place = f" ({self.places[above]})" if above in self.places else ""
+                origin = f" ({self.origins[above]})" if above in self.origins else ""
                 raise UserError(
-                    f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}{place}; "
+                    f"`--{key}` {COMMAND_LINE}: nothing lies below `{above}`, which is {str(inner)!r}{origin}; "
                     f"`--{above} VALUE` would replace it."
                 )
             node = inner
@@ -237,6 +237,6 @@ class _Overrides:
 
 
 def _has_another_type(section: tuple[Any, Any], before: dict, value: dict) -> bool:
-    """Whether a section is chosen anew, so that the keys before were those of another choice."""
+    """Return whether a section has a new choice, so that its earlier keys belong to another choice."""
     kind, default = section
     return is_registry(kind) and TYPE in value and value[TYPE] != before.get(TYPE, choice_name(kind, default))

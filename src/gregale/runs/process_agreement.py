@@ -1,7 +1,7 @@
-"""The settings and the text that all processes of a run need to have in common.
+"""The settings and the text that all processes of a run must have in common.
 
-The processes compare settings before JAX joins them (`gregale.distributed.settings_check`). They compare text over
-JAX, when it is tokenized.
+The processes compare settings before JAX joins them (`gregale.distributed.settings_check`). They compare the tokenized
+text over JAX.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gregale.checkpoint.multihost import messages_of_all, texts_of_all
 from gregale.data.config import VALIDATION
 from gregale.data.parts import json_sha256
 from gregale.data.preparation import Corpus
-from gregale.distributed.agreement import difference, from_text, in_words, to_text
+from gregale.distributed.agreement import difference, format_term, from_text, to_text
 from gregale.distributed.liveness import process_label
 from gregale.distributed.settings_check import RULE
 from gregale.errors import UserError
 from gregale.evaluation.tasks.files import Task
 from gregale.runs.history import flat
 
-# What the processes of a run may differ in: what belongs to a host, what only process 0 reads, and paths of text, of a
-# tokenizer and of tasks, whose content is compared instead (`data_terms`). All else has to be the same.
+# Keys in which the processes of a run may differ: keys of a host, keys that only process 0 reads, and paths of text,
+# tokenizers and tasks, whose content is compared instead (`data_terms`). All other keys must be equal.
 MAY_DIFFER = (
     *("distributed.coordinator", "distributed.process", "distributed.token_file"),
     *("islands.bind", "islands.token_file"),
@@ -38,23 +38,23 @@ _DIGITS = 12  # of a digest
 
 
 def terms_of(settings: Any) -> dict[str, str]:
-    """Return all values of a configuration by dotted keys, and for mappings of sources their order."""
+    """Return all values of a configuration by dotted keys, and the order of its sources."""
     order = {"data.sources": ", ".join(settings.data.sources)} if hasattr(settings, "data") else {}
-    return order | {key: in_words(value) for key, value in flat(draccus.encode(settings)).items()}
+    return order | {key: format_term(value) for key, value in flat(draccus.encode(settings)).items()}
 
 
 def process_terms(settings: Any) -> dict[str, str]:
-    """Return the values of a configuration that all processes of a run need to have in common."""
+    """Return the values of a configuration that all processes of a run must have in common."""
     return {key: value for key, value in terms_of(settings).items() if not matches(key, MAY_DIFFER)}
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Return whether a dotted key is of one of the patterns, in which `*` stands for any characters."""
+    """Return whether a dotted key matches one of the patterns, in which `*` stands for any characters."""
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def data_terms(corpus: Corpus) -> dict[str, str]:
-    """Return what tells the text of a run from another: each source, the tokenizer, and all of it with its split."""
+    """Return digests of a run's text: of each source, of the tokenizer, and of the whole text with its split."""
     found = {
         f"data.{key}": f"{len(store.tokens):,} tokens ({_digest(store.manifest['files'])})"
         for key, store in sorted(corpus.stores.items())
@@ -63,7 +63,7 @@ def data_terms(corpus: Corpus) -> dict[str, str]:
 
 
 def is_trained_on(key: str) -> bool:
-    """Return whether a key of `data_terms` is of text to train on, not only to evaluate on."""
+    """Return whether a key of `data_terms` belongs to training text, not only to evaluation text."""
     return not key.startswith(f"data.{VALIDATION}.")
 
 
@@ -75,8 +75,9 @@ def agree_on_text(corpus: Corpus, tasks: Sequence[Task]) -> None:
     own = data_terms(corpus) | {"evaluation.tasks": f"{len(tasks)} files ({_digest(scored)})"}
     if len(set(messages_of_all(_digest(own)))) == 1:
         return
-    told = [json.loads(text) for text in texts_of_all(json.dumps([process_label(jax.process_index()), to_text(own)]))]
-    raise UserError(f"{difference({name: from_text(text) for name, text in told})}. {RULE}")
+    label = process_label(jax.process_index())
+    terms = dict(json.loads(text) for text in texts_of_all(json.dumps([label, to_text(own)])))
+    raise UserError(f"{difference({name: from_text(text) for name, text in terms.items()})}. {RULE}")
 
 
 def _digest(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A configuration in which `model: {type: huggingface}` is what the model's folder says, as a run keeps it."""
+"""Resolution of `model: {type: huggingface}` to the shape in the model's folder, as a run stores it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gregale.huggingface.hub_model_config import shape_and_tokenizer
 from gregale.model.base import HuggingFaceConfig
 
 
-def completed(config: Any) -> Any:
-    """The configuration with the shape in place of its place, and with its tokenizer where that is left at bytes.
+def resolved(config: Any) -> Any:
+    """Return the configuration with the model's shape instead of its path, and its tokenizer if the config uses bytes.
 
-    Any other is handed back. Raises `UserError` if there is no such model.
+    Returns other configurations unchanged. Raises `UserError` if there is no such model.
     """
     given = getattr(config, "model", None)
     if not isinstance(given, HuggingFaceConfig):

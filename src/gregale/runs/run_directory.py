@@ -1,4 +1,4 @@
-"""A run's directory, on a disk or in an object store: its configuration, checkpoints, metrics and samples."""
+"""The directory of a run, on a disk or in an object store: configuration, checkpoints, metrics and samples."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, RetryPolicy, StoragePath, StoreError, write_bytes
 from gregale.storage.jsonl_reader import Entries, read_entries
 
-_AT_ONCE = RetryPolicy(seconds=5.0, silence_seconds=5.0)
+_SHORT_RETRIES = RetryPolicy(seconds=5.0, silence_seconds=5.0)
 _COPYING_THREADS = 16
 
 _SAMPLE = re.compile(rb"^--- step (\d+)$", re.MULTILINE)
 
 
 class RunDirectory(RunPaths):
-    """The places of one run, and what is read and written in them."""
+    """The paths of one run, with methods that read and write its files."""
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether the evaluation of a step was written, in full, and was a number."""
+        """Return whether metrics.jsonl has a complete evaluation of a step with a number."""
         return any(line["step"] == step and is_evaluation(line) for line in self.figures().entries)
 
     def figures(self) -> Entries:
-        """Return the lines of metrics.jsonl, and what is wrong with the file."""
+        """Return the lines of metrics.jsonl, and a sentence about damaged lines."""
         return read_entries(self.metrics, number="step")
 
     def note_checkpoint(self, step: int) -> None:
-        """Notes that the checkpoint of a step was committed, the newest of the run."""
+        """Record the step of the newest committed checkpoint."""
         write_bytes(self.newest_checkpoint, json.dumps({"step": step}).encode())
 
     def resume_hint(self) -> str:
-        """What the same command would begin with, in a sentence."""
+        """Return a sentence about the checkpoint from which the same command would resume."""
         folder = self.checkpoints
-        try:  # for a process that is about to end: a store that does not answer is not waited for
-            steps = committed_steps(replace(folder, patience=_AT_ONCE) if isinstance(folder, ObjectPath) else folder)
+        if isinstance(folder, ObjectPath):  # the process is about to end and must not wait for a store
+            folder = replace(folder, retry_policy=_SHORT_RETRIES)
+        try:
+            steps = committed_steps(folder)
         except StoreError:
             return "The same command goes on from the newest checkpoint."
         if not steps:
@@ -55,10 +57,10 @@ class RunDirectory(RunPaths):
         return f"The newest checkpoint is that of step {steps[-1]}; the same command goes on from there."
 
     def check_checkpoints(self, steps: list[int]) -> str | None:
-        """Compares the steps whose checkpoints there are with the newest that was committed.
+        """Compare the steps of the existing checkpoints with the newest committed step.
 
-        Returns what the user should know if newer ones are gone. Raises `UserError` if all are: starting anew would
-        delete what the run has written.
+        Returns a warning if newer checkpoints are gone. Raises `UserError` if all are gone, because a new start would
+        delete the run's files.
         """
         noted = self.recorded_checkpoint()
         if noted is None or noted in steps:
@@ -67,25 +69,25 @@ class RunDirectory(RunPaths):
             last = max((line["step"] for line in self.figures().entries), default=noted)
             raise UserError(
                 f"{self.checkpoints} has no checkpoint any more, but this run has saved one at step {noted}. To start "
-                f"at step 0 again would delete the figures and samples of its {last} steps. Put a checkpoint back, or "
+                f"at step 0 again would delete the metrics and samples of its {last} steps. Put a checkpoint back, or "
                 f"give --fresh, which sets the old run aside and begins anew."
             )
         newest = steps[-1]
         if newest > noted or (self.checkpoints / folder_name(noted)).is_dir():
-            return None  # of a folder without a manifest tells who looks for the newest checkpoint
+            return None  # `Checkpoints.sound_step` reports a folder without a manifest
         return (
             f"The newest checkpoint, of step {noted}, is gone: going on from that of step {newest} repeats "
             f"{noted - newest} steps."
         )
 
     def read_config(self) -> TrainConfig:
-        """The configuration of the run; raises `UserError` if there is no run here."""
+        """Read the configuration of the run; raise `UserError` if there is no run."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run directory: it has no config.yaml. `gregale train` makes one.")
         return load(TrainConfig, self.config)
 
     def check_trainable(self) -> None:
-        """Raises `UserError` if a model to start from is here."""
+        """Raise `UserError` if the directory contains an imported model."""
         if self.is_imported:
             raise UserError(
                 f"{self.path} is an imported model, not a run. To train it, give the run another `name`, and "
@@ -93,7 +95,7 @@ class RunDirectory(RunPaths):
             )
 
     def check_compatible(self, config: TrainConfig) -> None:
-        """Raises `UserError` if the run here cannot go on with `config`, naming the fields that changed."""
+        """Raise `UserError` with the changed keys if the run cannot resume with `config`."""
         if not self.config.is_file():
             return
         fixed = [change for change in changes(self.read_config(), config) if change.fixed]
@@ -106,9 +108,9 @@ class RunDirectory(RunPaths):
             )
 
     def write_samples(self, step: int, texts: list[str]) -> None:
-        """Puts the samples of a step behind those of earlier steps in samples.txt, whole or not at all.
+        """Append the samples of a step to samples.txt, atomically.
 
-        Those of this step and of later ones go: a killed process wrote them, and the steps are repeated.
+        Samples of this step and of later steps are removed: a killed process wrote them, and the steps are repeated.
         """
         before = self.samples.read_bytes() if self.samples.is_file() else b""
         superseded = (match.start() for match in _SAMPLE.finditer(before) if int(match[1]) >= step)
@@ -118,30 +120,30 @@ class RunDirectory(RunPaths):
             write_bytes(self.samples, after)
 
     def record_changes(self, step: int, changed: Sequence[Change]) -> None:
-        """Adds a line to changes.jsonl: from which step on which keys have which other values; none if nothing has."""
+        """Append a line with a step and the changed keys to changes.jsonl, if there are changes."""
         if not changed:
             return
         self._add(self.changes, step, {"changes": {change.key: [change.before, change.now] for change in changed}})
 
     def record_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Adds a line to starts.jsonl: with what the run goes on after a step."""
+        """Append a line to starts.jsonl with facts about a start after a step."""
         self._add(self.starts, step, facts)
 
     def _add(self, path: StoragePath, step: int, facts: Mapping[str, Any]) -> None:
-        """Puts a line behind those of a file, whole or not at all."""
+        """Append a line to a file, atomically."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"step": step, "time": time, "gregale": gregale.__version__, **facts}
         before = path.read_bytes() if path.is_file() else b""
-        end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have taken it away
+        end = b"" if before.endswith(b"\n") or not before else b"\n"  # an editor may have removed it
         write_bytes(path, before + end + json.dumps(entry).encode() + b"\n")
 
     def write_config(self, config: TrainConfig) -> None:
-        """Writes config.yaml, first under a temporary name."""
+        """Write config.yaml, atomically."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_bytes(self.config, dump(config).encode())
 
     def archive(self) -> StoragePath | None:
-        """Renames an existing run directory to the first free `<name>.old-<n>`; returns where it is now."""
+        """Rename an existing run directory to the first free `<name>.old-<n>`; return the new path."""
         if not self.path.exists():
             return None
         path, name = self.path, _free_name(self.path)
@@ -161,15 +163,15 @@ def _free_name(path: StoragePath) -> str:
 
 
 def _move(folder: ObjectPath, to: ObjectPath) -> None:
-    """Has the store copy all objects of a run but its lock, and deletes them then: a store renames nothing.
+    """Copy all objects of a run except its lock inside the store, then delete them: a store cannot rename.
 
-    Killed before the last copy is made, it leaves the run as it was, and another command takes the next free name.
-    Killed later, it leaves a whole copy, and of the run what the same command sets aside too.
+    A process that is killed before the last copy leaves the run unchanged; the next command uses the next free name. A
+    process that is killed later leaves a complete copy, and the same command archives the rest of the run.
     """
     names = [name for name in folder.files_below() if name != LOCK]
     with ThreadPoolExecutor(_COPYING_THREADS) as pool:
         list(pool.map(lambda name: (folder / name).copy_to(to / name), names))
-        # Manifests go first: of the checkpoints that are left none is in parts, and counts.
+        # Delete manifests first, so that no incomplete checkpoint is valid.
         first = [name for name in names if name.endswith(MANIFEST)]
         for group in (first, [name for name in names if name not in set(first)]):
             list(pool.map(lambda name: (folder / name).unlink(missing_ok=True), group))

@@ -1,8 +1,8 @@
-"""The lock of a run: one process trains it at a time, on whatever hosts.
+"""The lock of a run, which lets one process at a time train it, on any host.
 
-It is a lease, see `run_lease`. On a disk its file is locked too (flock), which the system gives back when the process
-ends, however it ends. Network file systems pass that lock on to other hosts, but not every one and not with every mount
-option; the lease reaches them all.
+The lock is a lease (see `run_lease`). On a disk its file is also locked (flock); the system releases that lock when the
+process ends. Some network file systems do not pass that lock to other hosts, or only with certain mount options. The
+lease works on all hosts.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import IO
 
 from gregale.atomic_files import NO_LOCKS, LockHeld, LockHolder, acquire, is_held
 from gregale.errors import Busy
-from gregale.runs.run_lease import hold_lease, is_counting
+from gregale.runs.run_lease import hold_lease, is_renewed
 from gregale.storage import StoragePath
 
 LOCK = "lock"
 BEAT_SECONDS = 10.0
-SILENCE_SECONDS = 6 * BEAT_SECONDS  # of somebody far away, who is gone then
+TIMEOUT_SECONDS = 6 * BEAT_SECONDS  # maximum age of the lease of a running process on another host
 
 
 @contextmanager
 def training(
     directory: StoragePath, report: Callable[[str], None] = print, beat_seconds: float = BEAT_SECONDS
 ) -> Iterator[Callable[[], None]]:
-    """Holds the lock of a run directory, which is made if absent.
+    """Hold the lock of a run directory, which is created if absent.
 
-    Yields a function that raises `UserError` if the lock was lost meanwhile, to be called before what may only be
-    written with it counts.
+    Yields a function that raises `UserError` if the lock was lost meanwhile. Call it before each commit that needs the
+    lock.
 
-    - `report`: told in one line what the user should know
-    - `beat_seconds`: time between two signs of life
+    - `report`: called with one line for the user
+    - `beat_seconds`: time between two renewals of the lease
 
-    A process that loses it to another host gets SIGTERM: it was stopped for so long that it was taken for dead.
+    A process that loses the lock to another host gets SIGTERM; it was stopped for so long that its lease expired.
 
-    Raises `Busy` if another process holds it, with its host, its number and since when.
+    Raises `Busy`, with host, process id and start time of the holder, if another process holds the lock.
     """
     refusal = partial(_refusal, directory)
     with (
@@ -48,16 +48,16 @@ def training(
 
 
 def is_being_trained(directory: StoragePath) -> bool:
-    """Whether a process trains the run of a directory now: it has locked the lease, or counted within a minute.
+    """Return whether a process trains the run now: it holds the file lock, or renewed the lease within a minute.
 
-    Of a process on another host only the latter can be told, by the clocks of this host and of the disk or the store.
+    For a process on another host only the lease is known, by the clocks of this host and of the disk or the store.
     """
     path = directory / LOCK
-    return (isinstance(path, Path) and is_held(path)) or is_counting(path, SILENCE_SECONDS)
+    return (isinstance(path, Path) and is_held(path)) or is_renewed(path, TIMEOUT_SECONDS)
 
 
 def _locked(directory: StoragePath, refusal: Callable[[LockHeld], str]) -> IO[str] | nullcontext[None]:
-    """The lease's file, locked; None in a store, or on a file system without locks."""
+    """Lock the lease's file; return an empty context in a store, or on a file system without locks."""
     directory.mkdir(parents=True, exist_ok=True)
     if not isinstance(directory, Path):
         return nullcontext()
@@ -73,6 +73,6 @@ def _locked(directory: StoragePath, refusal: Callable[[LockHeld], str]) -> IO[st
 
 def _refusal(directory: StoragePath, holder: LockHeld | LockHolder) -> str:
     return (
-        f"{directory} is being trained by {holder}. Two would write over each other's checkpoints: stop that process, "
-        f"or train under another name."
+        f"{directory} is being trained by {holder}. Two processes would overwrite each other's checkpoints: stop that "
+        f"process, or train under another name."
     )

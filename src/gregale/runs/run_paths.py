@@ -1,4 +1,4 @@
-"""What a run's directory has, by name; to be imported without JAX by whoever only looks."""
+"""The paths of a run's files. This module does not import JAX, so that programs that only read start fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gregale.storage import StoragePath, is_url, storage_path
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The places of one run."""
+    """The paths of one run."""
 
     path: StoragePath
 
@@ -30,12 +30,12 @@ class RunPaths:
 
     @property
     def huggingface(self) -> StoragePath:
-        """An imported model as it came, or what came with the one that the run started from."""
+        """The files of an imported model, or those of the imported model from which the run started."""
         return self.path / "huggingface"
 
     @property
     def is_imported(self) -> bool:
-        """Whether `gregale import` made it: it holds a model, and no checkpoints."""
+        """Whether `gregale import` created the directory, which then has a model and no checkpoints."""
         return isinstance(folder := self.huggingface, Path) and any(folder.glob("*.safetensors"))
 
     @property
@@ -48,31 +48,31 @@ class RunPaths:
 
     @property
     def changes(self) -> StoragePath:
-        """A line for each time that the run went on with another configuration."""
+        """A file with one line for each resume with a changed configuration."""
         return self.path / "changes.jsonl"
 
     @property
     def starts(self) -> StoragePath:
-        """A line for each time that the run began or went on: on which devices, with which compiler options."""
+        """A file with one line for each start or resume, with devices and compiler options."""
         return self.path / "starts.jsonl"
 
     @property
     def stalled(self) -> StoragePath:
-        """What an island says while no round is committed; empty or missing while they are."""
+        """The message of an island while no round is committed; empty or absent otherwise."""
         return self.path / "island.stalled"
 
     @property
     def lock(self) -> StoragePath:
-        """Who trains the run, see `run_lock`."""
+        """The lock file, which names the process that trains the run; see `run_lock`."""
         return self.path / LOCK
 
     @property
     def newest_checkpoint(self) -> StoragePath:
-        """Notes the step of the newest checkpoint, so that a run whose checkpoints are gone is not taken for new."""
+        """A file with the step of the newest checkpoint, to recognise a run whose checkpoints are gone."""
         return self.path / "newest_checkpoint.json"
 
     def recorded_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint that was ever committed and not replaced; None before the first."""
+        """Return the step of the newest committed checkpoint, even if it is gone; None before the first."""
         try:
             return int(json.loads(self.newest_checkpoint.read_bytes())["step"])
         except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -80,30 +80,30 @@ class RunPaths:
 
 
 def find_run(name: str) -> RunPaths:
-    """The run directory by its URL, by its path, or by its name under runs/: whichever of the two is a run.
+    """Find a run directory by its URL, its path, or its name under runs/.
 
-    A name with a `/` in it is a path first. Raises `UserError` if neither is a run, or both are and the name is bare.
+    If both are runs, a name with a `/` is a path. Raises `UserError` if neither is a run, or a bare name is ambiguous.
     """
     if is_url(name):
         run = RunPaths(storage_path(name))
         if not run.config.is_file():
             raise UserError(f"{name} is not a run directory: there is no object {run.config}.")
         return run
-    places = list(dict.fromkeys([Path(name), Path("runs") / name]))
-    runs = [path for path in places if os.path.isfile(str(RunPaths(path).config))]  # False for any impossible path
+    paths = list(dict.fromkeys([Path(name), Path("runs") / name]))
+    runs = [path for path in paths if os.path.isfile(str(RunPaths(path).config))]  # False for an invalid path
     if len(runs) == 2 and "/" not in name:
         raise UserError(f"{name} could be ./{runs[0]} or {runs[1]}: both are run directories; give one as a path.")
     if runs:
         return RunPaths(runs[0])
     states = {True: "has no config.yaml", False: "does not exist"}
-    found = " and ".join(f"{place} {states[os.path.exists(place)]}" for place in places)
+    found = " and ".join(f"{path} {states[os.path.exists(path)]}" for path in paths)
     known = sorted(config.parent.name for config in Path("runs").glob("*/config.yaml"))
     hint = f"The runs here are {', '.join(known)}." if known else "`gregale train` makes one."
     raise UserError(f"{name} is not a run directory: {found}. {hint}")
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl has an evaluation, of text or of tasks alone, that was a number."""
+    """Return whether a line of metrics.jsonl has the result of an evaluation, of text or of tasks alone."""
     if "eval_loss" in line:
         return line["eval_loss"] is not None
     return any(value is not None for name, value in line.items() if name.startswith("acc."))

@@ -1,9 +1,9 @@
-"""A run in a few figures: how it stands, how far it is, what it has come to. It imports no JAX.
+"""Summaries of runs: state, progress and results. This module does not import JAX.
 
-    for summary in summaries(place("runs")):
+    for summary in summaries(storage_path("runs")):
         summary.name, summary.state, summary.step, summary.loss
 
-Only the end of metrics.jsonl is read, and of checkpoints what is noted about them.
+A summary reads only the end of metrics.jsonl and the manifests of checkpoints.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from gregale.runs.run_paths import RunPaths, is_evaluation
 from gregale.storage import ObjectPath, StoragePath, StoreError, files_below, read_range, status
 from gregale.storage.jsonl_reader import Entry, entry_of
 
-_TAIL_BYTES = 1 << 18  # at first; then more, as far as the last step and the last evaluation are
-_MOST_TAIL_BYTES = 1 << 24
+_TAIL_BYTES = 1 << 18  # first read; more follows until the last step and the last evaluation are found
+_MAX_TAIL_BYTES = 1 << 24
 _THREADS = 16
 _OF_A_RUN = {"starts.jsonl", "metrics.jsonl", "checkpoints", "huggingface", "lock"}
 
 
 class State(StrEnum):
-    """How a run stands."""
+    """The state of a run."""
 
     RUNNING = "running"  # a process trains it
     COMPLETE = "complete"  # all its steps are done, saved and evaluated
-    STOPPED = "stopped"  # the same command would go on with it
-    DAMAGED = "damaged"  # the newest checkpoint, its configuration or figures are lost in part
-    IMPORTED = "imported"  # no run but a model to start from
+    STOPPED = "stopped"  # the same command would resume it
+    DAMAGED = "damaged"  # the newest checkpoint, the configuration or the metrics are damaged
+    IMPORTED = "imported"  # an imported model, not a run
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in a few figures; None where there is none (yet).
+    """The summary of a run; None for a value that does not exist (yet).
 
-    - `problem`: what is damaged, in a sentence
-    - `step`, `steps`: done, as far as they were logged, and asked for
-    - `loss`, `tokens`, `tokens_per_second`, `mfu`: of the last step that was logged
-    - `eval_loss`, `bits_per_byte`: of the last evaluation
-    - `method`: its `sync.type`, and the codec if averages are quantised
-    - `bytes_sent`: by a device over `replica`, by an island over the network since it was started last
+    - `problem`: a sentence about damage
+    - `step`, `steps`: the last logged step, and the configured number of steps
+    - `loss`, `tokens`, `tokens_per_second`, `mfu`: metrics of the last logged step
+    - `eval_loss`, `bits_per_byte`: metrics of the last evaluation
+    - `method`: the method (`sync.type`), and the codec if averages are quantised
+    - `bytes_sent`: bytes sent by a device over `replica`, or by an island over the network since its last start
     - `saved`: the step of the newest checkpoint
-    - `began`: when it was started first, ISO 8601
+    - `began`: time of the first start, ISO 8601
     """
 
     name: str
@@ -75,7 +75,7 @@ class Summary:
 
 
 def summaries(folder: StoragePath) -> list[Summary]:
-    """The runs in a folder, by name; the folder itself, if it is one.
+    """Return summaries of the runs in a folder, by name, or of the folder itself if it is a run.
 
     Raises `UserError` if there is no such folder.
     """
@@ -92,7 +92,7 @@ def summaries(folder: StoragePath) -> list[Summary]:
 
 
 def _summary_in(folder: StoragePath) -> Summary | None:
-    """None: it is no run."""
+    """Return the summary of a folder; None if it is no run."""
     here = set(_names(folder))
     is_run = _OF_A_RUN & here and ("config.yaml" in here or is_being_trained(folder) or "metrics.jsonl" in here)
     try:
@@ -102,10 +102,10 @@ def _summary_in(folder: StoragePath) -> Summary | None:
 
 
 def summary_of(run: RunPaths) -> Summary:
-    """A run's figures as they are now."""
-    is_running = is_being_trained(run.path)  # first: what a run leaves when it ends is there then
+    """Return the present summary of a run."""
+    is_running = is_being_trained(run.path)  # before the reads, so that a run that ends now has written its last files
     config, problem = _config(run)
-    step, evaluation, torn = last_entries(run.metrics)
+    step, evaluation, damage = last_entries(run.metrics)
     saved = run.recorded_checkpoint()
     done, steps = max(line.get("step", 0) for line in (step, evaluation)), config.get("steps")
     if is_running:
@@ -113,7 +113,7 @@ def summary_of(run: RunPaths) -> Summary:
     elif run.is_imported and not done:
         state = State.IMPORTED
     else:
-        problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {torn}." if torn else None)
+        problem = problem or checkpoint_problem(run, saved) or (f"{run.metrics} has {damage}." if damage else None)
         complete = _is_complete(run, config, saved, evaluation)
         state = State.DAMAGED if problem else State.COMPLETE if complete else State.STOPPED
     sent = _number(step, "network_bytes_sent")
@@ -140,8 +140,8 @@ def summary_of(run: RunPaths) -> Summary:
 class Tail(NamedTuple):
     """The end of metrics.jsonl.
 
-    - `step`, `evaluation`: the last line of either kind, empty if there is none
-    - `damage`: whole lines that are none, in words
+    - `step`, `evaluation`: the last line of each kind, empty if there is none
+    - `damage`: a text about damaged lines
     """
 
     step: Entry
@@ -150,7 +150,7 @@ class Tail(NamedTuple):
 
 
 def last_entries(metrics: StoragePath) -> Tail:
-    """What stands at the end of the file, as far back as both kinds of lines are."""
+    """Read the end of the file back to the last line of each kind."""
     found = status(metrics)
     size, tail = (found.size if found else 0), _TAIL_BYTES
     while True:
@@ -160,18 +160,18 @@ def last_entries(metrics: StoragePath) -> Tail:
             content = b""
         lines = content.split(b"\n")[0 if tail >= size else 1 : -1]
         entries = [entry for line in reversed(lines) if (entry := entry_of(line, "step")) is not None]
-        torn = len(lines) - len(entries)
+        damaged = len(lines) - len(entries)
         step = next((entry for entry in entries if "loss" in entry), {})
         evaluation = next((entry for entry in entries if "loss" not in entry), {})
-        if (step and evaluation) or tail >= min(size, _MOST_TAIL_BYTES):
-            return Tail(step, evaluation, f"{torn} damaged lines among the last {len(lines)}" if torn else None)
+        if (step and evaluation) or tail >= min(size, _MAX_TAIL_BYTES):
+            return Tail(step, evaluation, f"{damaged} damaged lines among the last {len(lines)}" if damaged else None)
         tail *= 8
 
 
 def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
-    """What is wrong with the newest checkpoint by the names and sizes of its files; None: nothing, or there is none.
+    """Check the newest checkpoint by names and sizes of its files; return a sentence about damage, or None.
 
-    - `noted`: the step of the newest one that was ever committed
+    - `noted`: the step of the newest committed checkpoint, even if it is gone
     """
     if noted is None:
         return None
@@ -194,7 +194,7 @@ def checkpoint_problem(run: RunPaths, noted: int | None) -> str | None:
 
 
 def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: Entry) -> bool:
-    """Whether the last step is done, saved and evaluated: an island's is the one after which its fleet was complete."""
+    """Return whether the last step is done, saved and evaluated; for an island, whether its fleet is complete."""
     steps = config.get("steps")
     if saved is None or type(steps) is not int:
         return False
@@ -208,7 +208,7 @@ def _is_complete(run: RunPaths, config: Entry, saved: int | None, evaluation: En
 
 
 def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
-    """Whether an island's checkpoint was saved when the fleet had made all its rounds, as it says itself."""
+    """Return whether the metadata of an island's checkpoint state that the fleet has completed all rounds."""
     try:
         name = next(each for each in read_records(folder) if each.rpartition("/")[2] == METADATA)
         return json.loads((folder / name).read_bytes())["islands"]["complete"] is True
@@ -217,7 +217,7 @@ def _is_of_a_complete_fleet(folder: StoragePath) -> bool:
 
 
 def _config(run: RunPaths) -> tuple[Entry, str | None]:
-    """The configuration by dotted keys, and why it cannot be read."""
+    """Return the configuration by dotted keys, and the error if it cannot be read."""
     try:
         return flat(read_yaml(run.config)[0]), None
     except StoreError:
@@ -233,7 +233,7 @@ def _method(config: Entry) -> str | None:
 
 
 def _began(run: RunPaths) -> str | None:
-    """When the run was started for the first time."""
+    """Return the time of the run's first start."""
     try:
         first = entry_of(run.starts.read_bytes().partition(b"\n")[0])
     except FileNotFoundError:
@@ -242,13 +242,13 @@ def _began(run: RunPaths) -> str | None:
 
 
 def _number(entry: Entry, name: str) -> float | None:
-    """A figure of a line; None if it is no number."""
+    """Return a metric of a line; None if it is no number."""
     value: Any = entry.get(name)
     return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def _names(folder: StoragePath) -> list[str]:
-    """What is right below a folder; nothing if it is none."""
+    """Return the names in a folder; none if it is not a folder."""
     if isinstance(folder, ObjectPath):
         return folder.names()
     try:

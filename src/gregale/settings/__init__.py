@@ -1,4 +1,4 @@
-"""The machinery of configuration: what a field states, how plain values become configuration classes, and help."""
+"""The machinery of configuration: field metadata, decoding of plain values into configuration classes, and help."""
 
 from gregale.settings.settings import (
     DECAY,

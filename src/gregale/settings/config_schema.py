@@ -1,4 +1,4 @@
-"""The fields of a configuration class as dotted keys, with their types in words: for help and for error messages."""
+"""The fields of a configuration class as dotted keys with type names, for help and for error messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gregale.settings import Fixed, Range
 TYPE = draccus.CHOICE_TYPE_KEY
 REQUIRED = MISSING
 
-WORDS = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null", Any: "anything"}
+TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", Path: "path", type(None): "null", Any: "anything"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One dotted key: its type in words, its default (`REQUIRED` if there is none) and what its field states.
+    """One dotted key: its type name, its default (`REQUIRED` if there is none) and the metadata of its field.
 
-    - `help`, `range`, `aliases`, `fixed`: see `gregale.settings`; choices are words of the type
-    - `choice`: what has to be chosen for this key to exist or have this default (`optimizer.type lion`), if anything
+    - `help`, `range`, `aliases`, `fixed`: see `gregale.settings`; the type name contains the choices
+    - `choice`: the choice that adds this key or gives it this default (`optimizer.type lion`); "" for none
     """
 
     key: str
@@ -39,14 +39,14 @@ class Entry:
 
     @property
     def meaning(self) -> str:
-        """The help text with the range, for people to read."""
+        """The help text with the range."""
         return f"{self.help} [{self.range.signs()}]".lstrip() if self.range else self.help
 
 
 def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> Iterator[Entry]:
-    """Every key of a configuration class, depth first; `default` is the value that the defaults are read from.
+    """Yield every key of a configuration class, depth first; the defaults come from the value `default`.
 
-    A field whose metadata has `keys_of` is one entry: below it are the keys of another field, which are listed there.
+    A field whose metadata has `keys_of` is one entry, because its keys are those of another field.
     """
     for each in fields(config_class):
         kind = types_of(config_class)[each.name]
@@ -60,9 +60,9 @@ def entries(config_class: type, prefix: str = "", default: Any = REQUIRED) -> It
 
 
 def section_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any] | None:
-    """Return the class of the section at a dotted key, or the registry of its classes, and its default.
+    """Return the class (or the registry of classes) and the default of the section at a dotted key.
 
-    None if a value is there, as lists and mappings of names are: only their elements are sections.
+    Returns None for a value. Lists and mappings of names are values; only their elements are sections.
     """
     kind, default = _type_at(config_class, path)
     section = next(filter(is_dataclass, _members(kind)), None)
@@ -76,7 +76,7 @@ def is_list_at(config_class: type, path: Sequence[str]) -> bool:
 
 
 def _type_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any]:
-    """Return the type and the default at a dotted key; (None, `REQUIRED`) if nothing is there."""
+    """Return the type and the default at a dotted key; (None, `REQUIRED`) if there is no such key."""
     kind, default = config_class, REQUIRED
     for name in path:
         kind, default = _below(kind, name, default)
@@ -84,7 +84,7 @@ def _type_at(config_class: type, path: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _below(kind: Any, name: str, default: Any) -> tuple[Any, Any]:
-    """The type and the default of what lies below a type under a name; (None, `REQUIRED`) if nothing does."""
+    """Return the type and the default of a type's member by name; (None, `REQUIRED`) if there is none."""
     for each in _members(kind):
         if is_dataclass(each):
             classes = [each, *choices(each).values()] if is_registry(each) else [each]
@@ -103,16 +103,14 @@ def _members(kind: Any) -> Sequence[Any]:
 
 @cache
 def types_of(config_class: type) -> dict[str, Any]:
-    """The types of a class's fields by name; resolving them takes longer than all else here."""
+    """Return the types of a class's fields by name; cached, because resolving them is slow."""
     return get_type_hints(config_class)
 
 
 def _entry(key: str, kind: Any, each: Field, value: Any) -> Entry:
-    stated = each.metadata
-    words = type_name(kind, stated.get("choices", ()))
-    return Entry(
-        key, words, value, stated.get("help", ""), stated.get("range"), stated.get("aliases", ()), stated.get("fixed")
-    )
+    data = each.metadata
+    name = type_name(kind, data.get("choices", ()))
+    return Entry(key, name, value, data.get("help", ""), data.get("range"), data.get("aliases", ()), data.get("fixed"))
 
 
 def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:
@@ -129,7 +127,7 @@ def _entries_of_field(entry: Entry, kind: Any) -> Iterator[Entry]:
 
 
 def _entries_of_registry(entry: Entry, registry: Any) -> Iterator[Entry]:
-    """The choice itself, the keys that all choices share, then what each choice adds or gives another default."""
+    """Yield the choice itself, the shared keys, then the keys that a choice adds or gives another default."""
     key, value = entry.key, entry.default
     known = choices(registry)
     default = choice_name(registry, value)
@@ -147,7 +145,7 @@ def _entries_of_registry(entry: Entry, registry: Any) -> Iterator[Entry]:
 
 
 def _nested(kind: Any) -> tuple[Any, str]:
-    """The configuration class inside a type, and what stands for an element in its dotted key."""
+    """Return the configuration class inside a type, and the suffix of the dotted key of an element."""
     if is_dataclass(kind):
         return kind, ""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -161,22 +159,22 @@ def _nested(kind: Any) -> tuple[Any, str]:
     return None, ""
 
 
-def type_name(kind: Any, words: Collection[str] = ()) -> str:
-    """A type in words: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
+def type_name(kind: Any, options: Collection[str] = ()) -> str:
+    """Return the name of a type: `int | null`, `[float, float]`, `list of str`, `matrices | all`.
 
-    `words` are the choices of a text.
+    `options` are the choices of a text.
     """
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is str and words:
-        return " | ".join(words)
-    if kind in WORDS:
-        return WORDS[kind]
+    if kind is str and options:
+        return " | ".join(options)
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     if is_union(kind):
-        return " | ".join(type_name(argument, words) for argument in arguments)
+        return " | ".join(type_name(argument, options) for argument in arguments)
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
-        return f"list of {type_name(arguments[0], words)}"
+        return f"list of {type_name(arguments[0], options)}"
     if origin is tuple:
         return f"[{', '.join(type_name(argument) for argument in arguments)}]"
     if origin is dict:
@@ -187,7 +185,7 @@ def type_name(kind: Any, words: Collection[str] = ()) -> str:
 
 
 def default_of(each: Field, owner: Any = REQUIRED) -> Any:
-    """The default of a field; where its owner is given by default itself, the owner's value."""
+    """Return the default of a field, or the value of its owner if the owner is a default itself."""
     if owner is not REQUIRED and hasattr(owner, each.name):
         return getattr(owner, each.name)
     return each.default if each.default_factory is MISSING else each.default_factory()
@@ -202,17 +200,17 @@ def is_registry(kind: Any) -> bool:
 
 
 def choices(registry: Any) -> dict[str, type]:
-    """Name -> class of what may stand where `registry` is asked for: all its choices, or itself if it is one."""
+    """Return name -> class of the choices of a registry; a choice has itself as its only choice."""
     return {name: choice for name, choice in registry.get_known_choices().items() if issubclass(choice, registry)}
 
 
 def choice_name(registry: Any, value: Any = REQUIRED) -> str | None:
-    """The choice that a value has made, else the registry's default; None if it has none."""
+    """Return the choice name of a value, or the registry's default choice; None if there is none."""
     known = choices(registry)
-    made = next((name for name, choice in known.items() if choice is type(value)), None)
-    if made is None and len(known) == 1:
+    chosen = next((name for name, choice in known.items() if choice is type(value)), None)
+    if chosen is None and len(known) == 1:
         return next(iter(known))
-    return made or registry.default_choice_name()
+    return chosen or registry.default_choice_name()
 
 
 def join(prefix: str, name: object) -> str:

@@ -1,7 +1,7 @@
-"""From plain mappings, lists and scalars to configuration dataclasses, with errors that name the key and the place.
+"""A decoder from plain mappings, lists and scalars to configuration dataclasses, with errors that name key and origin.
 
-draccus gives the registries of choices and the encoding. Its decoder reports class names and hides the errors that a
-configuration raises itself, so the walk over the types is done here.
+draccus provides the registries of choices and the encoding. This module has its own decoder, because that of draccus
+reports class names and hides the errors of configuration classes.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from gregale.settings.config_schema import (
 
 COMMAND_LINE = "on the command line"  # where a key of an argument stands
 _ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
-CLOSE = 0.72  # how alike two names have to be for one to be a slip of the other (difflib's ratio)
+CLOSE = 0.72  # minimum similarity (difflib's ratio) of a mistyped name and a suggestion
 
 
 class Text(str):
-    """A value as it was typed on the command line: what it means depends on the type of its key."""
+    """A value from the command line; the type of its key determines its meaning."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes values of one configuration.
+    """A decoder for the values of one configuration.
 
-    - `root`: the configuration class, to find keys that resemble a wrong one
-    - `places`: dotted key -> where it was given ("run.yaml, line 3"), for messages
+    - `root`: the configuration class, for suggestions of similar keys
+    - `origins`: dotted key -> origin ("run.yaml, line 3"), for messages
     - `read_text`: reads a value of the command line as YAML
     """
 
     root: type
-    places: Mapping[str, str]
+    origins: Mapping[str, str]
     read_text: Callable[[str, str], Any]
 
     def decode(self, kind: Any, raw: Any, key: str = "", default: Any = REQUIRED) -> Any:
-        """`raw` as a value of type `kind`; what it leaves out of a dataclass comes from `default`.
+        """Decode `raw` as a value of type `kind`; absent fields of a dataclass come from `default`.
 
-        Raises `UserError` naming the dotted key, what was found and what would work.
+        Raises `UserError` that names the dotted key, the value and the valid values.
         """
         origin, arguments = get_origin(kind), get_args(kind)
         if is_union(kind):
@@ -116,8 +116,8 @@ class Decoder:
         name = given.pop(TYPE)
         if not isinstance(name, str) or name not in known:
             found = f"`{join(key, TYPE)}` is {_show(name)}{self._at(join(key, TYPE))}, which"
-            if isinstance(name, str) and name in (gone := getattr(registry, "gone", {})):
-                raise UserError(f"{found} is gone: {gone[name]}")
+            if isinstance(name, str) and name in (removed := getattr(registry, "gone", {})):
+                raise UserError(f"{found} was removed: {removed[name]}")
             near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
@@ -137,7 +137,7 @@ class Decoder:
                 given[new] = value
 
     def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
-        """Removes keys of earlier versions at their defaults; raises `UserError` for one that has another value."""
+        """Remove keys of earlier versions at their defaults; raise `UserError` for such a key with another value."""
         for name, removed in getattr(kind, "removed_keys", {}).items():
             if name in given and (value := self._read(given.pop(name), join(key, name))) != removed.default:
                 raise UserError(
@@ -151,8 +151,8 @@ class Decoder:
         if not unknown:
             return
         named = ", ".join(f"`{join(key, name)}`" for name in unknown)
-        places = dict.fromkeys(self._at(join(key, name)) for name in unknown)
-        at, of = "".join(places), f"under `{key}`" if key else "at the top"
+        origins = dict.fromkeys(self._at(join(key, name)) for name in unknown)
+        at, of = "".join(origins), f"under `{key}`" if key else "at the top"
         if is_registry(kind):
             of += f" with {TYPE} {choice_name(kind)}"
             valid.append(TYPE)
@@ -169,7 +169,7 @@ class Decoder:
             others = [other for other, choice in kind.get_known_choices().items() if name in _field_names(choice)]
             if others:
                 return f" `{name}` belongs to {TYPE} {' or '.join(others)}."
-        beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # groups of keys are among them
+        beside = [join(key.rpartition(".")[0], each.name) for each in fields(kind)]  # includes groups of keys
         return did_you_mean(suggestions(key, beside, known_entries(self.root)))
 
     def _mapping(self, kind: Any, raw: Any, key: str) -> dict:
@@ -178,11 +178,11 @@ class Decoder:
         return {name: self.decode(get_args(kind)[1], value, join(key, name)) for name, value in raw.items()}
 
     def _items(self, kind: Any, raw: Any, key: str) -> list[tuple[Any, Any]]:
-        """(type, value) of every element of a list; on the command line `1,2` is a list too."""
+        """Return (type, value) of every element of a list; on the command line `1,2` is also a list."""
         if isinstance(raw, Text):
             as_yaml = raw.startswith(("[", "{"))
             parts = [Text(part.strip()) for part in raw.split(",") if part.strip()]
-            raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is a text too
+            raw = self._read(raw, key) if as_yaml else parts or [raw] * bool(raw)  # a line break is also a text
         arguments = get_args(kind)
         if isinstance(raw, dict) and raw and is_dataclass(arguments[0]):
             one = shortened(", ".join(f"{name}: {_show(value)}" for name, value in raw.items()))
@@ -224,10 +224,10 @@ class Decoder:
             return kind(value)
         if kind is bool and isinstance(value, bool):
             return value
-        if isinstance(value, str) and _ZEROS_FIRST.fullmatch(value):  # as an octal number would be, with an 8 or a 9
+        if isinstance(value, str) and _ZEROS_FIRST.fullmatch(value):  # like an octal number, but with an 8 or a 9
             raise self._wrong(kind, value, key)
         if kind in (int, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
-            # YAML 1.1 takes 1e-3 for a string.
+            # YAML 1.1 reads 1e-3 as a string.
             try:
                 number = float(value) if kind is float or not isinstance(value, int) else value
             except (ValueError, OverflowError):
@@ -264,14 +264,14 @@ class Decoder:
         return UserError(f"{found} is {_describe(raw)}; expected {type_name(kind)}{meaning}{advice}.")
 
     def _at(self, key: str) -> str:
-        while key and key not in self.places:
+        while key and key not in self.origins:
             key = key.rpartition(".")[0]
-        return f" ({self.places[key]})" if key else ""
+        return f" ({self.origins[key]})" if key else ""
 
 
 @cache
 def known_entries(root: type) -> dict[str, Entry]:
-    """Every key of a configuration; where several choices have it, the first one speaks for it."""
+    """Return every key of a configuration; if several choices have a key, the entry of the first one."""
     found: dict[str, Entry] = {}
     for entry in entries(root):
         found.setdefault(entry.key, entry)
@@ -279,24 +279,24 @@ def known_entries(root: type) -> dict[str, Entry]:
 
 
 def suggestions(key: str, beside: list[str], known: Mapping[str, Entry]) -> list[str]:
-    """What someone who wrote `key` may have meant: a key that others call so, the same name elsewhere, a near miss.
+    """Return likely corrections of `key`: keys with this alias, the same name in other sections, similar names.
 
     Arguments:
-    - `beside`: the keys that are valid in the same place
+    - `beside`: the valid keys of the same section
     - `known`: all keys of the configuration
     """
     above, _, name = key.rpartition(".")
     written = name.lower().replace("-", "_")
     groups = [other.rpartition(".")[0] for other in known]
-    places = dict.fromkeys([*beside, *known, *groups])
+    candidates = dict.fromkeys([*beside, *known, *groups])
     meant = [other for other, entry in known.items() if written in entry.aliases]
-    same = [other for other in places if _last(other) == written]
+    same = [other for other in candidates if _last(other) == written]
     if not meant and not same:
         near = get_close_matches(written, {_last(other) for other in beside}, cutoff=CLOSE)
         meant = [join(above, name) for name in near]
     if not meant and not same:
-        near = get_close_matches(written, {_last(other) for other in places}, n=1, cutoff=CLOSE)
-        meant = [other for other in places if _last(other) in near]
+        near = get_close_matches(written, {_last(other) for other in candidates}, n=1, cutoff=CLOSE)
+        meant = [other for other in candidates if _last(other) in near]
     shared = {other: _shared_levels(other, above) for other in [*meant, *same]}
     nearest = [[other for other in found if shared[other] == max(shared.values())] for found in (meant, same)]
     shortest = [[key for key in found if _depth(key) == min(map(_depth, found))] for found in nearest]
@@ -327,7 +327,7 @@ def _show(raw: Any) -> str:
 
 
 def _describe(raw: Any) -> str:
-    """A value and what it is: `'many', a str`."""
+    """Format a value with its type: `'many', a str`."""
     if raw is None:
         return "null (nothing was given)"
     if isinstance(raw, dict):

@@ -1,4 +1,4 @@
-"""The help text of a configuration class, from its fields: one line a key."""
+"""The help text of a configuration class, with one line for each key."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import yaml
 from gregale.errors import UserError
 from gregale.settings.config_schema import REQUIRED, Entry, entries
 
-WIDTH = 100  # at most, and where no terminal says how wide it is
-NARROWEST = 80
-LONGEST_COLUMN = 26
-SHORTEST_MEANING = 20
+WIDTH = 100  # maximum, and the width without a terminal
+MIN_WIDTH = 80
+MAX_COLUMN = 26
+MIN_MEANING = 20
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def render(config_class: type, topic: str | None = None, only: Collection[str] = ()) -> str:
-    """The keys with type, default and meaning, under a heading with the first part of the dotted key.
+    """Return the keys with type, default and meaning, under headings with the first part of the dotted key.
 
-    What only some choices of a `type` have is listed under these choices: with `topic`, a dotted key, all choices of
-    what is below that key; without, all keys of the default choices. With `only`, no keys but these and those below.
+    Keys that only some choices of a `type` have are listed under these choices. With `topic`, a dotted key, the text
+    has all choices below that key; without it, only the default choices. `only` limits the text to these keys and the
+    keys below them.
 
     Raises `UserError` if no key is below the topic.
     """
@@ -40,7 +41,7 @@ def render(config_class: type, topic: str | None = None, only: Collection[str] =
 
 
 def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
-    """The keys below which some choice has keys that the default choice has not."""
+    """Return the keys below which a choice has keys that the default choice lacks."""
     listed = [entry for entry in entries(config_class) if not only or _is_below(entry.key, only)]
     shown = _of_default_choices(listed)
     hidden = {entry.choice.partition(" ")[0].removesuffix(".type") for entry in listed if entry not in shown}
@@ -49,9 +50,9 @@ def topics(config_class: type, only: Collection[str] = ()) -> list[str]:
 
 
 def _of_default_choices(listed: Sequence[Entry]) -> list[Entry]:
-    """The keys that a configuration has in which every `type` is left at its default."""
+    """Return the keys of a configuration in which every `type` has its default."""
     shown: list[Entry] = []
-    chosen: dict[str, object] = {}  # of the keys that are there: a key is not, whose choice depends on one that is not
+    chosen: dict[str, object] = {}  # the defaults of shown keys; a key that depends on a hidden key is hidden too
     for entry in listed:
         key, _, names = entry.choice.partition(" ")
         if not key or chosen.get(key) in names.split(", "):
@@ -73,16 +74,16 @@ def _below(listed: Sequence[Entry], topic: str) -> list[Entry]:
 
 
 def _lines(group: list[Entry], prefix: str) -> list[str]:
-    """A group in three columns, as narrow as the group allows; a long cell pushes only its own line to the right."""
+    """Format a group in three columns of minimum width; a long cell moves only its own line to the right."""
     indent = " " * 6 if prefix else "  --"
     rows = [(entry.key.rpartition(".")[2], _type_and_default(entry), entry.meaning) for entry in group]
-    width = max(NARROWEST, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
-    columns = [min(LONGEST_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
+    width = max(MIN_WIDTH, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+    columns = [min(MAX_COLUMN, max(len(row[column]) for row in rows)) for column in (0, 1)]
     lines = []
     for name, value, meaning in rows:
         head = f"{indent}{name:<{columns[0]}}  {value:<{columns[1]}}  "
         hanging = " " * (len(indent) + sum(columns) + 4)
-        if len(head) > width - SHORTEST_MEANING:
+        if len(head) > width - MIN_MEANING:
             start = f"{indent}{name:<{columns[0]}}  "
             wrapper = textwrap.TextWrapper(
                 width, start, " " * len(start), break_on_hyphens=False, break_long_words=False
@@ -94,7 +95,7 @@ def _lines(group: list[Entry], prefix: str) -> list[str]:
 
 
 def _wrapped(meaning: str, width: int, head: str, hanging: str) -> list[str]:
-    """A meaning in lines; the range at its end stays in one piece."""
+    """Wrap a meaning into lines; the range at its end is not split."""
     text, bracket, span = meaning.rpartition(" [")
     whole = f"{text}{bracket}{span.replace(' ', NO_BREAK)}" if bracket else meaning
     lines = textwrap.wrap(whole, width, initial_indent=head, subsequent_indent=hanging)
@@ -107,5 +108,5 @@ def _type_and_default(entry: Entry) -> str:
     if isinstance(entry.default, float):
         return f"{entry.type} = {entry.default:g}"
     text = yaml.safe_dump(draccus.encode(entry.default), default_flow_style=True, width=WIDTH)
-    # PyYAML ends a lone scalar with the document's end.
+    # PyYAML adds a document end marker after a single scalar.
     return f"{entry.type} = {text.splitlines()[0]}"

@@ -1,20 +1,20 @@
-"""What a field of a configuration states about itself, once: its range, its choices, other names, what it fixes.
+"""The metadata of configuration fields: range, choices, other names, and whether a run may change the value.
 
-The statements are metadata of a dataclass field, beside its help text:
+The metadata belong to a dataclass field, beside its help text:
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak", "range": at_least(0), "aliases": ("lr",)})
 
-- `range`: a `Range`; also of each element of a list or a mapping, and of an optional number that is there
-- `choices`: the words that a text may be
-- `aliases`: what others call it, for who writes that
-- `fixed`: a `Fixed`, if a run that goes on from a checkpoint may not change it
+- `range`: a `Range`; applies to each element of a list or a mapping, and to an optional number that is not None
+- `choices`: the valid values of a text
+- `aliases`: names of the key in other programs, for suggestions
+- `fixed`: a `Fixed`, if a run that resumes from a checkpoint may not change the value
 
-A class may name keys of earlier versions, each with its old default and what to do without it:
+A class may name keys of earlier versions, each with its old default and the replacement:
 
     removed_keys: ClassVar = {"warmup": RemovedKey(0, "`schedule.warmup` takes its place")}
 
-A class that derives from `Settings` checks ranges and choices when it is made, from YAML or in Python. Help, docs and
-error messages read the same metadata (`gregale.settings.config_schema`).
+A class that derives from `Settings` checks ranges and choices in its constructor, for YAML and Python alike. Help, docs
+and error messages read the same metadata (`gregale.settings.config_schema`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from gregale.errors import KeyedError
 from gregale.streams import printable
 
-# Numbers end as int32 and float32 on the device, where less than the smallest normal float is 0.
+# The device stores numbers as int32 and float32, where values below the smallest normal float are 0.
 LARGEST_WHOLE = 2**31 - 1
 LARGEST_FLOAT = 3.4e38
 SMALLEST_FLOAT = 2.0**-126
@@ -36,9 +36,9 @@ SMALLEST_FLOAT = 2.0**-126
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that make sense: from `minimum` to `maximum`, and those of `also`. NaN and infinities never do.
+    """The valid numbers: from `minimum` to `maximum`, and the numbers of `also`; never NaN or an infinity.
 
-    - `above`, `below`: whether minimum and maximum themselves are left out
+    - `above`, `below`: whether minimum and maximum themselves are excluded
     """
 
     minimum: float
@@ -55,27 +55,27 @@ class Range:
         return bool(over and (size < self.maximum if self.below else size <= self.maximum))
 
     def words(self, largest: bool = False) -> str:
-        """`at least 1`; with `largest` also a bound that is only what the type of the number holds."""
+        """Format the range as `at least 1`; `largest` includes a maximum that is only the limit of the number type."""
         span = f"from {_bound(self.minimum)} to {_bound(self.maximum)}"
         over = f"{'above' if self.above else 'at least'} {_bound(self.minimum)}"
         under = f"{'below' if self.below else 'at most'} {_bound(self.maximum)}"
-        return self._said(over, under, span, " and ", largest)
+        return self._format(over, under, span, " and ", largest)
 
     def signs(self) -> str:
-        """`>= 1`, for tables."""
+        """Format the range as `>= 1`, for tables."""
         span = f"{_bound(self.minimum)} to {_bound(self.maximum)}"
         over = f"{'>' if self.above else '>='} {_bound(self.minimum)}"
         under = f"{'<' if self.below else '<='} {_bound(self.maximum)}"
-        return self._said(over, under, span, ", ", largest=False)
+        return self._format(over, under, span, ", ", largest=False)
 
-    def _said(self, over: str, under: str, span: str, joint: str, largest: bool) -> str:
+    def _format(self, over: str, under: str, span: str, joint: str, largest: bool) -> str:
         is_bound = largest or self.maximum not in (LARGEST_WHOLE, LARGEST_FLOAT)
         both = f"{over}{joint}{under}" if self.above or self.below else span
         return (both if is_bound else over) + "".join(f" or {_bound(number)}" for number in self.also)
 
 
 def whole(minimum: int, maximum: int = LARGEST_WHOLE, also: tuple[int, ...] = ()) -> Range:
-    """Whole numbers from `minimum` on."""
+    """Return the range of integers from `minimum` to `maximum`."""
     return Range(minimum, maximum, also=also)
 
 
@@ -88,7 +88,7 @@ def above(minimum: float) -> Range:
 
 
 def between(minimum: float, maximum: float) -> Range:
-    """Both included."""
+    """Return the range with both limits included."""
     return Range(minimum, maximum)
 
 
@@ -97,10 +97,10 @@ DECAY = Range(0, 1, below=True)  # of a moving average: b in `b * old + (1 - b) 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key that a run cannot change when it goes on from a checkpoint.
+    """A key that a run cannot change when it resumes from a checkpoint.
 
-    - `why`: what would become of the state
-    - `at`: only changes from or to this value are meant
+    - `why`: the effect of a change, for the message
+    - `at`: if given, only changes from or to this value are forbidden
     """
 
     why: str
@@ -112,10 +112,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class RemovedKey:
-    """A key of earlier versions. Saved configurations may hold its default; any other value is refused.
+    """A key of earlier versions. Saved configurations may contain its default; any other value is rejected.
 
-    - `default`: that it had
-    - `instead`: how the program behaves now, for the message
+    - `default`: its default in those versions
+    - `instead`: the present behaviour of the program, for the message
     """
 
     default: Any
@@ -123,7 +123,7 @@ class RemovedKey:
 
 
 class Settings:
-    """A configuration dataclass whose fields are checked against what they state.
+    """A configuration dataclass that checks its fields against their metadata.
 
     - `removed_keys`: keys of earlier versions, by name
     - `renamed_keys`: earlier names of keys, which are still read, and their present names
@@ -137,7 +137,7 @@ class Settings:
 
 
 def check(settings: Any) -> None:
-    """Raises `KeyedError` for the first value of a dataclass that is out of its range or is no choice of its field."""
+    """Raise `KeyedError` for the first value of a dataclass that is out of range or not a valid choice."""
     for each in fields(settings):
         for key, value in _values(each.name, getattr(settings, each.name)):
             if (wanted := each.metadata.get("range")) is not None and value not in wanted:
@@ -148,7 +148,7 @@ def check(settings: Any) -> None:
 
 
 def check_name(key: str, name: str) -> None:
-    """Raises `KeyedError` for a name that cannot be shown in a terminal or given on a command line as it is."""
+    """Raise `KeyedError` for a name with control characters, or one that a command would read as an option."""
     if name.startswith("-"):
         raise KeyedError(key, f"is {shown(name)}", "; what begins with '-' is an option to every command.")
     if printable(name) != name:
@@ -157,7 +157,7 @@ def check_name(key: str, name: str) -> None:
 
 
 def check_path(key: str, path: str) -> None:
-    """Raises `KeyedError` for what the system takes for no path at all."""
+    """Raise `KeyedError` for a text that is not a path of the operating system."""
     if not path:
         raise KeyedError(key, "is empty", "; give a folder or a file, `.` is the folder that you are in.")
     if "\0" in path:
@@ -165,7 +165,7 @@ def check_path(key: str, path: str) -> None:
 
 
 def restated(owner: Any, name: str, default: Any, help: str | None = None) -> Any:
-    """The field of a base class with another default in a subclass, and another meaning if `help` is given."""
+    """Return a base class's field with another default for a subclass, and another help text if given."""
     (each,) = (each for each in fields(owner) if each.name == name)
     return field(default=default, metadata={**each.metadata, **({"help": help} if help else {})})
 
@@ -176,7 +176,7 @@ def did_you_mean(near: Iterable[str]) -> str:
 
 
 def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What is there of a value: itself, or all its elements, with their keys."""
+    """Yield the value with its key, or all its elements with their keys; skip None."""
     if isinstance(value, list | tuple | dict):
         for name, element in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _values(f"{key}.{name}", element)
@@ -185,21 +185,21 @@ def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _needed(wanted: Range, value: float, each: Any) -> str:
-    """A range in words, with what null would mean where it is allowed."""
+    """Format a range, with the meaning of null if null is valid."""
     _, _, null = str(each.metadata.get("help", "")).partition("null: ")
     return wanted.words(largest=value > wanted.maximum) + (f", or null: {null}" if null else "")
 
 
 def shown(value: float | str) -> str:
-    """A number or a text as a person wrote it, unless it goes on for too long (Python refuses 4,300 digits)."""
+    """Format a number or a text for a message; shorten it if it is too long (Python rejects 4,300 digits)."""
     if isinstance(value, str):
         return repr(shortened(value))
     return _shown_number(value)
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """Text that fits into a message."""
-    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"
+def shortened(text: str, max_length: int = 60) -> str:
+    """Return a text shortened for a message."""
+    return text if len(text) <= max_length else f"{text[: max_length - 20]}...{text[-10:]}"
 
 
 def _shown_number(number: float) -> str:

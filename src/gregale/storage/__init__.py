@@ -1,17 +1,17 @@
-"""Places: files on a disk and objects in a store, by the same names.
+"""Files on a disk and objects in a store, under one interface.
 
-    folder = place("s3://bucket/runs")          # a Remote; place("runs") is a pathlib.Path
-    write_bytes(folder / "a" / "b.json", b"{}")  # whole or not at all
+    folder = storage_path("s3://bucket/runs")    # an ObjectPath; storage_path("runs") is a pathlib.Path
+    write_bytes(folder / "a" / "b.json", b"{}")  # atomic
     (folder / "a" / "b.json").read_bytes()
     read_range(folder / "tokens.bin", 0, 1024)
     status(folder / "tokens.bin")                # Status(size, identity), or None
     files_below(folder)                          # {"a/b.json": Status, ...}
 
-A `ObjectPath` has those of Path's methods that objects can have: `/`, `name`, `parent`, `with_name`, `read_bytes`,
-`is_file`, `is_dir`, `exists`, `unlink`, and `mkdir`, which does nothing. Requests are repeated while a store is out of
-order (see `RetryPolicy`); what then still fails, and what a store refuses, is a `StoreError`, which is a `UserError`.
+An `ObjectPath` has the methods of `Path` that apply to objects: `/`, `name`, `parent`, `with_name`, `read_bytes`,
+`is_file`, `is_dir`, `exists`, `unlink`, and `mkdir`, which does nothing. Failed requests are retried (`RetryPolicy`). A
+request that the store rejects, or that still fails after the retries, raises `StoreError`, which is a `UserError`.
 
-Worker processes import this package: it imports nothing but the standard library before the first object is asked for.
+Worker processes import this package, so it imports only the standard library until the first request.
 """
 
 from gregale.storage.paths import (

@@ -1,7 +1,7 @@
-"""The libraries that speak with stores: s3fs and gcsfs, through fsspec's asynchronous face.
+"""Access to object stores through s3fs and gcsfs, with fsspec's asynchronous interface.
 
-Endpoints and credentials are found by the libraries themselves: `AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, and the
-chains of credentials of either. They repeat no request: `patience` does, in one way for both.
+The libraries find endpoints and credentials themselves: `AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, and the credential
+chain of each. Their own retries are off: `gregale.storage.retry` retries in one way for both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONNECTIONS = 32
 
 
 def filesystem(url: str, silence_seconds: float) -> Any:
-    """The fsspec file system of a URL, one for each endpoint in each process.
+    """Return the fsspec file system of a URL, one for each endpoint in each process.
 
     Raises `StoreError` if its package is not installed.
     """
@@ -57,15 +57,15 @@ def _s3(silence_seconds: float, *_: object) -> Any:
 @cache
 def _gs(silence_seconds: float, *_: object) -> Any:
     import aiohttp
-    from gcsfs.core import GCSFileSystem  # the extended one would ask for the kind of each bucket first
+    from gcsfs.core import GCSFileSystem  # the extended class would first request the kind of each bucket
 
     class Once(GCSFileSystem):
         _request = getattr(GCSFileSystem._request, "__wrapped__", GCSFileSystem._request)
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # it writes tracebacks of what is handled here
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)  # it logs tracebacks of errors that are handled here
     connect = min(_CONNECT_SECONDS, silence_seconds)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no project, which only making a bucket needs
+        warnings.simplefilter("ignore")  # it warns about a missing project, which only creating a bucket needs
         return Once(
             requests_timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=silence_seconds),
             use_listings_cache=False,

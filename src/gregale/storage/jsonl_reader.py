@@ -1,10 +1,10 @@
-"""Entries: the JSON objects in a file of lines, whatever else stands in the file. It imports no JAX.
+"""A reader of JSONL files that skips damaged lines. This module does not import JAX.
 
     found = read_entries(run.metrics, number="step")
-    found.entries                             # the sound ones
-    found.problem                             # the lines that were skipped, in a sentence; None: all are sound
+    found.entries                             # the valid entries
+    found.problem                             # a sentence about skipped lines; None if all lines are valid
 
-All that reads `metrics.jsonl`, `rounds.jsonl`, `starts.jsonl` and `changes.jsonl` takes a line for sound by `entry_of`.
+All readers of `metrics.jsonl`, `rounds.jsonl`, `starts.jsonl` and `changes.jsonl` validate lines with `entry_of`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ HIGHEST_STEP = 2**53
 
 
 class Entries(NamedTuple):
-    """The sound entries of a file, in its order, and a sentence about the lines that are damaged."""
+    """The valid entries of a file, in its order, and a sentence about its damaged lines."""
 
     entries: tuple[Entry, ...]
     problem: str | None
 
 
 def entry_of(line: bytes, number: str | None = None) -> dict[str, Any] | None:
-    """Return the object on a line; None if there is none.
+    """Return the object on a line; None if the line is not valid.
 
-    - `number`: a key that has to hold a whole number of at least 0
+    - `number`: a key whose value must be an integer of at least 0
     """
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError):  # bytes that are no UTF-8 are a ValueError too
+    except (ValueError, RecursionError):  # bytes that are not UTF-8 also raise a ValueError
         return None
     if not isinstance(entry, dict):
         return None
@@ -43,30 +43,30 @@ def entry_of(line: bytes, number: str | None = None) -> dict[str, Any] | None:
     return entry if type(value) is int and 0 <= value < HIGHEST_STEP else None
 
 
-def read_entries(place: StoragePath, number: str | None = None) -> Entries:
-    """Read the entries of a file or an object; none if it does not exist.
+def read_entries(path: StoragePath, number: str | None = None) -> Entries:
+    """Read the entries of a file or an object; return no entries if it does not exist.
 
-    A last line without its end is being written, or its process was killed: it is left out without a word.
+    A last line without a line break is ignored: it is being written, or the writing process was killed.
 
     - `number`: as in `entry_of`
     """
     try:
-        lines = place.read_bytes().split(b"\n")[:-1]
+        lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return Entries((), None)
     found = [entry_of(line, number) for line in lines]
-    return Entries(tuple(entry for entry in found if entry is not None), problem_of(place, found))
+    return Entries(tuple(entry for entry in found if entry is not None), problem_of(path, found))
 
 
-def problem_of(place: StoragePath, found: Sequence[Entry | None]) -> str | None:
-    """Return a sentence about the lines that are damaged; None if all are sound.
+def problem_of(path: StoragePath, found: Sequence[Entry | None]) -> str | None:
+    """Return a sentence about the damaged lines; None if all lines are valid.
 
-    - `found`: for each whole line its entry, or None
+    - `found`: the entry of each complete line, or None
     """
     damaged = [number for number, entry in enumerate(found, 1) if entry is None]
-    return damage(place, len(damaged), len(found), damaged[0]) if damaged else None
+    return damage(path, len(damaged), len(found), damaged[0]) if damaged else None
 
 
-def damage(place: StoragePath, damaged: int, lines: int, first: int) -> str:
+def damage(path: StoragePath, damaged: int, lines: int, first: int) -> str:
     """Return the sentence about damaged lines; `first` is the number of the first of them."""
-    return f"{place}: {damaged:,} of {lines:,} lines are damaged, the first is line {first:,}; they are left out."
+    return f"{path}: {damaged:,} of {lines:,} lines are damaged, the first is line {first:,}; they are left out."

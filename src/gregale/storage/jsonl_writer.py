@@ -1,11 +1,11 @@
-"""Lines of JSON, `metrics.jsonl` and `rounds.jsonl`: in a file that is appended to, or in an object written anew.
+"""Writers of the JSONL files `metrics.jsonl` and `rounds.jsonl`: a file is appended to, an object is rewritten.
 
-    lines = lines_at(run / "metrics.jsonl", History("step", 100), print)
+    lines = lines_at(run / "metrics.jsonl", ResumePoint("step", 100), print)
     lines.add({"step": 101, "loss": 2.0})
-    lines.flush()  # before a checkpoint counts
+    lines.flush()  # before a checkpoint becomes valid
     lines.close()
 
-What was written of later steps than 100 goes when it is opened so.
+Opening the file in this way removes the lines of steps after step 100.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from gregale.storage import ObjectPath, StoragePath, StoreError
 from gregale.storage.jsonl_reader import entry_of, problem_of
 
 FLUSH_SECONDS = 30.0
-_MOST_BYTES_PER_SECOND = 100_000  # over a long time, that the lines of a run in a store may take of its connection
+_MAX_BYTES_PER_SECOND = 100_000  # average upload rate for the lines of a run in a store
 
 
 class ResumePoint(NamedTuple):
-    """Which lines stay when they are gone on with: those whose number under `key` is at most `last`, and whole.
+    """The position from which a run resumes: valid lines whose number under `key` is at most `last` stay.
 
-    The others were written by a killed process, and what they tell of is about to be repeated.
+    A killed process wrote the other lines, and the resumed run repeats their steps.
     """
 
     key: str
     last: int
 
-    def of(self, content: bytes, place: StoragePath, report: Callable[[str], None]) -> list[bytes]:
-        """Return the lines of a file that stay; `report` is told once of damaged ones, which go."""
+    def of(self, content: bytes, path: StoragePath, report: Callable[[str], None]) -> list[bytes]:
+        """Return the lines that stay; call `report` once if there are damaged lines, which are removed."""
         lines = [line + b"\n" for line in content.split(b"\n")[:-1]]
         found = [entry_of(line, self.key) for line in lines]
-        if (problem := problem_of(place, found)) is not None:
+        if (problem := problem_of(path, found)) is not None:
             report(problem)
         entries = zip(lines, found, strict=True)
         return [line for line, entry in entries if entry is not None and entry[self.key] <= self.last]
 
 
 def lines_at(
-    place: StoragePath, history: ResumePoint, report: Callable[[str], None]
+    path: StoragePath, resume_point: ResumePoint, report: Callable[[str], None]
 ) -> FileJsonlWriter | ObjectJsonlWriter:
-    """The lines of a place; arguments as those of the two classes."""
-    if isinstance(place, ObjectPath):
-        return ObjectJsonlWriter(place, history, report)
-    return FileJsonlWriter(place, history, report)
+    """Open the writer for a path; the arguments are those of the two classes."""
+    if isinstance(path, ObjectPath):
+        return ObjectJsonlWriter(path, resume_point, report)
+    return FileJsonlWriter(path, resume_point, report)
 
 
 class FileJsonlWriter:
-    """Appends one object a call, in one write, so that a killed process leaves at most its last line torn.
+    """Appends one object a call, in one write, so that a killed process leaves at most its last line incomplete.
 
-    Lines that a full disk does not take are kept and written, whole and in their order, as soon as it does.
+    If the disk is full, the lines stay in memory and are written in order as soon as there is room.
     """
 
-    def __init__(self, path: Path, history: ResumePoint, report: Callable[[str], None]):
+    def __init__(self, path: Path, resume_point: ResumePoint, report: Callable[[str], None]):
         """
         Args:
-            path: the file, made if absent.
-            history: which of its lines stay.
-            report: told in one line of damaged lines, when the file cannot be written, and when it can be again.
+            path: the file, created if absent.
+            resume_point: selects the lines that stay.
+            report: called with one line about damaged lines, the first failed write, and the next successful one.
         """
         if path.exists():
             before = path.read_bytes()
-            if (kept := b"".join(history.of(before, path, report))) != before:
+            if (kept := b"".join(resume_point.of(before, path, report))) != before:
                 write_bytes(path, kept)
         self._path, self._report = path, report
         self._file = path.open("ab", buffering=0)
-        self._whole = self._file.tell()  # bytes of whole lines
+        self._complete = self._file.tell()  # bytes of complete lines
         self._waiting: list[bytes] = []
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Writes an object as a line."""
+        """Write an object as a line."""
         waited = bool(self._waiting)
         self._waiting.append(_line(entry))
         failed = self._write()
@@ -86,13 +86,13 @@ class FileJsonlWriter:
             self._report(f"{self._path} is written again, with the lines that were kept.")
 
     def flush(self) -> None:
-        """Nothing: lines are written as they come."""
+        """Do nothing: `add` writes each line at once."""
 
     def close(self) -> None:
-        """Closes the file.
+        """Close the file.
 
         Raises:
-            UserError: there are lines that it still does not take.
+            UserError: some lines could not be written.
         """
         failed = self._write()
         self._file.close()
@@ -100,64 +100,64 @@ class FileJsonlWriter:
             raise UserError(f"{self._path} lacks its last {len(self._waiting)} lines: {failed}.")
 
     def _write(self) -> str | None:
-        """Writes the lines that wait, all or none; returns why it failed, if it did."""
+        """Write all waiting lines or none; return the error text after a failure."""
         content = b"".join(self._waiting)
         try:
             written = self._file.write(content)
-            if written < len(content):  # the disk is full now; the next write says how
+            if written < len(content):  # the disk is full now; the next write raises the error
                 self._file.write(content[written:])
                 raise OSError("it was written in part")
         except OSError as error:
-            self._file.truncate(self._whole)
+            self._file.truncate(self._complete)
             return os_error_text(error)
-        self._whole += len(content)
+        self._complete += len(content)
         self._waiting.clear()
         return None
 
 
 class ObjectJsonlWriter:
-    """Keeps all lines, and writes the object anew in the background, for a store appends nothing.
+    """Keeps all lines and rewrites the object in a background thread, because a store cannot append.
 
-    That happens every 30 seconds, more rarely when the object is large, and before a checkpoint counts: a killed
-    process leaves whole lines, and all of those that the newest checkpoint has behind it.
+    It writes every 30 seconds, less often for a large object, and before a checkpoint becomes valid. So a killed
+    process leaves complete lines, and all lines up to the newest checkpoint.
     """
 
-    def __init__(self, place: ObjectPath, history: ResumePoint, report: Callable[[str], None]):
-        """As `FileJsonlWriter`. Raises `StoreError` if the store does not give the lines that there are."""
-        self._place, self._report = place, report
+    def __init__(self, path: ObjectPath, resume_point: ResumePoint, report: Callable[[str], None]):
+        """Take the arguments of `FileJsonlWriter`. Raises `StoreError` if the existing lines cannot be read."""
+        self._path, self._report = path, report
         try:
-            before = place.read_bytes()
+            before = path.read_bytes()
         except FileNotFoundError:
             before = b""
-        kept = history.of(before, place, report)
+        kept = resume_point.of(before, path, report)
         self._size = sum(map(len, kept))
         self._lines, self._written = kept, len(kept) if self._size == len(before) else -1
         self._adding, self._writing = Lock(), Lock()
         self._ended = Event()
-        self._thread = Thread(target=self._write_at_times, daemon=True, name="lines")
+        self._thread = Thread(target=self._write_periodically, daemon=True, name="lines")
         self._thread.start()
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Takes an object as a line; any thread may."""
+        """Add an object as a line; any thread may call this."""
         line = _line(entry)
         with self._adding:
             self._lines.append(line)
             self._size += len(line)
 
     def flush(self) -> None:
-        """Writes the object if there are other lines than it has; raises `StoreError` if it cannot be written."""
+        """Write the object if it lacks lines; raise `StoreError` if it cannot be written."""
         with self._writing:
             with self._adding:
                 count = len(self._lines)
             if count != self._written:
-                self._place.write_bytes(b"".join(self._lines[:count]))
+                self._path.write_bytes(b"".join(self._lines[:count]))
                 self._written = count
 
     def close(self) -> None:
-        """Writes what is left.
+        """Write the remaining lines.
 
         Raises:
-            UserError: the store does not take it.
+            UserError: the store cannot be written.
         """
         self._ended.set()
         self._thread.join()
@@ -165,12 +165,12 @@ class ObjectJsonlWriter:
             self.flush()
         except StoreError as error:
             raise UserError(
-                f"{self._place} lacks its last {len(self._lines) - max(self._written, 0)} lines. {error}"
+                f"{self._path} lacks its last {len(self._lines) - max(self._written, 0)} lines. {error}"
             ) from error
 
-    def _write_at_times(self) -> None:
+    def _write_periodically(self) -> None:
         has_failed = False
-        while not self._ended.wait(max(FLUSH_SECONDS, self._size / _MOST_BYTES_PER_SECOND)):
+        while not self._ended.wait(max(FLUSH_SECONDS, self._size / _MAX_BYTES_PER_SECOND)):
             try:
                 self.flush()
             except StoreError as error:
@@ -179,7 +179,7 @@ class ObjectJsonlWriter:
                 has_failed = True
             else:
                 if has_failed:
-                    self._report(f"{self._place} is written again, with the lines that were kept.")
+                    self._report(f"{self._path} is written again, with the lines that were kept.")
                 has_failed = False
 
 

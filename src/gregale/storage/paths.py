@@ -1,4 +1,4 @@
-"""What can be done with a place, whether it is a path or an object; see the package."""
+"""Functions that work on files of a disk and on objects of a store alike; see the package."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from gregale.storage.retry import RetryPolicy
 
 StoragePath = Path | ObjectPath
 
-_NEARLY = re.compile(r"(s3|gs|gcs):(?!//)/?")
+_ALMOST_URL = re.compile(r"(s3|gs|gcs):(?!//)/?")
 
 
 def is_url(text: str) -> bool:
-    """Whether a text names an object store, one that is known or not, rather than a path."""
+    """Return whether a text is a URL, of a known store or not, rather than a path."""
     return "://" in text
 
 
-def storage_path(text: str, patience: RetryPolicy | None = None) -> StoragePath:
-    """The place that a text names: `gs://bucket/folder`, `s3://bucket/folder`, or a path.
+def storage_path(text: str, retry_policy: RetryPolicy | None = None) -> StoragePath:
+    """Return the path of a text: `gs://bucket/folder`, `s3://bucket/folder`, or a path of a disk.
 
-    Raises `UserError` for the URL of anything else, for one without a bucket, and for what is nearly one.
+    Raises `UserError` for other URLs, for a URL without a bucket, and for a mistyped URL such as `s3:/bucket`.
     """
-    if nearly := _NEARLY.match(text):
-        meant = f"{nearly[1].replace('gcs', 'gs')}://{text[nearly.end() :]}"
+    if mistyped := _ALMOST_URL.match(text):
+        meant = f"{mistyped[1].replace('gcs', 'gs')}://{text[mistyped.end() :]}"
         raise UserError(f"{text} is neither a URL nor likely a path: {meant} names a store, ./{text} a folder.")
     if not is_url(text):
         return Path(text)
@@ -42,25 +42,25 @@ def storage_path(text: str, patience: RetryPolicy | None = None) -> StoragePath:
     path = "/".join(part for part in path.split("/") if part)
     if not path:
         raise UserError(f"{text} names no bucket; it has to be like {scheme}://bucket/folder.")
-    return ObjectPath(f"{scheme}://{path}", patience or RetryPolicy())
+    return ObjectPath(f"{scheme}://{path}", retry_policy or RetryPolicy())
 
 
-def write_bytes(place: StoragePath, content: bytes) -> None:
-    """Writes a file or an object, whole or not at all; the folder of a file has to be there."""
-    if isinstance(place, ObjectPath):
-        place.write_bytes(content)
+def write_bytes(path: StoragePath, content: bytes) -> None:
+    """Write a file or an object atomically; the folder of a file has to exist."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(content)
     else:
-        write_file(place, content)
+        write_file(path, content)
 
 
-def create(place: StoragePath, content: bytes) -> bool:
-    """Writes a file or an object if there is none; returns whether it did. `content` has to be like no other's."""
-    if isinstance(place, ObjectPath):
-        return place.create(content)
-    temporary = temporary_beside(place)
+def create(path: StoragePath, content: bytes) -> bool:
+    """Write a file or an object unless it exists; return whether it was written. `content` must be unique."""
+    if isinstance(path, ObjectPath):
+        return path.create(content)
+    temporary = temporary_beside(path)
     try:
         temporary.write_bytes(content)
-        os.link(temporary, place)
+        os.link(temporary, path)
     except FileExistsError:
         return False
     finally:
@@ -68,43 +68,43 @@ def create(place: StoragePath, content: bytes) -> bool:
     return True
 
 
-def read_range(place: StoragePath, start: int, stop: int) -> bytes:
-    """The bytes [start, stop), fewer if the content ends before; `FileNotFoundError` if there is none."""
-    if isinstance(place, ObjectPath):
-        return place.read_range(start, stop)
-    with open(place, "rb") as file:
+def read_range(path: StoragePath, start: int, stop: int) -> bytes:
+    """Return the bytes [start, stop), or fewer if the content ends earlier; raise `FileNotFoundError` if absent."""
+    if isinstance(path, ObjectPath):
+        return path.read_range(start, stop)
+    with open(path, "rb") as file:
         file.seek(start)
         return file.read(max(stop - start, 0))
 
 
-def status(place: StoragePath) -> Status | None:
-    """Size and identity; None: there is no such file or object."""
-    if isinstance(place, ObjectPath):
-        return place.status()
-    return _of_file(place) if place.is_file() else None
+def status(path: StoragePath) -> Status | None:
+    """Return size and identity; None if there is no such file or object."""
+    if isinstance(path, ObjectPath):
+        return path.status()
+    return _file_status(path) if path.is_file() else None
 
 
 def files_below(folder: StoragePath) -> dict[str, Status]:
-    """All files or objects below a folder, sorted, by their names from there on: `a/b.json`. What goes is left out."""
+    """Return all files or objects below a folder, sorted, by relative name (`a/b.json`); skip files that vanish."""
     if isinstance(folder, ObjectPath):
         return folder.files_below()
     found: dict[str, Status] = {}
     for path in sorted(folder.rglob("*")):
-        with suppress(FileNotFoundError):  # another process's temporary file, say
+        with suppress(FileNotFoundError):  # for example, another process's temporary file
             if path.is_file():
-                found[path.relative_to(folder).as_posix()] = _of_file(path)
+                found[path.relative_to(folder).as_posix()] = _file_status(path)
     return dict(sorted(found.items()))
 
 
 def names(folder: StoragePath) -> list[str]:
-    """The names right below a folder, of files or objects and of folders, sorted; none if there is no such folder."""
+    """Return the sorted names of the files, objects and folders in a folder; none if there is no such folder."""
     if isinstance(folder, ObjectPath):
         return folder.names()
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def upload(file: Path, to: StoragePath) -> None:
-    """Copies a file of this host to a place, whole or not at all."""
+    """Copy a file of this host to a path, atomically."""
     if isinstance(to, ObjectPath):
         to.upload(file)
         return
@@ -112,22 +112,22 @@ def upload(file: Path, to: StoragePath) -> None:
         shutil.copyfile(file, temporary)
 
 
-def download(place: StoragePath, file: Path) -> None:
-    """Copies what is at a place to a file of this host, whole or not at all."""
-    if isinstance(place, ObjectPath):
-        place.download(file)
+def download(path: StoragePath, file: Path) -> None:
+    """Copy a file or an object to a file of this host, atomically."""
+    if isinstance(path, ObjectPath):
+        path.download(file)
     else:
-        upload(place, file)
+        upload(path, file)
 
 
 def remove_tree(folder: StoragePath) -> None:
-    """Deletes a folder with all that is below; nothing happens if there is none."""
+    """Delete a folder with its content; do nothing if there is none."""
     if isinstance(folder, ObjectPath):
         folder.remove_tree()
     elif folder.exists():
         shutil.rmtree(folder)
 
 
-def _of_file(path: Path) -> Status:
+def _file_status(path: Path) -> Status:
     found = path.stat()
     return Status(found.st_size, f"{found.st_mtime_ns}-{found.st_size}")

@@ -1,4 +1,4 @@
-"""An object in a store, or all objects whose names begin with a folder's."""
+"""Objects of a store, and folders of objects, addressed by URL."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from gregale.atomic_files import atomic_replace
 from gregale.storage.filesystems import filesystem
-from gregale.storage.retry import Beyond, RetryPolicy, StoreError, call_with_retries
+from gregale.storage.retry import RangeBeyondEnd, RetryPolicy, StoreError, call_with_retries
 
 Request = Callable[[Any, str], Coroutine]
 
-_SLOWEST_BYTES_PER_SECOND = 256 << 10  # of one of many requests at once
+_MIN_BYTES_PER_SECOND = 256 << 10  # of one of many simultaneous requests
 _REMOVING_THREADS = 8
 
 
 class Status(NamedTuple):
-    """Size in bytes, and a text that changes when the content does."""
+    """The size in bytes, and a text that changes with the content."""
 
     size: int
     identity: str
@@ -32,12 +32,12 @@ class Status(NamedTuple):
 class ObjectPath:
     """An object, or a folder of objects, by its URL: `s3://bucket/runs/first/config.yaml`.
 
-    Reading what is not there raises `FileNotFoundError`; a store that refuses, or is out of order for too long,
-    `StoreError`. Any thread may ask.
+    Reading an absent object raises `FileNotFoundError`. A request that the store rejects, or that still fails after
+    the retries, raises `StoreError`. Any thread may call the methods.
     """
 
     url: str
-    patience: RetryPolicy = field(default=RetryPolicy(), repr=False, compare=False)
+    retry_policy: RetryPolicy = field(default=RetryPolicy(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.url
@@ -60,32 +60,32 @@ class ObjectPath:
         return self
 
     def read_bytes(self) -> bytes:
-        return self._ask(lambda system, path: system._cat_file(path, max_concurrency=1))  # 1: in one request
+        return self._request(lambda system, path: system._cat_file(path, max_concurrency=1))  # 1: one request
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop), fewer if the object ends before."""
+        """Return the bytes [start, stop), or fewer if the object ends earlier."""
         if stop <= start:
             return b""
         try:
-            return self._ask(lambda system, path: system._cat_file(path, start=start, end=stop))
-        except Beyond:
+            return self._request(lambda system, path: system._cat_file(path, start=start, end=stop))
+        except RangeBeyondEnd:
             return b""
 
     def status(self) -> Status | None:
-        """None: there is no such object."""
+        """Return size and identity; None if there is no such object."""
         try:
-            found = self._ask(lambda system, path: system._info(path))
+            found = self._request(lambda system, path: system._info(path))
         except FileNotFoundError:
             return None
         return _status(found) if found["type"] == "file" else None
 
     def modified(self) -> float | None:
-        """When the object was last written, in seconds since 1970 by the store's clock; None: there is none."""
+        """Return the time of the last write, in seconds since 1970 by the store's clock; None if there is no object."""
         try:
-            found = self._ask(lambda system, path: system._info(path))
+            found = self._request(lambda system, path: system._info(path))
         except FileNotFoundError:
             return None
         when = found.get("LastModified") or found.get("updated")
@@ -95,42 +95,42 @@ class ObjectPath:
         return self.status() is not None
 
     def is_dir(self) -> bool:
-        """Whether there is an object below."""
+        """Return whether the folder contains an object."""
         return bool(self.names())
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:
-        """The names right below: of objects and of folders, sorted."""
+        """Return the sorted names of the objects and folders in the folder."""
         try:
-            found = self._ask(lambda system, path: system._ls(path, detail=True))
+            found = self._request(lambda system, path: system._ls(path, detail=True))
         except FileNotFoundError:
             return []
         prefix = f"{self._path}/"
         return sorted(_below(prefix, (each["name"].rstrip("/") for each in found)))
 
     def files_below(self) -> dict[str, Status]:
-        """All objects below, by their names from here on."""
+        """Return all objects below the folder, by relative name."""
         try:
-            found = self._ask(lambda system, path: system._find(path, detail=True))
+            found = self._request(lambda system, path: system._find(path, detail=True))
         except FileNotFoundError:
             return {}
         prefix = f"{self._path}/"
         return {name: _status(found[prefix + name]) for name in sorted(_below(prefix, found)) if name[-1] != "/"}
 
     def write_bytes(self, content: bytes) -> None:
-        """Whole or not at all: the object is the old one until the store has all of the new one."""
+        """Write the object atomically: readers see the old content until the store has all of the new content."""
         self._write(lambda system, path: system._pipe_file(path, content), len(content))
 
     def create(self, content: bytes) -> bool:
-        """Writes the object if there is none; returns whether it did. `content` has to be like no other's.
+        """Write the object unless it exists; return whether it was written. `content` must be unique.
 
-        A store without conditional requests (an emulator) writes in any case.
+        A store without conditional requests (an emulator) always writes.
         """
         try:
             self._write(lambda system, path: system._pipe_file(path, content, mode="create"), len(content))
-        except FileExistsError:  # maybe by a request of this call, whose answer was lost
+        except FileExistsError:  # perhaps an earlier request of this call wrote it, and its response was lost
             try:
                 return self.read_bytes() == content
             except FileNotFoundError:
@@ -138,49 +138,49 @@ class ObjectPath:
         return True
 
     def upload(self, file: Path) -> None:
-        """Writes the object from a file."""
+        """Write the object from a file."""
         self._write(lambda system, path: system._put_file(str(file), path), os.path.getsize(file))
 
     def download(self, file: Path) -> None:
-        """Writes a file from the object, whole or not at all."""
+        """Write a file from the object, atomically."""
         with atomic_replace(file) as temporary:
-            self._ask(lambda system, path: system._get_file(path, str(temporary)))
+            self._request(lambda system, path: system._get_file(path, str(temporary)))
 
     def copy_to(self, other: ObjectPath) -> None:
-        """Has the store copy the object."""
-        self._ask(lambda system, path: system._cp_file(path, other._path))
+        """Copy the object inside the store."""
+        self._request(lambda system, path: system._cp_file(path, other._path))
 
     def unlink(self, missing_ok: bool = False) -> None:
         try:
-            self._ask(lambda system, path: system._rm_file(path))
+            self._request(lambda system, path: system._rm_file(path))
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def remove_tree(self) -> None:
-        """Deletes all objects below."""
+        """Delete all objects below the folder."""
         with ThreadPoolExecutor(_REMOVING_THREADS) as pool:
             list(pool.map(lambda name: (self / name).unlink(missing_ok=True), self.files_below()))
 
     def mkdir(self, **_: object) -> None:
-        """Nothing: a folder is there as soon as an object is in it."""
+        """Do nothing: a folder exists as soon as it contains an object."""
 
     @property
     def _path(self) -> str:
         return self.url.partition("://")[2]
 
-    def _ask(self, request: Request, seconds: float | None = None) -> Any:
-        """What the store answers to a request, which takes a file system and the path in it; `seconds`: at most."""
+    def _request(self, request: Request, seconds: float | None = None) -> Any:
+        """Return the response to `request(file system, path)`, with retries; `seconds` limits one attempt."""
         from fsspec.asyn import sync
 
-        system = filesystem(self.url, self.patience.silence_seconds)
-        once = partial(sync, system.loop, request, system, self._path, timeout=seconds)
-        return call_with_retries(self.url, self.patience, once)
+        system = filesystem(self.url, self.retry_policy.silence_seconds)
+        attempt = partial(sync, system.loop, request, system, self._path, timeout=seconds)
+        return call_with_retries(self.url, self.retry_policy, attempt)
 
     def _write(self, request: Request, size: int) -> None:
-        """As `_ask`, in a time that the size allows: nothing else ends a connection that takes no more."""
+        """Call `_request` with a timeout for the size: nothing else ends an upload whose connection stalls."""
         try:
-            self._ask(request, seconds=2 * self.patience.silence_seconds + size / _SLOWEST_BYTES_PER_SECOND)
+            self._request(request, seconds=2 * self.retry_policy.silence_seconds + size / _MIN_BYTES_PER_SECOND)
         except FileNotFoundError as error:
             bucket = "/".join(self.url.split("/")[:3])
             raise StoreError(f"{self.url}: there is no bucket {bucket}.", "Make it, or correct the name.") from error

@@ -1,7 +1,7 @@
-"""How long a store that is out of order is asked again, and what its failures mean.
+"""Retries of failed store requests with exponential backoff, and the classification of failures.
 
-The k-th repetition comes min(first delay * 2^k, 10) seconds after the failure before, or up to a half of it earlier, by
-chance: so many hosts do not ask at once.
+Retry k waits min(first delay * 2^k, 10) seconds, less a random part of up to one half, so that hosts do not retry at
+the same moment.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from gregale.errors import UserError
 
 T = TypeVar("T")
 
-_LONGEST_DELAY_SECONDS = 10.0
+_MAX_DELAY_SECONDS = 10.0
 _SHOWN_CHARACTERS = 200
-# Codes of S3 beside those that HTTP's number says enough of.
+# S3 error codes whose HTTP status alone is not clear.
 _DENIED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
-# Classes by their names: the libraries are not imported for their exceptions.
+# Class names, so that the libraries need not be imported for their exceptions.
 _WITHOUT_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError"}
 _CREDENTIALS_FAIL = {"CredentialRetrievalError", "TokenRetrievalError", "RefreshError", "UnauthorizedSSOTokenError"}
 
 
 class StoreError(UserError):
-    """A store refused a request, or was out of order for longer than it was waited for.
+    """A store rejected a request, or failed for longer than the retry policy allows.
 
-    - `fact`: what happened, in a sentence, for a line of a run that goes on; the message adds the remedy
+    - `fact`: one sentence about the failure, for the log of a run that continues; the message adds the remedy
     """
 
     def __init__(self, fact: str, remedy: str = ""):
@@ -37,15 +37,15 @@ class StoreError(UserError):
         self.fact = fact
 
 
-_NUMBERS = {"HttpError": "code", "ClientResponseError": "status"}  # where gcsfs and aiohttp put the number
+_STATUS_FIELDS = {"HttpError": "code", "ClientResponseError": "status"}  # fields of gcsfs and aiohttp exceptions
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long requests are repeated.
+    """The limits of retries.
 
-    - `seconds`: from the first failure of a request to the last repetition
-    - `silence_seconds`: how long a connection may be silent before it counts as failed
+    - `seconds`: time from the first failure of a request to its last retry
+    - `silence_seconds`: maximum time without data on a connection before it has failed
     """
 
     seconds: float = 120.0
@@ -53,32 +53,32 @@ class RetryPolicy:
     first_delay_seconds: float = 0.2
 
     def delays(self) -> Iterator[float]:
-        """Seconds before each repetition."""
-        longest = self.first_delay_seconds
+        """Yield the seconds to wait before each retry."""
+        max_delay = self.first_delay_seconds
         while True:
-            yield random.uniform(longest / 2, longest)
-            longest = min(2 * longest, _LONGEST_DELAY_SECONDS)
+            yield random.uniform(max_delay / 2, max_delay)
+            max_delay = min(2 * max_delay, _MAX_DELAY_SECONDS)
 
 
-class Beyond(Exception):
-    """An object ends before what was asked for begins."""
+class RangeBeyondEnd(Exception):
+    """The requested range begins after the end of the object."""
 
 
 class FailureKind(Enum):
-    """What a failure means."""
+    """The meaning of a failure."""
 
     MISSING = "there is no such object"
     BEYOND = "the object is shorter"
     NO_BUCKET = "there is no such bucket"
     EXISTS = "there is such an object already"
     DENIED = "the credentials do not suffice"
-    REFUSED = "the request is wrong, and would be again"
-    TRANSIENT = "it may go well the next time"
+    REFUSED = "the request is invalid, and a retry would fail too"
+    TRANSIENT = "a retry may succeed"
 
 
-def verdict(error: BaseException) -> FailureKind:
-    """What a failure of s3fs, gcsfs or what they are built on means; anything unknown may pass."""
-    code, number = _answer(error)
+def failure_kind(error: BaseException) -> FailureKind:
+    """Classify a failure of s3fs, gcsfs or their libraries; unknown failures are transient."""
+    code, number = _code_and_status(error)
     names = {type(each).__name__ for each in _chain(error)}
     if code == "NoSuchBucket":
         return FailureKind.NO_BUCKET
@@ -98,56 +98,56 @@ def verdict(error: BaseException) -> FailureKind:
     return FailureKind.REFUSED if wrong else FailureKind.TRANSIENT
 
 
-def words_of(error: BaseException) -> str:
-    """What a store said, in one short line."""
+def error_text(error: BaseException) -> str:
+    """Return a store's error as one short line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    code, _ = _answer(error)
-    said = text if not code or code.isdigit() or code in text else f"{code}: {text}"
-    return said[:_SHOWN_CHARACTERS].rstrip(".")
+    code, _ = _code_and_status(error)
+    line = text if not code or code.isdigit() or code in text else f"{code}: {text}"
+    return line[:_SHOWN_CHARACTERS].rstrip(".")
 
 
-def call_with_retries(url: str, patience: RetryPolicy, request: Callable[[], T]) -> T:
-    """What a request returns, in the end.
+def call_with_retries(url: str, policy: RetryPolicy, request: Callable[[], T]) -> T:
+    """Return the result of a request, retrying transient failures.
 
-    Raises `FileNotFoundError`, `FileExistsError` and `Beyond` as they are, and `StoreError` for what cannot be helped.
+    Raises `FileNotFoundError`, `FileExistsError` or `RangeBeyondEnd`; `StoreError` for all other permanent failures.
     """
-    delays, until = patience.delays(), None
+    delays, until = policy.delays(), None
     while True:
         try:
             return request()
         except Exception as error:
-            found = verdict(error)
-            if found is FailureKind.MISSING:
+            kind = failure_kind(error)
+            if kind is FailureKind.MISSING:
                 raise FileNotFoundError(url) from error
-            if found is FailureKind.EXISTS:
+            if kind is FailureKind.EXISTS:
                 raise FileExistsError(url) from error
-            if found is FailureKind.BEYOND:
-                raise Beyond(url) from error
-            if found is not FailureKind.TRANSIENT:
-                raise _refusal(url, found, error) from error
+            if kind is FailureKind.BEYOND:
+                raise RangeBeyondEnd(url) from error
+            if kind is not FailureKind.TRANSIENT:
+                raise _permanent_error(url, kind, error) from error
             delay, now = next(delays), time.monotonic()
-            until = until or now + patience.seconds
+            until = until or now + policy.seconds
             if now + delay > until:
                 raise StoreError(
-                    f"{url}: the store did not answer as it should for {patience.seconds:g} s ({words_of(error)}).",
+                    f"{url}: the store did not answer as it should for {policy.seconds:g} s ({error_text(error)}).",
                     "Nothing that was written before is lost: give the same command again when it is back.",
                 ) from error
         time.sleep(delay)
 
 
-def _refusal(url: str, found: FailureKind, error: BaseException) -> StoreError:
+def _permanent_error(url: str, kind: FailureKind, error: BaseException) -> StoreError:
     scheme = url.partition("://")[0]
     bucket = "/".join(url.split("/")[:3])
-    if found is FailureKind.NO_BUCKET:
+    if kind is FailureKind.NO_BUCKET:
         return StoreError(f"{url}: there is no bucket {bucket}.", "Make it, or correct the name.")
-    if found is FailureKind.REFUSED:
-        return StoreError(f"{url}: the store refused the request ({words_of(error)}).")
+    if kind is FailureKind.REFUSED:
+        return StoreError(f"{url}: the store refused the request ({error_text(error)}).")
     sources = {
         "s3": "the AWS_ variables, ~/.aws, or the role of the machine",
         "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's account",
     }
     return StoreError(
-        f"{url}: the store refused access ({words_of(error)}).",
+        f"{url}: the store refused access ({error_text(error)}).",
         f"The credentials come from {sources[scheme]}: renew them, or let them read and write {bucket}, and give the "
         f"same command again.",
     )
@@ -160,14 +160,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _answer(error: BaseException) -> tuple[str, int]:
-    """A store's own code and the number of HTTP, as far as the error or what caused it holds them: "" and 0."""
+def _code_and_status(error: BaseException) -> tuple[str, int]:
+    """Return the store's error code and the HTTP status of an error or its causes; "" and 0 where unknown."""
     for each in _chain(error):
         response: Any = getattr(each, "response", None)
         if isinstance(response, dict):  # botocore
             number = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return str(response.get("Error", {}).get("Code", "")), number
-        if name := _NUMBERS.get(type(each).__name__):
+        if name := _STATUS_FIELDS.get(type(each).__name__):
             found = str(getattr(each, name, ""))
             return "", int(found) if found.isdigit() else 0
     return "", 0

@@ -1,4 +1,4 @@
-"""Where a run's figures go: the console and `metrics.jsonl` always, TensorBoard, W&B and trackio on request."""
+"""Trackers of a run's metrics: the console and `metrics.jsonl` always; TensorBoard, W&B and trackio on request."""
 
 from gregale.tracking.choices import TrackerConfig, check_installed, open_trackers
 from gregale.tracking.console import Console

@@ -1,4 +1,4 @@
-"""Trackers on request, each an optional extra; none of them asks for a login."""
+"""The optional trackers, each an extra of the package; none of them requires a login."""
 
 import importlib
 import importlib.util
@@ -23,14 +23,15 @@ class TrackerConfig(Settings, draccus.ChoiceRegistry):
     """A tracker beside the console and `metrics.jsonl`.
 
     Attributes:
-        package: what it needs to have installed, and the name of the extra that installs it.
+        package: the package that it needs.
+        extra: the extra that installs the package.
     """
 
     package: ClassVar[str]
     extra: ClassVar[str]
 
     def open(self, run: RunInfo) -> Tracker:
-        """Starts tracking a run."""
+        """Start the tracker for a run."""
         raise AssertionError("only the choices are opened")
 
 
@@ -61,7 +62,7 @@ class TensorBoardConfig(TrackerConfig):
 
 
 class _SessionTracker:
-    """What W&B's and trackio's modules have in common: `log` takes a dictionary and a step."""
+    """A tracker for the common interface of W&B and trackio: `log` takes a dictionary and a step."""
 
     def __init__(self, session: Any):
         self._session = session
@@ -107,7 +108,7 @@ class WandbConfig(TrackerConfig):
         return _SessionTracker(session)
 
     def _possible_mode(self, wandb: Any) -> str:
-        """Offline without a login, even when online was asked for: W&B would stop and ask for one."""
+        """Return the mode; offline if there is no login, because W&B would stop and ask for one."""
         wanted = os.environ.get("WANDB_MODE", "online") if self.mode == "auto" else self.mode
         if wanted == "online" and not wandb.login(prompt=False, verify=False):
             return "offline"
@@ -132,7 +133,7 @@ class TrackioConfig(TrackerConfig):
 
 
 def check_each_once(configs: Sequence[TrackerConfig]) -> None:
-    """Raises `KeyedError` if a tracker is named twice: both would write to the same place."""
+    """Raise `KeyedError` if a tracker is named twice: both would write to the same files."""
     first: dict[str, int] = {}
     for number, config in enumerate(configs):
         name = TrackerConfig.get_choice_name(type(config))
@@ -146,10 +147,10 @@ def check_each_once(configs: Sequence[TrackerConfig]) -> None:
 
 
 def check_installed(configs: Sequence[TrackerConfig]) -> None:
-    """Checks that the chosen trackers can be opened.
+    """Check that the packages of the chosen trackers are installed.
 
     Raises:
-        UserError: a package is missing; names the extra that installs it.
+        UserError: a package is missing; the message names the extra that installs it.
     """
     for config in configs:
         if importlib.util.find_spec(config.package) is None:
@@ -161,13 +162,13 @@ def check_installed(configs: Sequence[TrackerConfig]) -> None:
 
 
 def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Console, is_writer: bool) -> Trackers:
-    """The console, `metrics.jsonl` of the run, and the chosen trackers.
+    """Open the console, `metrics.jsonl` of the run, and the chosen trackers.
 
     Args:
-        configs: the chosen ones.
+        configs: the chosen trackers.
         run: the run; its directory exists.
-        console: what is shown; the caller closes it.
-        is_writer: whether this process writes; the others get trackers that do nothing.
+        console: the console; the caller closes it.
+        is_writer: whether this process writes; the other processes get trackers that do nothing.
 
     Raises:
         UserError: the package of a chosen tracker is missing.
@@ -181,10 +182,10 @@ def open_trackers(configs: Sequence[TrackerConfig], run: RunInfo, console: Conso
 
 
 def _opened(config: TrackerConfig, run: RunInfo, console: Console) -> Tracker | None:
-    """A tracker that never ends the run; None if it cannot be opened: its network may be away when a run goes on."""
+    """Open a tracker whose errors never end the run; return None if it cannot be opened, for example offline."""
     try:
         return Guarded(config.open(run), console.message)
     except Exception as error:
         name = TrackerConfig.get_choice_name(type(config))
-        console.message(f"{name} does not open, and the run goes on without it: {type(error).__name__}: {error}")
+        console.message(f"{name} does not open; the run continues without it: {type(error).__name__}: {error}")
         return None

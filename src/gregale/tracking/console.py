@@ -1,4 +1,4 @@
-"""What a run shows: a progress line on a terminal, plain lines at intervals elsewhere."""
+"""The console output of a run: a progress line on a terminal, plain lines at intervals elsewhere."""
 
 import sys
 import time
@@ -18,10 +18,10 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 
 
 class Console:
-    """A tracker for the eye, and the place for messages and for the progress of preparations.
+    """A tracker that prints metrics, messages and the progress of preparations.
 
-    On a terminal one line is redrawn and messages go above it; into a file or a pipe go plain lines, some seconds
-    apart. Where nobody reads any more (a closed terminal, a pipe whose reader has ended) it falls silent.
+    On a terminal it redraws one line and prints messages above it. To a file or a pipe it writes plain lines, some
+    seconds apart. After its terminal is closed or the reader of its pipe has ended, it drops its output.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class Console:
     ):
         """
         Args:
-            file: where to, standard output by default.
-            fields: further figures to show in the line, such as `replica_bytes`; ones named `...bytes...` get units.
-            interval_seconds: least time between plain lines.
-            clock: the time in seconds.
+            file: the output, standard output by default.
+            fields: further metrics in the line, such as `replica_bytes`; names with `bytes` get units.
+            interval_seconds: minimum time between plain lines.
+            clock: returns the time in seconds.
         """
         stream = ResilientStream(file or sys.stdout)
         self._rich = Terminal(file=cast(TextIO, stream))
@@ -50,9 +50,9 @@ class Console:
         self._last_plain: dict[str, float] = {}
 
     def begin(self, steps: int, done: int = 0) -> None:
-        """Says how many steps the run has and how many are done; `log` may follow.
+        """Set the number of steps of the run and the number of steps done, before the first `log`.
 
-        The first step from here on is compiled, and then nothing is known yet of how long the others will take.
+        The first step includes compilation, so there is no estimate for the others before the second step.
         """
         self._steps, self._first = steps, done + 1
         if done < steps:
@@ -63,26 +63,26 @@ class Console:
                 self.message(f"step {text}")
 
     def message(self, text: str) -> None:
-        """Shows a line, above the progress line if there is one."""
+        """Print a line, above the progress line if there is one."""
         self._rich.print(printable(text), soft_wrap=not self._is_live)
 
     def log(self, step: int, values: Values) -> None:
-        """Shows a step's figures: training in the progress line, an evaluation as a message."""
+        """Show a step's metrics: training in the progress line, an evaluation as a message."""
         if "loss" in values:
             self._show("step", self._training_text(step, values), step, self._steps)
         else:
-            figures = "  ".join(_figure(name, value) for name, value in values.items())
-            self.message(f"step {step}/{self._steps}  {figures}")
+            metrics = "  ".join(_format_metric(name, value) for name, value in values.items())
+            self.message(f"step {step}/{self._steps}  {metrics}")
 
     def progress(self, label: str, done: int, total: int, unit: str = "bytes") -> None:
-        """Shows how far a preparation is; its bar goes when `done` reaches `total`."""
+        """Show the progress of a preparation; its bar disappears when `done` reaches `total`."""
         amount = f"{decimal(done)}/{decimal(total)}" if unit == "bytes" else f"{done}/{total} {unit}"
         self._show(label, amount, done, total)
         if done >= total:
             self._finish(label)
 
     def close(self) -> None:
-        """Leaves the last line standing and gives the terminal back."""
+        """Stop redrawing; the last line stays."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -96,12 +96,12 @@ class Console:
 
     def _training_text(self, step: int, values: Values) -> str:
         seconds, speed = values.get("step_seconds"), values.get("tokens_per_second")
-        begin = [f"{step}/{self._steps}", _figure("loss", values["loss"])]
+        begin = [f"{step}/{self._steps}", _format_metric("loss", values["loss"])]
         if step == self._first:
             return "  ".join([*begin, f"{format_duration(seconds)}, compiling included"] if seconds else begin)
         middle = [f"{speed:,.0f} tokens/s"] if speed else []
         middle += [f"MFU {mfu:.1%}"] if (mfu := values.get("mfu")) else []
-        middle += [_figure(name, values[name]) for name in self._fields if name in values]
+        middle += [_format_metric(name, values[name]) for name in self._fields if name in values]
         end = [f"ETA {format_duration(seconds * max(self._steps - step, 0))}"] if seconds else []
         room = self._rich.width - len("- step ") - _bar_width(self._rich.width) - 1
         while self._is_live and middle and len("  ".join([*begin, *middle, *end])) > room:
@@ -141,11 +141,11 @@ class Console:
 
 
 def _bar_width(columns: int) -> int:
-    """A bar is the first that a narrow terminal goes without."""
+    """Return the width of the progress bar; 0 on a narrow terminal, where the text needs the room."""
     return 24 if columns >= 100 else 8 if columns >= 70 else 0
 
 
-def _figure(name: str, value: float | int | None) -> str:
+def _format_metric(name: str, value: float | int | None) -> str:
     label = name.replace("_", " ")
     if value is None:
         return f"{label} none"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the figures of a run, one JSON object a line, on a disk or in an object store."""
+"""The tracker for `metrics.jsonl`: a run's metrics as one JSON object per line, on a disk or in an object store."""
 
 from collections.abc import Callable
 
@@ -8,31 +8,31 @@ from gregale.tracking.tracker import Values, finite
 
 
 class JsonlTracker:
-    """Writes a line a call. NaN and infinities are written as null: JSON has no such numbers."""
+    """Writes one line per call, with null for NaN and infinities, which JSON does not have."""
 
-    def __init__(self, place: StoragePath, resumed_from: int = 0, report: Callable[[str], None] = print):
+    def __init__(self, path: StoragePath, resumed_from: int = 0, report: Callable[[str], None] = print):
         """
         Args:
-            place: the file or object, made if absent.
-            resumed_from: lines of later steps are dropped, and so are torn ones.
-            report: told in one line when it cannot be written, and when it can be again.
+            path: the file or object, created if absent.
+            resumed_from: lines of later steps and damaged lines are removed.
+            report: called with one line when the file cannot be written, and when it can be written again.
         """
-        self._lines = lines_at(place, ResumePoint("step", resumed_from), report)
+        self._lines = lines_at(path, ResumePoint("step", resumed_from), report)
 
     def log(self, step: int, values: Values) -> None:
-        """Writes `{"step": step, **values}`."""
+        """Write `{"step": step, **values}`."""
         numbers = {name: _plain(value) for name, value in finite(values).items()}
         self._lines.add({"step": step} | dict.fromkeys(values) | numbers)
 
     def flush(self) -> None:
-        """Writes what is held back; raises `StoreError` if a store does not take it."""
+        """Write buffered lines; raise `StoreError` if a store cannot be written."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Writes what is left; raises `UserError` if that cannot be written."""
+        """Write the remaining lines; raise `UserError` if they cannot be written."""
         self._lines.close()
 
 
 def _plain(value: float | int) -> float | int:
-    """The number as Python's own, whether it was NumPy's or JAX's."""
+    """Convert a number of NumPy or JAX to a Python number."""
     return value if isinstance(value, int) else float(value)

@@ -1,4 +1,4 @@
-"""Every figure that a run logs: its name, unit and meaning. The site makes the table of docs/metrics.md from it.
+"""The name, unit and meaning of every metric. The documentation site builds the table of docs/metrics.md from it.
 
     metric_of("loss").unit                    # "nats a token"
     metric_of("grad_norm/layer.3").meaning    # of the family `grad_norm/<part>`
@@ -20,10 +20,10 @@ STEP, EVALUATION, INSPECTED = "step", "evaluation", "inspected step"
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure, or a family of them: `<...>` stands for a number or a name.
+    """A metric, or a family of metrics: `<...>` stands for a number or a name.
 
-    - `when`: in whose lines it is: of logged steps, of evaluations, of steps that `inspect.every` names
-    - `where`: which runs have it; empty: all of them
+    - `when`: the lines that contain it: logged steps, evaluations, or the steps of `inspect.every`
+    - `where`: the runs that have it; empty: all runs
     """
 
     name: str
@@ -58,7 +58,7 @@ METRICS = (
     Metric("inspection_seconds", "s", f"spent on inspections {_OF_START}", where="`inspect.every`"),
     Metric("host_memory_bytes", "bytes", "of process 0 in its host's memory"),
     Metric("device_memory_bytes", "bytes", "in use, of the device of process 0 that has most", where="GPU, TPU"),
-    Metric("device_memory_peak_bytes", "bytes", "the most that was in use, likewise", where="GPU, TPU"),
+    Metric("device_memory_peak_bytes", "bytes", "the maximum in use on that device", where="GPU, TPU"),
     Metric("replica_bytes", "bytes", "a device has sent over `replica` since the run began"),
     Metric("steps_since_sync", "steps", "since a fragment was last sent", where=_REPLICAS),
     Metric("round", "", "the fleet's newest that this island knows of", where=_ISLANDS),
@@ -89,18 +89,18 @@ METRICS = (
 
 
 def metric_of(name: str) -> Metric | None:
-    """The metric of this name, or the family that it is of; None if there is none."""
+    """Return the metric of this name, or its family; None if there is none."""
     return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
 
 
 @cache
 def _pattern(name: str) -> re.Pattern:
-    """What names of a metric are like: a replica is a number, all else that stands in `<...>` is any text."""
+    """Return the pattern of a metric's names: `<replica>` is a number, any other `<...>` is any text."""
     text = re.escape(name).replace("<replica>", r"\d+")
     return re.compile(re.sub(r"<\w+>", ".+", text))
 
 
 def in_unit(name: str, value: float | None) -> str:
-    """Format a metric's value in its unit; nothing for None."""
+    """Format a metric's value in its unit; return "" for None."""
     metric = metric_of(name)
     return "" if value is None else format_quantity(value, "" if metric is None else metric.unit)

@@ -1,12 +1,12 @@
-"""Traces of a few steps, which xprof, TensorBoard and Perfetto open (`gregale train --profile START:STOP`).
+"""Traces of a few steps for xprof, TensorBoard and Perfetto (`gregale train --profile START:STOP`).
 
     with Profile(Window.parse("20:22", steps), run.path / "profiles", report) as profile:
         if profile.begins_with(step): ...wait for the steps before...; profile.begin()
         with profile.step(step): ...the step...
         if profile.ends_with(step): ...wait for the step...; profile.end()
 
-Each process traces its own devices, and writes in the background into one folder,
-`steps-20-22/plugins/profile/steps-20-22/HOST-process-N.{xplane.pb,trace.json.gz}`, under names that no other has.
+Each process traces its own devices. In the background it writes unique files to one folder:
+`steps-20-22/plugins/profile/steps-20-22/HOST-process-N.{xplane.pb,trace.json.gz}`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from gregale.errors import UserError
 from gregale.settings import shown
 from gregale.storage import StoragePath, upload
 
-MOST_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
+MAX_STEPS = 100  # a trace is held in memory until it is written, and viewers show some million events
 ENDINGS = (".xplane.pb", ".trace.json.gz")
 _WINDOW = re.compile(r"(\d{1,18}):(\d{1,18})")
-_HOST_EVENTS = 2  # the level at which XLA:CPU tells of single operations
+_HOST_EVENTS = 2  # the level at which XLA:CPU records single operations
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str, steps: int) -> Window:
-        """START:STOP as it was given; `steps`: of the run. Raises `UserError`."""
+        """Parse START:STOP; `steps` is the number of steps of the run. Raises `UserError`."""
         found = _WINDOW.fullmatch(text)
         if found is None:
             raise UserError(
@@ -57,13 +57,13 @@ class Window:
 
     def _mistake(self, steps: int) -> str | None:
         if self.first < 1:
-            return "steps are counted from 1. Step 1 is compiled while it is traced; a later one says more."
+            return "steps are counted from 1. Step 1 is compiled while it is traced; choose a later step."
         if self.last < self.first:
             return f"step {self.last} comes before step {self.first}. Give the first step first."
         if self.last > steps:
             return f"the run has {steps} steps (`steps`). Give steps that it makes."
-        if (count := self.last - self.first + 1) > MOST_STEPS:
-            return f"that is {count} steps: a trace is held in memory, so at most {MOST_STEPS} are traced."
+        if (count := self.last - self.first + 1) > MAX_STEPS:
+            return f"that is {count} steps: a trace is held in memory, so at most {MAX_STEPS} are traced."
         return None
 
     def __str__(self) -> str:
@@ -71,14 +71,14 @@ class Window:
 
 
 class Profile:
-    """Traces the steps of a window, in a `with` statement, whose end waits until what was traced is written."""
+    """Traces the steps of a window, in a `with` statement, whose end waits until the trace is written."""
 
     def __init__(self, window: Window | None, folder: StoragePath, report: Callable[[str], None]):
         """
         Args:
-            window: the steps; None: nothing is traced.
-            folder: of all traces of the run.
-            report: told in one line where the trace is, or why there is none; that never ends the run.
+            window: the steps; None for no trace.
+            folder: the folder of all traces of the run.
+            report: called with one line about the path of the trace, or the error, which never ends the run.
         """
         self._window, self._report = window, report
         self._folder = folder / f"steps-{window}"
@@ -86,21 +86,21 @@ class Profile:
         self._writer: Thread | None = None
 
     def begins_with(self, step: int) -> bool:
-        """Whether the trace begins before this step, which may be in the middle of the window if a run goes on."""
+        """Return whether the trace begins before this step, which may be inside the window if the run resumes."""
         window = self._window
         return window is not None and self._session is None and window.first <= step <= window.last
 
     def ends_with(self, step: int) -> bool:
-        """Whether the trace ends after this step."""
+        """Return whether the trace ends after this step."""
         return self._window is not None and self._session is not None and step >= self._window.last
 
     def begin(self) -> None:
-        """Begins to trace; the devices have nothing to do."""
-        # Nothing in jax.profiler ends a trace without writing it.
+        """Begin the trace; the caller has waited until the devices are idle."""
+        # No function of jax.profiler ends a trace without writing it.
         from jax._src.lib import _profiler  # pyright: ignore[reportAttributeAccessIssue]
 
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # would slow down what it looks at
+        options.python_tracer_level = 0  # it would slow down the traced code
         options.host_tracer_level = _HOST_EVENTS
         options.raise_error_on_start_failure = True
         try:
@@ -110,11 +110,11 @@ class Profile:
             self._report(f"Nothing is traced: the profiler does not start ({error}).")
 
     def step(self, step: int) -> AbstractContextManager:
-        """Names a step in the trace, if there is one."""
+        """Return a context that names a step in the trace, if there is a trace."""
         return nullcontext() if self._session is None else jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def end(self) -> None:
-        """Ends the trace, when the devices have done the last step; it is written in the background."""
+        """End the trace after the devices have finished the last step; write it in the background."""
         session, self._session = self._session, None
         data, self._window = session.stop(), None
         self._writer = Thread(target=self._write, args=(session, data), name="profile")
@@ -124,7 +124,7 @@ class Profile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._session is not None:  # the run was stopped before the last of the steps
+        if self._session is not None:  # the run was stopped before the last step of the window
             self.end()
         if self._writer is not None:
             self._writer.join()

@@ -1,31 +1,31 @@
-"""How fast the last steps went."""
+"""The rate of the recent steps."""
 
 from collections import deque
 
 
 class Rate:
-    """Tokens and seconds a step, over a window of completed steps.
+    """Tokens per second and seconds per step, over a window of completed steps.
 
-    Both are differences between two completions: nothing is divided by a time stamp, and steps still in flight on the
-    device do not count. The first step, which the compiler held up, falls out as soon as a second one is complete.
+    Both are differences between two completions, so steps in flight on the device do not count. The first step, which
+    includes compilation, leaves the window as soon as a second step is complete.
     """
 
     def __init__(self, now: float, step: int = 0, window: int = 20):
         """
         Args:
-            now: when the first step starts, in seconds of any monotonic clock.
-            step: steps completed before (of a resumed run).
-            window: completions to look back over.
+            now: start time of the first step, in seconds of any monotonic clock.
+            step: number of steps completed before (in a resumed run).
+            window: number of completions in the window.
         """
         self._marks: deque[tuple[float, int, int]] = deque([(now, step, 0)], maxlen=window + 1)
         self._holds_start = True
 
     def completed(self, step: int, tokens: int, now: float) -> None:
-        """Notes that a step is complete.
+        """Record that a step is complete.
 
         Args:
-            step: steps completed so far.
-            tokens: tokens in the steps completed since the last call.
+            step: number of steps completed so far.
+            tokens: number of tokens in the steps completed since the last call.
             now: the time of completion, in seconds.
         """
         self._marks.append((now, step, self._marks[-1][2] + tokens))
@@ -35,12 +35,12 @@ class Rate:
 
     @property
     def tokens_per_second(self) -> float:
-        """0 until time has passed."""
+        """Tokens per second; 0 until time has passed."""
         (start, _, before), (end, _, after) = self._marks[0], self._marks[-1]
         return (after - before) / (end - start) if end > start else 0.0
 
     @property
     def step_seconds(self) -> float:
-        """Seconds a step; 0 until a step is complete."""
+        """Seconds per step; 0 until a step is complete."""
         (start, first, _), (end, last, _) = self._marks[0], self._marks[-1]
         return (end - start) / (last - first) if last > first else 0.0

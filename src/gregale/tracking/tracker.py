@@ -1,4 +1,4 @@
-"""What a tracker is, and several as one."""
+"""The interface of a tracker, and a tracker that combines several."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +10,24 @@ from typing import Any, Protocol
 from gregale.storage import ObjectPath, StoragePath
 
 Values = Mapping[str, float | int | None]
-"""Figures by name; None (and NaN and infinities) where there is no number."""
+"""Metrics by name; None (or NaN or an infinity) if there is no number."""
 
 
 def finite(values: Values) -> dict[str, float | int]:
-    """The figures that are numbers."""
+    """Return the metrics whose values are finite numbers."""
     return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What trackers are told about the run.
+    """The run as trackers see it.
 
     Attributes:
         directory: the run directory.
         name: the run's name.
-        config: the resolved configuration, as it would go to JSON.
-        resumed_from: the step that a resumed run goes on from, 0 for a new one. Figures of later steps that a killed
-            process left are taken back where the tracker can do that.
+        config: the resolved configuration in its JSON form.
+        resumed_from: the step from which the run resumes, 0 for a new run. Trackers remove metrics of later steps if
+            they can.
     """
 
     directory: StoragePath
@@ -37,7 +37,7 @@ class RunInfo:
 
     @property
     def files(self) -> Path:
-        """Where trackers put files of their own: in the run directory, for a run in a store in `trackers` here."""
+        """The folder for files of trackers: the run directory, or `trackers/NAME` here for a run in a store."""
         if not isinstance(self.directory, ObjectPath):
             return self.directory
         folder = Path("trackers") / self.name
@@ -46,22 +46,22 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Takes figures step by step."""
+    """Receives metrics step by step."""
 
     def log(self, step: int, values: Values) -> None:
-        """Takes the figures of a step; a step may come more than once, with other figures."""
+        """Log the metrics of a step; further calls for a step may add other metrics."""
         ...
 
     def close(self) -> None:
-        """Writes out what is held back."""
+        """Write buffered metrics and close."""
         ...
 
 
 class Guarded:
-    """A tracker of another project's: that it fails (a full disk, a network that is away) never ends the run."""
+    """A wrapper of a third-party tracker whose errors (a full disk, no network) never end the run."""
 
     def __init__(self, tracker: Tracker, report: Callable[[str], None]):
-        """`report`: told of the first failure."""
+        """`report`: called after the first failure."""
         self._tracker, self._report = tracker, report
         self._has_failed = False
 
@@ -76,7 +76,7 @@ class Guarded:
             action()
         except Exception as error:
             if not self._has_failed:
-                self._report(f"A tracker fails, and the run goes on without it: {type(error).__name__}: {error}")
+                self._report(f"A tracker fails; the run continues without it: {type(error).__name__}: {error}")
             self._has_failed = True
 
 
@@ -88,16 +88,16 @@ class Trackers:
         self._trackers, self._flush = tuple(trackers), flush
 
     def log(self, step: int, values: Values) -> None:
-        """Hands the figures to every tracker."""
+        """Log the metrics in every tracker."""
         for tracker in self._trackers:
             tracker.log(step, values)
 
     def flush(self) -> None:
-        """Writes out what belongs to a checkpoint that is about to count; raises `UserError` if that fails."""
+        """Write the metrics that belong to a checkpoint, before its commit; raise `UserError` after a failure."""
         self._flush()
 
     def close(self) -> None:
-        """Closes every tracker, the last first, also when one of them fails."""
+        """Close every tracker, the last first, even if one of them fails."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)

@@ -1,9 +1,9 @@
-"""Options that the programs of a run are compiled with: a chip family's own, and those of the configuration.
+"""The compiler options of a run's programs: the defaults of the chip family and those of the configuration.
 
     jax.jit(step, compiler_options=compiler_options(config.compute.compiler_options, mesh))
 
-The defaults make collectives asynchronous that the TPU compiler else waits for. All programs of a run get them: steps,
-rounds, evaluations, the initial state, what goes from one method to another, and sampling.
+The defaults make collectives asynchronous for which the TPU compiler otherwise waits. All programs of a run get them:
+steps, rounds, evaluations, the initial state, conversions between methods, and sampling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.model.config import CompilerOptions
 
-# Gathers of weights behind the layer's own products, where the compiler does not do so by itself.
+# Overlap the gathers of weights with the layer's own products, where the compiler does not do so by itself.
 _ASYNC_GATHERS = (
     "xla_tpu_enable_async_collective_fusion",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
@@ -23,23 +23,23 @@ _ASYNC_GATHERS = (
     "xla_enable_async_all_gather",
     "xla_tpu_prefer_async_allgather_to_allreduce",
 )
-# Sums of a layer's gradients behind the backward pass of the layer below: the loop is pipelined by one layer.
+# Overlap the sum of a layer's gradients with the backward pass of the layer below: pipeline the loop by one layer.
 _ASYNC_SUMS = (
     "xla_enable_async_all_reduce",
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
     "xla_tpu_enable_ici_ar_pipelining",
 )
-# KiB of vector memory that an operation has for itself: with twice the compiler's own (16 MiB, on v6e 32) products
-# take larger blocks, and are nearer to the peak.
+# KiB of vector memory for one operation: with twice the compiler's default (16 MiB, on v6e 32 MiB) products use larger
+# blocks and are nearer to the peak.
 _SCOPED_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
-# By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md has what each of them does.
+# By `jax.Device.device_kind`; "TPU v5" is v5p. docs/plan.md explains each option.
 DEFAULTS: dict[str, CompilerOptions] = {
     "TPU v5 lite": {**dict.fromkeys(_ASYNC_SUMS, True), _SCOPED_MEMORY: 32768},
     "TPU v5": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 32768},
     "TPU v6 lite": {**dict.fromkeys((*_ASYNC_GATHERS, *_ASYNC_SUMS), True), _SCOPED_MEMORY: 65536},
 }
-# On NVIDIA's GPUs a layer is gathered while the layer before it computes, and its gradients are summed while the next
-# one's are computed. What else is advised for GPUs is the compiler's own default by now, or does harm: docs/gpu.md.
+# On NVIDIA GPUs, gather a layer while the layer before it computes, and sum its gradients while the next gradients are
+# computed. Other options that are advised for GPUs are now the compiler's defaults, or slow it down: docs/gpu.md.
 GPU_DEFAULTS: CompilerOptions = {
     "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
@@ -50,9 +50,9 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | None:
-    """The options for the devices of a mesh; `given` go over the defaults. None: there are none.
+    """Return the options for the devices of a mesh; `given` options override the defaults. None if there are none.
 
-    What is given for another platform (`xla_tpu_...` on a CPU) is left out, so that a run can be sampled elsewhere.
+    Options of another platform (`xla_tpu_...` on a CPU) are ignored, so that a run can be sampled elsewhere.
     """
     device = mesh.devices.flat[0]
     kind = getattr(device, "device_kind", "")
@@ -63,15 +63,15 @@ def compiler_options(given: CompilerOptions, mesh: Mesh) -> CompilerOptions | No
 
 
 def sums_behind(options: CompilerOptions) -> bool:
-    """Whether gradients are summed behind the backward pass of the layers below, by the options of a program."""
+    """Return whether a program's options overlap the sums of gradients with the backward pass of the layers below."""
     return str(options.get(_ASYNC_SUMS[0])).lower() == "true"
 
 
 def check_compiler_options(options: CompilerOptions, mesh: Mesh) -> None:
-    """Compiles next to nothing with the options.
+    """Check the options by compiling a trivial program.
 
     Raises:
-        UserError: the compiler does not take them.
+        UserError: the compiler rejects the options.
     """
     number = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
     try:

@@ -1,4 +1,4 @@
-"""The one training state, and the step that moves it on."""
+"""The training state and the counted step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from gregale.training.fast_compile_options import fast_compile_options
 
 Tree = Any
 Leaf = Any
-"""An array; in an abstract state its shape, in a tree of shardings its sharding, None where a part is left out."""
+"""An array; in an abstract state its shape, in a tree of shardings its sharding; None for an omitted part."""
 
 
 class TrainState(NamedTuple):
-    """Everything that a run needs to go on, and all that a checkpoint holds; arrays only."""
+    """The complete state of a run, as a checkpoint contains it; arrays only."""
 
-    step: Leaf  # int32 scalar: steps done, skipped ones too
+    step: Leaf  # int32 scalar: steps done, including skipped steps
     method: Tree  # the method's own state
-    skipped: Leaf  # int32 [*lanes]: steps skipped because loss or gradient was not finite
-    skipped_in_a_row: Leaf  # int32 [*lanes]: how many of them came last without a break
-    joined: Tree = None  # only in a checkpoint of a method with something `due`: the parameters of its `end`
+    skipped: Leaf  # int32 [*replica_axes]: steps skipped because loss or gradient was not finite
+    skipped_in_a_row: Leaf  # int32 [*replica_axes]: skipped steps since the last step that was not skipped
+    joined: Tree = None  # only in a checkpoint of a method that `needs_full_state`: the parameters of `to_psdp`
 
 
 class StepReport(NamedTuple):
-    """What a step reports, as device arrays: fetch them when they are ready, not before."""
+    """The report of a step, as device arrays; fetch them only when they are ready, to avoid waiting."""
 
     metrics: StepMetrics
     skipped: Leaf
@@ -40,10 +40,10 @@ class StepReport(NamedTuple):
 def initial_state(
     method: Method, make_model: Callable[..., Tree], options: CompilerOptions | None = None, *given: Tree
 ) -> TrainState:
-    """The state before the first step, made in shards; `make_model` is traced, so no weight is made in one piece.
+    """Return the sharded state before the first step; `make_model` is traced, so each weight is created in shards.
 
-    - `options`: the compiler's, see `gregale.training.compiler_options`
-    - `given`: what `make_model` takes, in shards; it is used up
+    - `options`: compiler options, see `gregale.training.compiler_options`
+    - `given`: sharded arguments of `make_model`, which are donated
     """
 
     def make(*given: Tree) -> TrainState:
@@ -51,32 +51,32 @@ def initial_state(
 
     shardings = state_shardings(method, jax.eval_shape(make, *given))
     options = {**(fast_compile_options(method.layout.mesh) or {}), **(options or {})}
-    used_up = tuple(range(len(given)))
-    return jax.jit(make, out_shardings=shardings, donate_argnums=used_up, compiler_options=options or None)(*given)
+    donated = tuple(range(len(given)))
+    return jax.jit(make, out_shardings=shardings, donate_argnums=donated, compiler_options=options or None)(*given)
 
 
 def wrapped(method: Method, state: Tree, step: int) -> TrainState:
-    """A method's state as a training state after `step` steps, with nothing skipped yet."""
-    none = jnp.zeros([method.layout.axis(lane).size for lane in method.replica_axes], jnp.int32)
-    return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=none, skipped_in_a_row=none)
+    """Return a method's state as a training state after `step` steps without skipped steps."""
+    zeros = jnp.zeros([method.layout.axis(axis).size for axis in method.replica_axes], jnp.int32)
+    return TrainState(step=jnp.full((), step, jnp.int32), method=state, skipped=zeros, skipped_in_a_row=zeros)
 
 
 def counted_step(method: Method, state: TrainState, batch: Tree, *during: Any) -> tuple[TrainState, StepReport]:
-    """The method's step, with the steps counted and those that were skipped as not finite."""
-    moved, metrics = method.step(state.method, batch, *during)
+    """Run the method's step, and count the steps and the steps skipped because loss or gradient was not finite."""
+    updated, metrics = method.step(state.method, batch, *during)
     skipped = state.skipped + ~metrics.finite
     in_a_row = jnp.where(metrics.finite, 0, state.skipped_in_a_row + 1)
-    return TrainState(state.step + 1, moved, skipped, in_a_row), StepReport(metrics, skipped, in_a_row)
+    return TrainState(state.step + 1, updated, skipped, in_a_row), StepReport(metrics, skipped, in_a_row)
 
 
 def state_shardings(method: Method, state: TrainState) -> TrainState:
-    """Where each array of a state lives."""
+    """Return the sharding of each array of a state."""
     mesh = method.layout.mesh
-    lanes = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
-    return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), lanes, lanes)
+    counts = NamedSharding(mesh, PartitionSpec(*method.replica_axes))
+    return TrainState(NamedSharding(mesh, PartitionSpec()), method.shardings(state.method), counts, counts)
 
 
 def abstract_state(method: Method, model: Tree) -> TrainState:
-    """The state of a run as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
+    """Return the state of a run as `jax.ShapeDtypeStruct`s with shardings, without allocating arrays."""
     state = jax.eval_shape(lambda: wrapped(method, method.init(model), 0))
     return with_shardings(state, state_shardings(method, state))

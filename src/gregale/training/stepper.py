@@ -1,4 +1,4 @@
-"""Taking steps: the compiled programs of a method, and which of them runs when."""
+"""`Stepper`, which runs the compiled programs of a method in each step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Tree = Any
 
 
 class Stepper:
-    """Takes the steps of a method, each with what the method does in it; programs are compiled when first needed.
+    """Runs the steps of a method with the method's actions; compiles each program at its first use.
 
-    One program for each kind of step: fragments of one size share theirs.
+    There is one program for each kind of step: fragments of equal size share a program.
 
     - `method`: the method
     - `model`: its model, abstract or not
-    - `options`: the compiler's, see `gregale.training.compiler_options`
+    - `options`: compiler options, see `gregale.training.compiler_options`
     """
 
     def __init__(self, method: Method, model: Tree, options: CompilerOptions | None = None):
@@ -32,7 +32,7 @@ class Stepper:
         self.synchronise = compiled(self._after)
 
     def __call__(self, state: TrainState, batch: Tree, step: int) -> tuple[TrainState, StepReport]:
-        """Takes step number `step` (from 1); the state that comes in is donated."""
+        """Run step number `step` (from 1); `state` is donated."""
         actions = self._method.actions(step)
         state, report = self.program(state, batch, *actions.during)
         if actions.after is not None:
@@ -41,5 +41,5 @@ class Stepper:
         return state, report
 
     def _after(self, state: TrainState, after: Any) -> tuple[TrainState, Any]:
-        moved, outer = self._method.synchronise(state.method, after)
-        return state._replace(method=moved), outer
+        updated, outer = self._method.synchronise(state.method, after)
+        return state._replace(method=updated), outer

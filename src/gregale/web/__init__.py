@@ -1,11 +1,11 @@
-"""Pages: HTML in one file, with charts that zoom, in light and dark, that ask no network for anything.
+"""HTML pages in one file, with zoomable charts, light and dark colours, and no network access.
 
     page = Page("Runs", "two runs of yesterday")
     page.add(section("Loss", page.chart(Lines("loss", "Loss", [Series("a", steps, losses)]))))
     page.add(section("Settings", table(("key", "value"), [("name", "<b>")])))     # every text is escaped
     page.html()
 
-The charts are drawn by uPlot in the reader's browser, which the page carries with it.
+uPlot, which is part of the page, draws the charts in the reader's browser.
 """
 
 from gregale.web.charts import Lines, Row, Series, Span, Spans, colour_of

@@ -1,4 +1,4 @@
-"""What a page's charts show, as data: lines over an axis, spans of time in rows."""
+"""The data of a page's charts: lines over an axis, and spans of time in rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COLOURS = 10
 DIGITS = 6
 
 
-def colour_of(place: int) -> int:
-    """The number of a colour; after the last one they begin again."""
-    return place % COLOURS
+def colour_of(index: int) -> int:
+    """Return the number of a colour; the colours repeat after the last one."""
+    return index % COLOURS
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,8 @@ class Series:
     """A line.
 
     - `x`, `y`: [point]; x ascends; NaN where there is no number
-    - `means`: x and y of the same line in few points, each a mean; what smoothing starts from. None: the points are all
-    - `run`: which of the page's runs the steps in `x` are of; None: x is what the axis shows
+    - `means`: x and y of the same line in fewer points, each a mean, as input of smoothing; None: use all points
+    - `run`: index of the run on the page whose steps are in `x`; None: `x` has the values of the axis
     """
 
     label: str
@@ -48,8 +48,8 @@ class Series:
 class Lines:
     """Lines over an axis.
 
-    - `unit`: of y: "", "bytes", "seconds", "share" (shown as percent)
-    - `axis`: name and unit of x; None: the page's, which the reader chooses
+    - `unit`: unit of y: "", "bytes", "seconds", "share" (shown in percent)
+    - `axis`: name and unit of x; None: the axis of the page, which the reader chooses
     """
 
     key: str
@@ -66,7 +66,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a row: from where to where, of which kind, and what is said of it."""
+    """A part of a row, with begin, end, kind and text."""
 
     begin: float
     end: float
@@ -86,8 +86,8 @@ class Row:
 class Spans:
     """Rows of spans over an axis.
 
-    - `kinds`: their names; later ones are drawn over earlier ones
-    - `thin`: the numbers of those that are thinner than a row
+    - `kinds`: names of the kinds; later kinds are drawn over earlier ones
+    - `thin`: numbers of the kinds that are thinner than a row
     """
 
     key: str
@@ -116,7 +116,7 @@ Chart = Lines | Spans
 
 
 def _points(x: np.ndarray, y: np.ndarray) -> dict[str, list]:
-    """Whole x as differences, which are shorter; y with six digits."""
+    """Encode integer x as differences, which are shorter, and y with six digits."""
     y_json = [_number(value) for value in y.tolist()]
     if x.dtype.kind in "iu":
         return {"dx": np.diff(x, prepend=0).tolist(), "y": y_json}

@@ -1,4 +1,4 @@
-"""A page as one file: styles, scripts, data and markup, and a policy that lets nothing else run or be loaded."""
+"""An HTML page in one file: styles, scripts, data, markup, and a security policy that blocks everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gregale.web.markup import Html, element, joined
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis that the reader can choose for the lines of runs; `unit` as of `Lines`."""
+    """An axis that the reader can choose for the lines of runs; `unit` as in `Lines`."""
 
     key: str
     label: str
@@ -29,9 +29,9 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run, of which lines over the page's axes are drawn.
+    """A run whose lines are drawn over the page's axes.
 
-    - `axes`: by key of an `Axis` steps and what the axis has there; in between it is interpolated
+    - `axes`: key of an `Axis` -> steps and their values on that axis, which are interpolated
     """
 
     label: str
@@ -41,8 +41,8 @@ class Run:
 class Page:
     """A page to which parts are added.
 
-    - `runs`, `axes`: of the lines that have no axis of their own; the first axis is shown first
-    - `live_seconds`: of a page that is served, after how long it asks for itself again; None: it never does
+    - `runs`, `axes`: for lines without an axis of their own; the page shows the first axis first
+    - `live_seconds`: interval at which a served page reloads itself; None: never
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Page:
         self._charts: dict[str, Any] = {}
 
     def add(self, *parts: Html | None) -> None:
-        """Adds parts at the end."""
+        """Append parts."""
         self._parts += [part for part in parts if part is not None]
 
     def chart(self, chart: Chart) -> Html:
-        """The place where a chart is drawn."""
+        """Add a chart's data to the page; return the element in which the chart is drawn."""
         assert chart.key not in self._charts, chart.key
         self._charts[chart.key] = chart.to_json()
-        says = element("p", chart.help, class_="help") if chart.help else None
+        help = element("p", chart.help, class_="help") if chart.help else None
         legend = _legend(chart) if isinstance(chart, Spans) else None
         return element(
             "figure",
-            element("figcaption", element("h3", chart.title), says),
+            element("figcaption", element("h3", chart.title), help),
             element("div", class_="plot", role="img", aria_label=chart.title),
             legend,
             class_=f"chart {type(chart).__name__.lower()}",
@@ -78,11 +78,11 @@ class Page:
         )
 
     def charts(self, *charts: Chart) -> Html:
-        """Several charts, side by side where there is room."""
+        """Return several charts, side by side if there is room."""
         return element("div", *(self.chart(each) for each in charts), class_="charts")
 
     def html(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         scripts = [uplot()[0], _own("page.js")]
         head = joined(
             [
@@ -114,7 +114,7 @@ class Page:
         return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
     def _policy(self, scripts: Sequence[str]) -> str:
-        """Only these scripts run, and nothing is loaded from anywhere; a page that is served may ask for itself."""
+        """Return a policy that runs only these scripts and loads nothing; a served page may reload itself."""
         digests = " ".join(
             f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
         )
@@ -123,17 +123,17 @@ class Page:
         return f"default-src 'none'; script-src {digests};{itself} {rest}"
 
     def _controls(self) -> Html:
-        """What the reader can choose: of lines axis, scales and smoothing, of all pages the colours."""
-        chosen = []
+        """Return the controls: axis, scales and smoothing for lines, and the colours of the page."""
+        controls = []
         if self._axes:
-            chosen.append(_select("x", "Over", [(each.key, each.label) for each in self._axes]))
+            controls.append(_select("x", "Over", [(each.key, each.label) for each in self._axes]))
         if any(each["kind"] == "lines" for each in self._charts.values()):
-            chosen += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
+            controls += [_checkbox("logx", "log x"), _checkbox("logy", "log y")]
         if self._runs:
             slider = Html('<input type="range" id="smooth" min="0" max="100" value="0">')
-            chosen.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))
-        chosen.append(_select("theme", "Colours", [("auto", "as the system"), ("light", "light"), ("dark", "dark")]))
-        return element("form", *chosen, element("button", "Whole range", type="button", id="reset"), id="controls")
+            controls.append(element("label", "Smoothing", slider, element("output", "none", for_="smooth")))
+        controls.append(_select("theme", "Colours", [("auto", "as the system"), ("light", "light"), ("dark", "dark")]))
+        return element("form", *controls, element("button", "Whole range", type="button", id="reset"), id="controls")
 
 
 def _select(key: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
@@ -148,14 +148,14 @@ def _checkbox(key: str, label: str) -> Html:
 
 def _legend(chart: Spans) -> Html:
     kinds = (
-        element("span", Html(f'<span class="swatch c{place}" aria-hidden="true"></span>'), kind)
-        for place, kind in enumerate(chart.kinds)
+        element("span", Html(f'<span class="swatch c{index}" aria-hidden="true"></span>'), kind)
+        for index, kind in enumerate(chart.kinds)
     )
     return element("div", *kinds, element("output", ""), class_="kinds")
 
 
 def _inert(data: Any) -> str:
-    """JSON that ends no script element and begins no comment, whatever stands in its texts."""
+    """Return JSON in which no text can end a script element or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

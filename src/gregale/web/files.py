@@ -1,4 +1,4 @@
-"""Where a page is written."""
+"""Output files of pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUFFIXES = (".html", ".htm")
 
 
 def check_page_path(path: Path, key: str) -> None:
-    """Raises `UserError` for a path that is no place for a page, before anything is computed."""
+    """Raise `UserError` if a page cannot be written to a path, before anything is computed."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"{key}: {shown(str(path))} is to be a page; its name has to end with .html.")
     if not path.parent.is_dir():
@@ -22,6 +22,6 @@ def check_page_path(path: Path, key: str) -> None:
 
 
 def write_page(path: Path, text: str) -> str:
-    """Writes a page, whole or not at all; returns its address for a browser."""
+    """Write a page atomically; return its address for a browser."""
     write_bytes(path, text.encode())
     return path.resolve().as_uri()

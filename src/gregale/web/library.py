@@ -1,7 +1,6 @@
-"""uPlot, which draws the charts: its files as they come with the package `youplot`.
+"""The chart library uPlot: its files from the package `youplot`.
 
-Of that package these two files are read and nothing is run. They are those of a release of uPlot to the last bit, or
-refused.
+This module reads two files of that package and runs none of its code. It rejects files that differ from the release.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FILES = {
 
 @cache
 def uplot() -> tuple[str, str]:
-    """Script and style of uPlot; raises `UserError` if they are not there or others."""
+    """Return script and style of uPlot; raise `UserError` if they are absent or differ from the release."""
     script, style = (_checked(name, digest) for name, digest in FILES.items())
     return script, style
 

@@ -1,4 +1,4 @@
-"""HTML in which a text cannot become markup: whatever is not `Html` is escaped when it is put into an element."""
+"""HTML elements with automatic escaping: a child that is not `Html` is escaped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Child = "str | Html | int | float | None"
 
 
 class Html(str):
-    """Markup; anything else that is put into an element is text."""
+    """Markup that is not escaped inside an element."""
 
     __slots__ = ()
 
 
 def element(tag: str, *children: object, **attributes: object) -> Html:
-    """`<tag attributes>children</tag>`; `class_` is `class`, `_` in other names is `-`, None is left out."""
+    """Return `<tag attributes>children</tag>`; `class_` is `class`, `_` in other names is `-`, None is omitted."""
     named = (
         (name.removesuffix("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None
     )
@@ -24,7 +24,7 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 
 def joined(children: Iterable[object]) -> Html:
-    """All of them, one after another; None is nothing."""
+    """Concatenate the children; skip None."""
     return Html(
         "".join(
             child if isinstance(child, Html) else html.escape(_printable(child))
@@ -35,12 +35,12 @@ def joined(children: Iterable[object]) -> Html:
 
 
 def section(title: str, *children: object) -> Html:
-    """A part of the page with a heading."""
+    """Return a part of the page with a heading."""
     return element("section", element("h2", title), *children)
 
 
 def folded(title: object, *children: object, opened: bool = False) -> Html:
-    """What is shown when its title is clicked, and printed in any case."""
+    """Return a part that a click on its title shows; it is always printed."""
     opening = Html(" open") if opened else ""
     return Html(f"<details{opening}>{element('summary', title)}{joined(children)}</details>")
 
@@ -48,9 +48,9 @@ def folded(title: object, *children: object, opened: bool = False) -> Html:
 def table(
     headings: Sequence[object], rows: Sequence[Sequence[object]], numbers: bool = False, label: str | None = None
 ) -> Html:
-    """A table that scrolls by itself where it is too wide for the page.
+    """Return a table, which scrolls by itself if it is too wide for the page.
 
-    - `numbers`: all columns but the first are numbers
+    - `numbers`: whether all columns except the first are numbers
     """
     head = element("tr", *(element("th", heading, scope="col") for heading in headings))
     body = (
@@ -61,24 +61,24 @@ def table(
 
 
 def cards(entries: Iterable[tuple[str, object]]) -> Html:
-    """Figures to be seen first, each with its name."""
+    """Return a list of prominent values, each with its name."""
     return element(
         "dl", *(element("div", element("dt", name), element("dd", value)) for name, value in entries), class_="cards"
     )
 
 
 def notice(*texts: str) -> Html | None:
-    """What the reader should know; None where there is nothing."""
+    """Return a list of notices; None if there are no texts."""
     return element("ul", *(element("li", text) for text in texts), class_="notice", role="status") if texts else None
 
 
 def swatch(colour: int) -> Html:
-    """A dot in the colour of a chart's line."""
+    """Return a dot in the colour of a chart's line."""
     return Html(f'<span class="swatch c{colour}" aria-hidden="true"></span>')
 
 
 def _printable(value: object) -> str:
-    """The text without control characters and halves of characters, which no file in UTF-8 and no browser takes."""
+    """Replace control characters and surrogates, which are invalid in UTF-8 files and browsers."""
     return "".join(
         each if each in "\n\t" or (each.isprintable() or each == "\u00a0") else "\N{REPLACEMENT CHARACTER}"
         for each in str(value)

@@ -149,7 +149,7 @@ class Fleet:
     def _show(self, is_last: bool = False) -> None:
         """Show the runs that have begun."""
         for member in self._members:
-            path = replace(member.run, patience=SHORT_RETRIES) if isinstance(member.run, ObjectPath) else member.run
+            path = replace(member.run, retry_policy=SHORT_RETRIES) if isinstance(member.run, ObjectPath) else member.run
             run = RunPaths(path)
             with suppress(StoreError):  # the store is unavailable for now
                 if member.name not in self._followers and run.metrics.is_file():

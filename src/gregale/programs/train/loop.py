@@ -121,13 +121,13 @@ class Loop:
         if not _is_due(step, self._setup.config.inspect.every):
             return {}
         log.catch_up()
-        doing, inspector = self._progress.place.doing, self._inspectors.get(method.name)
+        phase, inspector = self._progress.current.phase, self._inspectors.get(method.name)
         if inspector is None:
             self._progress.at(step, Phase.COMPILING)
             inspector = self._inspectors[method.name] = Inspector(self._setup, method)
         with self._spent.on("inspection_seconds"), self._progress.waiting():
             figures = inspector(state, batch)
-        self._progress.at(step, doing)
+        self._progress.at(step, phase)
         log.restart()
         return figures
 
