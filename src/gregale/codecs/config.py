@@ -1,4 +1,4 @@
-"""The choice of what goes over the slow link."""
+"""The choice of the codecs for the slow link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
 
 @dataclass(frozen=True)
 class FeedbackConfig(Settings):
-    """Error feedback (LoCo, 2407.04480): what quantising lost is kept, and added to what is sent next.
+    """Error feedback (LoCo, 2407.04480): the quantisation error is kept and added to the next message.
 
     The kept error is `beta * old + (1 - beta) * new`.
     """
@@ -29,7 +29,7 @@ class FeedbackConfig(Settings):
 
 @dataclass(frozen=True)
 class ReduceConfig(Settings):
-    """How replicas average: the first leg is an all-to-all of pieces, the second gives the averages back."""
+    """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
 
     codec: str = field(
         default="none",
@@ -52,7 +52,7 @@ class ReduceConfig(Settings):
             self._check_block(name)
         if self.measure and self.codec == "none":
             raise UserError(
-                "reduce.measure is true, but reduce.codec is 'none': the first leg loses nothing. Choose a codec: "
+                "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
                 f"{', '.join(CODECS[1:])}."
             )
         if self.hadamard and not {self.codec, self.second_leg} & set(BLOCK_BITS):
@@ -69,12 +69,12 @@ class ReduceConfig(Settings):
 
     @property
     def quantised(self) -> bool:
-        """Whether any leg is other than exact."""
+        """Return whether any phase is not exact."""
         return self.codec != "none" or self.second_leg != "none"
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes that a parameter costs on the wire: the mean of the two legs, with full blocks."""
+        """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
         return sum(bytes_per_parameter(leg, self.block) for leg in (self.codec, self.second_leg)) / 2
 
     def first_codec(self) -> Codec:

@@ -73,7 +73,7 @@ class Diloco:
     - `mixing`: alpha, what a replica keeps of its own when a fragment is applied
     - `dropout`: probability that a replica is left out of a fragment's synchronisation and goes on from its own
     - `seed`: of the dropout
-    - `reduce`: the codecs of what crosses the axis: pseudo-gradients in the first leg, outer updates in the second
+    - `reduce`: the codecs of what crosses the axis: pseudo-gradients in the first phase, outer updates in the second
     - `evaluate`: which parameters are evaluated: `outer`, `average` or `first_replica`
     """
 

@@ -57,7 +57,7 @@ class IslandState(NamedTuple):
     """What an island carries from step to step on its devices; theta is not among it."""
 
     psdp: PsdpState  # of its own mesh
-    error: ErrorState | None  # what the first leg has not sent yet: [island = 1, *axes] under `opt_state`
+    error: ErrorState | None  # what the first phase has not sent yet: [island = 1, *axes] under `opt_state`
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ and has a name:
 
     {fragment}/theta/{path}|{place of the shard along each axis}
     {fragment}/optimizer/{path in the state}
-    {fragment}/second/{path}|{place}/{row}/codes, scales         # only in checkpoints: the second leg's error
+    {fragment}/second/{path}|{place}/{row}/codes, scales         # only in checkpoints: the second phase's error
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class OuterView(NamedTuple):
 
     held: dict[int, Arrays]  # by fragment, by name
     versions: dict[int, int]
-    errors: dict[int, tuple[str, OwnError]]  # of the second leg, by fragment, with the group whose it is
+    errors: dict[int, tuple[str, OwnError]]  # of the second phase, by fragment, with the group whose it is
 
 
 class OwnLeaves(NamedTuple):
-    """What only a member's own checkpoint has: the second leg's errors of the rows that it owns.
+    """What only a member's own checkpoint has: the second phase's errors of the rows that it owns.
 
     - `arrays`: by name
     - `groups`: who reduced each fragment last, by its number; another group has no use for the errors
@@ -75,7 +75,7 @@ class Prepared(NamedTuple):
     digest: str  # of the whole outer side, if this is committed
     finite: bool  # whether theta is; infinities or NaN would spoil every island
     group: str  # who reduced it
-    error: OwnError  # of the second leg
+    error: OwnError  # of the second phase
 
 
 class ValidatedState(NamedTuple):
@@ -151,7 +151,7 @@ class HostOuter:
                 self._outer_step(self._theta(index), self._optimizer(index), nothing)
 
     def error(self, index: int, group: str) -> OwnError | None:
-        """What the second leg of a fragment has not sent yet; None if another group reduced it last.
+        """What the second phase of a fragment has not sent yet; None if another group reduced it last.
 
         `group`: names its members in the order of their ranks
         """
@@ -301,7 +301,7 @@ class HostOuter:
 
 
 def _own(index: int, error: OwnError) -> Arrays:
-    """The arrays of a second leg's error, by name."""
+    """The arrays of a second phase's error, by name."""
     arrays: Arrays = {f"{index}/second/steps": np.array(error.steps, np.int64)}
     for (key, row), stored in error.rows.items():
         arrays |= {f"{index}/second/{key}/{row}/{name}": array for name, array in stored._asdict().items()}

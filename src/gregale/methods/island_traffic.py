@@ -75,12 +75,12 @@ class IslandTraffic:
         """The most that a round takes of host memory beside them.
 
         The fragment's next version, its message, its average in float32, and buffers of the buckets under way: those of
-        the first legs from all others, and of the second legs of two waves.
+        the first phases from all others, and of the second phases of two waves.
         """
         return max(self._in_flight(index) for index in self._fragments)
 
     def device_bytes(self) -> int:
-        """What a device holds between rounds beside PSDP's state: the first leg's error."""
+        """What a device holds between rounds beside PSDP's state: the first phase's error."""
         abstract = jax.eval_shape(self.island.init)
         return bytes_on_device(with_shardings(abstract.error, self.island.shardings(abstract).error))
 

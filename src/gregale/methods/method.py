@@ -43,7 +43,7 @@ class StepKind(NamedTuple):
     """A kind of steps that do more than their update, by one of them."""
 
     step: int  # the number of a step of this kind, of those the one that sends most
-    transfers: list[Transfer]  # what its legs send, in closed form
+    transfers: list[Transfer]  # the transfers of its phases, in closed form
 
 
 class Traffic(Protocol):

@@ -23,7 +23,7 @@ class OuterState(NamedTuple):
     parameters: Tree  # theta
     optimizer: Tree  # the outer optimizer's state, under `opt_state`
     pending: Tree = None  # quantised: updates that no replica has yet, under `opt_state`
-    error: Tree = None  # quantised: what both legs have not sent yet
+    error: Tree = None  # quantised: what both phases have not sent yet
 
 
 class Sent(NamedTuple):
@@ -106,8 +106,8 @@ class ExactOuter:
 class QuantisedOuter:
     """Every replica holds theta; differences from it and updates of it are sent, through codecs.
 
-        SEND: g = sum_k w_k (theta - theta_k) / sum_k w_k;  u = outer(g)        first leg
-        ARRIVE: theta += u                                                      second leg
+        SEND: g = sum_k w_k (theta - theta_k) / sum_k w_k;  u = outer(g)        first phase
+        ARRIVE: theta += u                                                      second phase
 
     Differences are small and have a scale of their own; parameters in 4 bits would be useless. u waits under
     `opt_state` from SEND to ARRIVE, so that each leg is hidden in a step of its own. All replicas decode the same

@@ -47,7 +47,7 @@ class Psdp:
     - `layout`: the mesh and the mappings
     - `microbatches`: parts of a replica's batch, computed one after the other
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
-    - `reduce`: the codecs of what crosses `replica`: gradients in the first leg, updates in the second
+    - `reduce`: the codecs of what crosses `replica`: gradients in the first phase, updates in the second
     """
 
     model: Tree

@@ -1,4 +1,4 @@
-"""The kinds of tasks: which keys a line has, what of it is scored, and the figures that the scores make."""
+"""The kinds of tasks: the keys of a line, the texts to score, and the metrics."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ KEYS_SHOWN = 20
 
 @dataclass(frozen=True)
 class Form:
-    """The first line of a file, if it has a `kind`: what all its questions have in common.
+    """The first line of a file, if it has a `kind`: the common settings of all its questions.
 
     Attributes:
         kind: a name of `KINDS`.
-        prefix: stands before every context, such as solved questions.
-        delimiter: stands between a context and a choice or an answer.
-        gap: what the choices of a cloze replace.
+        prefix: text before every context, such as solved questions.
+        delimiter: text between a context and a choice or an answer.
+        gap: the mark that the choices of a cloze replace.
     """
 
     kind: str = "multiple_choice"
@@ -31,7 +31,7 @@ class Form:
 
 
 class Pair(NamedTuple):
-    """A text that is given, and the text after it that is scored."""
+    """A context, and the scored text after it."""
 
     context: str
     continuation: str
@@ -39,13 +39,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One line.
+    """One line of a file.
 
     Attributes:
         pairs: one for each choice.
-        answer: the number of the right one.
+        answer: the index of the right one.
         place: the file and the line, for messages.
-        sizes: by what the log-likelihoods are divided, one for each choice.
+        sizes: the divisors of the log-likelihoods, one for each choice.
     """
 
     pairs: tuple[Pair, ...]
@@ -55,7 +55,7 @@ class Question:
 
 
 class Score(NamedTuple):
-    """What a model finds of a question's choices.
+    """The score of a question's choices by a model.
 
     Attributes:
         log_likelihoods: in nats, float64 [choice].
@@ -68,11 +68,11 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file of tasks may hold.
+    """The content of a file of tasks.
 
     Attributes:
-        read: a line's object, the file's form and the place -> the question; raises `UserError` for a wrong line.
-        figures: questions and their scores -> figures by name; those of `..._stderr` are standard errors.
+        read: a line's object, the file's form and the location -> the question; raises `UserError` for a wrong line.
+        figures: questions and their scores -> metrics by name; those of `..._stderr` are standard errors.
     """
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
@@ -104,7 +104,9 @@ def read_greedy_match(line: Mapping[str, Any], form: Form, place: str) -> Questi
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`: the share of questions whose answer has the largest log-likelihood; of equal ones the first counts."""
+    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood; of equal ones the first
+    counts.
+    """
     right = [
         np.argmax(score.log_likelihoods) == question.answer for question, score in zip(questions, scores, strict=True)
     ]
@@ -112,7 +114,7 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
+    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
     right = [
         np.argmax(by_size(score.log_likelihoods, question.sizes)) == question.answer
         for question, score in zip(questions, scores, strict=True)
@@ -121,7 +123,7 @@ def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[s
 
 
 def matches(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`: the share of answers that greedy decoding gives, and `perplexity`: exp(-mean of log-likelihoods)."""
+    """Return `acc`, the fraction of answers that greedy decoding gives, and `perplexity`: exp(-mean log-likelihood)."""
     del questions
     loss = mean_of("loss", [-score.log_likelihoods[0] for score in scores])
     perplexity = float(np.exp(loss["loss"]))
@@ -140,19 +142,19 @@ KINDS: dict[str, Kind] = {
 
 
 def by_size(log_likelihoods: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Log-likelihoods by the size of their choices; an empty choice is the least likely."""
+    """Return log-likelihoods divided by the size of their choices; an empty choice is the least likely."""
     return np.array([each / size if size else -math.inf for each, size in zip(log_likelihoods, sizes, strict=True)])
 
 
 def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:
-    """The mean of n values, and its standard error sqrt(sum (value - mean)^2 / (n - 1) / n); NaN for one value."""
+    """Return the mean of n values and its standard error sqrt(sum (value - mean)^2 / (n - 1) / n), NaN for n = 1."""
     array = np.asarray(values, np.float64)
     error = array.std(ddof=1) / math.sqrt(len(array)) if len(array) > 1 else math.nan
     return {name: float(array.mean()), f"{name}_stderr": float(error)}
 
 
 def text_of(line: Mapping[str, Any], key: str, place: str) -> str:
-    """The text of a key; raises `UserError` if there is none."""
+    """Return the text of a key; raise `UserError` if there is none."""
     value = value_of(line, key, place)
     if not isinstance(value, str):
         raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
@@ -160,7 +162,7 @@ def text_of(line: Mapping[str, Any], key: str, place: str) -> str:
 
 
 def choices_of(line: Mapping[str, Any], place: str) -> list[str]:
-    """At least two texts."""
+    """Return at least two texts."""
     choices = value_of(line, "choices", place)
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         found = f"{len(choices)} choices" if isinstance(choices, list) else type(choices).__name__
@@ -169,7 +171,7 @@ def choices_of(line: Mapping[str, Any], place: str) -> list[str]:
 
 
 def answer_of(line: Mapping[str, Any], count: int, place: str) -> int:
-    """The number of the right choice, from 0."""
+    """Return the index of the right choice, from 0."""
     answer = value_of(line, "answer", place)
     if not isinstance(answer, int) or isinstance(answer, bool):
         raise UserError(
