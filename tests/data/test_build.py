@@ -22,7 +22,7 @@ BYTES = BytesTokenizer()
 BUILDER = """
 import os, signal, sys
 from pathlib import Path
-from gregale.data.build import TokenCache, NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
 from gregale.data.chunk_cache import Disk
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
@@ -34,7 +34,7 @@ def report(label, done, total):
 
 if __name__ == "__main__":
     source = NamedSource("x", TextSource(files=(sys.argv[2] + "/*",)))
-    print(build_store(source, BytesTokenizer(), TokenCache(place(sys.argv[1]), Disk(Path('none'), 0)), 2, report).folder)
+    print(build_store(source, BytesTokenizer(), Cache(place(sys.argv[1]), Disk(Path('none'), 0)), 2, report).folder)
     assert "jax" not in sys.modules
 """
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 DYING = """
 import os, sys
 from pathlib import Path
-from gregale.data.build import TokenCache, NamedSource, build_store
+from gregale.data.build import Cache, NamedSource, build_store
 from gregale.data.chunk_cache import Disk
 from gregale.data.progress import silent
 from gregale.data.sources import Part, SourceConfig
@@ -58,7 +58,7 @@ class Dying(SourceConfig):
         return {}
 
 if GUARD:
-    build_store(NamedSource("x", Dying()), BytesTokenizer(), TokenCache(Path(sys.argv[1]), Disk(Path('none'), 0)), 2, silent)
+    build_store(NamedSource("x", Dying()), BytesTokenizer(), Cache(Path(sys.argv[1]), Disk(Path('none'), 0)), 2, silent)
 """
 
 

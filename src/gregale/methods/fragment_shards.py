@@ -1,7 +1,7 @@
 """The abstract outer state of an island: arrays by fragment and shard, with their names.
 
-    {fragment}/theta/{path}|{index of the shard along each axis}
-    {fragment}/optimizer/{path in the state}
+{fragment}/theta/{path}|{index of the shard along each axis}
+{fragment}/optimizer/{path in the state}
 """
 
 from __future__ import annotations
