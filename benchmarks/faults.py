@@ -106,7 +106,7 @@ def faults(options: argparse.Namespace, folder: Path) -> int:
         network = stack.enter_context(rate_limited(len(NAMES), None)) if os.geteuid() == 0 else None
         seconds = Seconds(options.heartbeat, options.reduce)
         fleet = stack.enter_context(
-            Fleet(folder, "fleet.yaml", seconds, ("--islands.start", "4"), True, network, options.pace)
+            Fleet(folder, "fleet.yaml", seconds, ("--islands.min_members_to_start", "4"), True, network, options.pace)
         )
         run = Run(fleet, NAMES, options.patience)
         for name in NAMES:

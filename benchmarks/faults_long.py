@@ -17,7 +17,8 @@ from statistics import mean, median
 
 from benchmarks.latency import delayed
 from gregale.distributed.signing import read_token
-from gregale.islands.transport.server import PeerUnreachable, Refused, ask_status
+from gregale.islands.transport.client import RequestRejected
+from gregale.islands.transport.server import PeerUnreachable, ask_status
 from tests.fleet import Fleet, Island, Seconds, metrics
 from tests.namespaces import Network, rate_limited
 
@@ -50,7 +51,7 @@ class Life:
         """Asks once; what lies between two answers of a process counts, unless they are too far apart."""
         try:
             status = ask_status(island.address, token, 2.0)
-        except (OSError, PeerUnreachable, Refused):
+        except (OSError, PeerUnreachable, RequestRejected):
             return
         now = time.monotonic()
         if status["state"] != "training":
@@ -133,7 +134,7 @@ def started(
     shutil.copytree(home / "text", folder / "text")
     shutil.copy(home / "fleet.yaml", folder)
     seconds = Seconds(options.heartbeat, options.reduce, options.join)
-    arguments = ("--islands.start", str(len(paces)), "--sync.period", str(options.period))
+    arguments = ("--islands.min_members_to_start", str(len(paces)), "--sync.period", str(options.period))
     fleet = Fleet(folder, "fleet.yaml", seconds, arguments, True, network)
     for name, pace in paces.items():
         fleet.start(name, pace=pace)

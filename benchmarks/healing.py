@@ -19,7 +19,8 @@ import time
 import numpy as np
 
 from benchmarks.latency import delayed
-from gregale.islands.transport.server import Leaf, Server, Snapshot
+from gregale.islands.transport.server import Server, Snapshot
+from gregale.islands.transport.snapshot_store import ServedArray
 from gregale.islands.transport.transfer import fetch
 from tests.namespaces import bits_per_second, rate_limited
 
@@ -36,7 +37,7 @@ def serve(address: str, megabytes: float, arrays: int) -> None:
     """A source: serves a state, and as many plain bytes; prints both addresses."""
     random = np.random.default_rng(0)
     state = {
-        f"leaf{index}|0": Leaf(random.standard_normal(size).astype(np.float32), 0)
+        f"leaf{index}|0": ServedArray(random.standard_normal(size).astype(np.float32), 0)
         for index, size in enumerate(sizes(megabytes, arrays))
     }
     server = Server(address, TOKEN, lambda message: {})

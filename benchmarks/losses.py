@@ -83,7 +83,7 @@ def of_codecs() -> Iterable[Setting]:
             yield Setting(f"{name}, other summation", reference, sync, optimizer, options=("--batch.microbatches=2",))
         for each in codecs:
             first, second, *feedback = each.split()
-            reduce = ReduceConfig(codec=first, second_leg=second, feedback=FeedbackConfig() if feedback else None)
+            reduce = ReduceConfig(codec=first, gather_codec=second, feedback=FeedbackConfig() if feedback else None)
             yield Setting(f"{name}, {each}", reference, sync, optimizer, reduce)
 
 

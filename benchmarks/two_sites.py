@@ -103,7 +103,7 @@ def cut(fleet: Fleet, network: Network, seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for logs and runs; a new one")
-    parser.add_argument("--minimum", type=int, default=1, help="islands.minimum")
+    parser.add_argument("--minimum", type=int, default=1, help="islands.min_members")
     parser.add_argument("--cut", type=float, default=0.0, help="seconds")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -111,7 +111,14 @@ def main() -> int:
     links = delayed(ROUND_TRIP_SECONDS / 4)
     with rate_limited(2, None, make=links) as network, tunnel(network, options.folder.resolve()):
         network.sites[:] = [Site(site.command, server) for site, server in zip(network.sites, SERVERS, strict=True)]
-        arguments = ("--islands.network", "wan", "--islands.start", "2", "--islands.minimum", str(options.minimum))
+        arguments = (
+            "--islands.network",
+            "wan",
+            "--islands.min_members_to_start",
+            "2",
+            "--islands.min_members",
+            str(options.minimum),
+        )
         with Tunnelled(options.folder.resolve(), "fleet.yaml", WAN, arguments, True, network, PACE_SECONDS) as fleet:
             for name in NAMES:
                 fleet.start(name)

@@ -40,9 +40,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from gregale.atomic_files import replacing
+from gregale.atomic_files import atomic_replace
 
-with replacing(Path(sys.argv[1]) / "file") as file, replacing(Path(sys.argv[1]) / "folder") as folder:
+with atomic_replace(Path(sys.argv[1]) / "file") as file, atomic_replace(Path(sys.argv[1]) / "folder") as folder:
     file.write_bytes(b"half")
     folder.mkdir()
     (folder / "a").write_bytes(b"half")

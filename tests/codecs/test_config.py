@@ -10,14 +10,14 @@ from gregale.errors import UserError
 
 
 def test_codecs_of_the_legs():
-    config = ReduceConfig(codec="e3m0", block=32, second_leg="int8")
+    config = ReduceConfig(codec="e3m0", block=32, gather_codec="int8")
     assert config.first_codec() == PowersCodec(block=32)
     assert config.second_codec() == UniformCodec(8, 32)
     assert ReduceConfig().first_codec() == FloatCodec("none")
 
 
 def test_only_codecs_with_blocks_are_rotated():
-    config = ReduceConfig(codec="int4", second_leg="bfloat16", hadamard=True)
+    config = ReduceConfig(codec="int4", gather_codec="bfloat16", hadamard=True)
     assert config.first_codec() == RotatedCodec(UniformCodec(4))
     assert config.second_codec() == FloatCodec("bfloat16")
 
@@ -25,14 +25,14 @@ def test_only_codecs_with_blocks_are_rotated():
 def test_quantised():
     assert not ReduceConfig().quantised
     assert ReduceConfig(codec="bfloat16").quantised
-    assert ReduceConfig(second_leg="int8").quantised
+    assert ReduceConfig(gather_codec="int8").quantised
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ReduceConfig(codec="int5"), r"codec is 'int5'. Did .* Valid choices: none, bfloat16, int8, int4"),
-        (lambda: ReduceConfig(second_leg="e3m0"), r"second_leg is 'e3m0'. Valid choices: none, bfloat16"),
+        (lambda: ReduceConfig(gather_codec="e3m0"), r"gather_codec is 'e3m0'. Valid choices: none, bfloat16"),
         (lambda: ReduceConfig(codec="int4", block=63), r"reduce.block is 63: int4 packs 2 .* 64 would work"),
         (lambda: ReduceConfig(codec="int2", block=0), r"block is 0; it has to be at least 1"),
         (lambda: ReduceConfig(hadamard=True), r"no blocks to rotate"),

@@ -14,7 +14,7 @@ from gregale.communication.row_layout import RowLayout, rows_of
 from tests.communication.links import ThreadLink, all_together
 
 EXACTLY = ReduceConfig()
-FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 SIZES = {"wide|0,0": 1000, "wide|0,1": 1000, "norm|0": 13, "gain|": 1, "deep|0": 320}
 MOST, BUCKET = 256, 700  # bytes: wide is four rows, and there are more buckets than members
 
@@ -117,7 +117,7 @@ def test_what_is_under_way_is_bounded():
 @pytest.mark.parametrize("beta", [0.0, 0.8])
 def test_what_was_sent_adds_up_to_what_went_in(beta):
     """Of the second leg: sum of what was sent = sum of what went in - (e_K - e_0) / (1 - beta)."""
-    config = ReduceConfig(second_leg="int4", feedback=FeedbackConfig(beta=beta))
+    config = ReduceConfig(gather_codec="int4", feedback=FeedbackConfig(beta=beta))
     rounds, weights = 6, (1, 3)
     sent, went_in, errors = {}, {}, None
     for number in range(rounds):
@@ -144,7 +144,7 @@ def test_what_was_sent_adds_up_to_what_went_in(beta):
 
 
 def test_errors_are_forgotten_after_so_many_reduces():
-    config = ReduceConfig(second_leg="int4", feedback=FeedbackConfig(reset_every=2))
+    config = ReduceConfig(gather_codec="int4", feedback=FeedbackConfig(reset_every=2))
     errors = fresh = None
     for _ in range(3):  # the third begins anew, with the same values
         everyone = reduced(config, (1, 1), errors)

@@ -28,8 +28,8 @@ SHAPES = {
 PLAIN = (7, 3)
 MESHES = [(8, 1), (4, 2), (2, 4)]
 LEVELS = {"none": 2**20, "bfloat16": 256, "int8": 128, "int4": 8, "int2": 2, "e3m0": 2}
-FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
-NO_FEEDBACK = ReduceConfig(codec="int4", second_leg="int4", feedback=None)
+FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
+NO_FEEDBACK = ReduceConfig(codec="int4", gather_codec="int4", feedback=None)
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def slow_average(name, sums, weights, config: ReduceConfig, mesh) -> np.ndarray:
     scaled = np.float32(len(weights) / weights.sum())
     sent = [round_trip(name, one * scaled, config.codec, *mesh) for one in sums.astype(np.float32)]
     average = np.mean(sent, axis=0, dtype=np.float32)
-    return average if is_split(name) else round_trip(name, average, config.second_leg, *mesh)
+    return average if is_split(name) else round_trip(name, average, config.gather_codec, *mesh)
 
 
 def is_split(name: str) -> bool:
@@ -160,7 +160,7 @@ def test_averages_are_those_of_the_slow_rewrite(mesh):
 
 @pytest.mark.parametrize(("first", "second"), [("none", "none"), ("int2", "bfloat16"), ("e3m0", "int8")])
 def test_every_codec(first, second):
-    check_against_the_slow_rewrite(program(2, 1, ReduceConfig(codec=first, second_leg=second)), (2, 1))
+    check_against_the_slow_rewrite(program(2, 1, ReduceConfig(codec=first, gather_codec=second)), (2, 1))
 
 
 def test_bfloat16_buffers():
@@ -181,8 +181,8 @@ def check_against_the_slow_rewrite(run: Program, mesh, tree=None):
         assert averages[name].dtype == np.float32
         average = slow_average(name, sums, weights, run.config, mesh)
         assert_same_but_for_ties(averages[name], average, LEVELS[run.config.codec])
-        back = round_trip(name, averages[name], run.config.second_leg, *mesh) if is_split(name) else averages[name]
-        assert_same_but_for_ties(given[name], back, LEVELS[run.config.second_leg])
+        back = round_trip(name, averages[name], run.config.gather_codec, *mesh) if is_split(name) else averages[name]
+        assert_same_but_for_ties(given[name], back, LEVELS[run.config.gather_codec])
 
 
 def test_uneven_weights_give_the_weighted_average_up_to_quantisation():
@@ -288,7 +288,7 @@ def test_a_step_that_is_not_finite_shows_and_keeps_the_error(bad):
 
 
 def test_the_reset_counts_steps():
-    every = ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(reset_every=3))
+    every = ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(reset_every=3))
     run, fresh = program(2, 1, every), program(2, 1, every)
     error = None
     for step in range(7):

@@ -22,11 +22,11 @@ BYTES = BytesTokenizer()
 BUILDER = """
 import os, signal, sys
 from pathlib import Path
-from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.chunk_cache import Disk
+from gregale.data.build import NamedSource, TokenCache, build_store
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
-from gregale.storage import place
+from gregale.storage import storage_path
 
 def report(label, done, total):
     if sys.argv[3] == "die" and done:
@@ -34,7 +34,8 @@ def report(label, done, total):
 
 if __name__ == "__main__":
     source = NamedSource("x", TextSource(files=(sys.argv[2] + "/*",)))
-    print(build_store(source, BytesTokenizer(), Cache(place(sys.argv[1]), Disk(Path('none'), 0)), 2, report).folder)
+    cache = TokenCache(storage_path(sys.argv[1]), ChunkCache(Path('none'), 0))
+    print(build_store(source, BytesTokenizer(), cache, 2, report).folder)
     assert "jax" not in sys.modules
 """
 
@@ -43,22 +44,23 @@ if __name__ == "__main__":
 DYING = """
 import os, sys
 from pathlib import Path
-from gregale.data.build import Cache, NamedSource, build_store
-from gregale.data.chunk_cache import Disk
+from gregale.data.build import NamedSource, TokenCache, build_store
+from gregale.data.chunk_cache import ChunkCache
 from gregale.data.progress import silent
-from gregale.data.sources import Part, SourceConfig
+from gregale.data.sources import SourceRange, SourceConfig
 from gregale.data.tokenizers import BytesTokenizer
 
 class Dying(SourceConfig):
     def parts(self):
-        return [Part("x", 0, 1, 1 << 30)] * 2
+        return [SourceRange("x", 0, 1, 1 << 30)] * 2
     def scan(self, part):
         os._exit(1)
     def identity(self):
         return {}
 
 if GUARD:
-    build_store(NamedSource("x", Dying()), BytesTokenizer(), Cache(Path(sys.argv[1]), Disk(Path('none'), 0)), 2, silent)
+    cache = TokenCache(Path(sys.argv[1]), ChunkCache(Path('none'), 0))
+    build_store(NamedSource("x", Dying()), BytesTokenizer(), cache, 2, silent)
 """
 
 

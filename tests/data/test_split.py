@@ -75,9 +75,9 @@ def test_an_end_lies_where_it_was_in_the_text_for_another_tokenizer(other, cut):
     before, after = encoded(BYTES), encoded(other)
     end = end_of(before, cut, BYTES)
     place = cut_of(after, end, other)
-    text = b"".join(other.token_pieces[token] for token in after.tokens[place:])
+    text = b"".join(other.vocabulary_bytes[token] for token in after.tokens[place:])
     expected = bytes(token for token in before.tokens[cut:] if token < 256)
     assert expected.endswith(text)
-    assert len(expected) - len(text) < max(map(len, other.token_pieces)), "at most a token that straddles the cut"
+    assert len(expected) - len(text) < max(map(len, other.vocabulary_bytes)), "at most a token that straddles the cut"
     if other is BYTES:
         assert place == cut

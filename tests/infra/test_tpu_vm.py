@@ -299,5 +299,5 @@ def test_a_host_tells_how_its_training_is(tmp_path, files, found):
 
 
 def test_scripts_read_the_line_that_training_writes():
-    source = (ROOT / "src" / "gregale" / "services" / "checkpoint" / "saving.py").read_text()
+    source = (ROOT / "src" / "gregale" / "checkpoint" / "saving.py").read_text()
     assert 'f"The checkpoint of step {step} is saved."' in source

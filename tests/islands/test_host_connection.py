@@ -148,7 +148,7 @@ def test_a_round_s_messages_are_there_when_all_hosts_have_theirs(island):
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    follower.departed(4, lambda: Down({}, 1.0, 1.0), 0)
+    follower.message_sent(4, lambda: Down({}, 1.0, 1.0), 0)
     waiting.join(10)
     assert not waiting.is_alive()
     assert own.log[0][:2] == other.log[0][:2] == ("took", 4)

@@ -90,7 +90,7 @@ def test_quantised_averages():
     methods = []
 
     def psdp(layout: Layout, loss) -> Psdp:
-        reduce = ReduceConfig(codec="int4", second_leg="int4")
+        reduce = ReduceConfig(codec="int4", gather_codec="int4")
         methods.append(Psdp(MODEL, loss, Optimizer.of(optax.sgd(0.01)), layout, microbatches=2, reduce=reduce))
         return methods[-1]
 

@@ -15,7 +15,7 @@ from tests.mesh.support import layout_of
 from tests.methods.islands import LAYERS, ROWS, Everywhere, Fleet, InOneMesh, island_on, on_one_device, rows
 
 FIRST_LEG = ReduceConfig(codec="int4")
-BOTH_LEGS = ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(beta=0.5))
+BOTH_LEGS = ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(beta=0.5))
 EXACTLY = ReduceConfig()
 
 
@@ -80,7 +80,7 @@ def test_islands_do_what_diloco_does_in_one_mesh(case):
     [
         ("int4", EXACTLY),
         ("int4", ReduceConfig(codec="int4", feedback=None)),
-        ("int4 and int4", ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(beta=0.6))),
+        ("int4 and int4", ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(beta=0.6))),
     ],
     ids=["exact", "no feedback", "another decay"],
 )

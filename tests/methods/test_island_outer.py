@@ -14,7 +14,7 @@ from tests.mesh.support import layout_of
 from tests.methods.islands import LAYERS, Fleet, Net, island_on, on_one_device, rows
 
 STREAMING = Schedule(4, 3, 1, LAYERS), 0.5
-FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 
 
 def trained(steps: int = 3, reduce: ReduceConfig = FOUR_BITS) -> Fleet:
@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_said():
 
 
 def test_nothing_is_compiled_in_a_round_that_was_compiled_before():
-    member = Fleet.of([on_one_device(*STREAMING, ReduceConfig(codec="int8", second_leg="int8"))]).members[0]
+    member = Fleet.of([on_one_device(*STREAMING, ReduceConfig(codec="int8", gather_codec="int8"))]).members[0]
     member.host.compile()
     programs = {member.host.reducer(index).programs(key) for index in range(3) for key in member.host.parts[index].rows}
 

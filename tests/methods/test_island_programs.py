@@ -14,7 +14,7 @@ from gregale.training.state import abstract_state, initial_state
 from tests.mesh.support import layout_of
 from tests.methods.islands import LAYERS, Net, island_on
 
-FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 STREAMING = Schedule(4, 3, 1, LAYERS)
 MESHES = {"one device": {}, "data 2, model 2": {"data": 2, "model": 2}, "replica 2, data 2": {"replica": 2, "data": 2}}
 

@@ -27,7 +27,7 @@ from gregale.training.state import abstract_state, initial_state
 from gregale.training.stepper import Stepper
 from tests.mesh.support import executed, layout_of, placed, token_batch
 
-FOUR_BITS = ReduceConfig(codec="int4", second_leg="int4")
+FOUR_BITS = ReduceConfig(codec="int4", gather_codec="int4")
 LAYERS = 2
 # Large enough that blocks are full in every array; it is compiled for, never held.
 WIDE = LlamaConfig(layers=LAYERS, hidden=1024, heads=8, mlp=2048)
@@ -150,9 +150,9 @@ def test_the_outer_parameters_of_diloco_are_the_same_everywhere():
 
 def test_eight_bits_train_as_float32_does():
     _, _, exact = trained("psdp", 20, ReduceConfig())
-    _, _, quantised = trained("psdp", 20, ReduceConfig(codec="int8", second_leg="int8"))
+    _, _, quantised = trained("psdp", 20, ReduceConfig(codec="int8", gather_codec="int8"))
     np.testing.assert_allclose(quantised, exact, rtol=0.01)
-    _, _, rough = trained("psdp", 20, ReduceConfig(codec="int2", second_leg="int4", feedback=None))
+    _, _, rough = trained("psdp", 20, ReduceConfig(codec="int2", gather_codec="int4", feedback=None))
     assert np.abs(np.subtract(rough, exact) / exact).max() > 0.02, "two bits can be told from 32"
 
 
@@ -171,7 +171,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_loses_no_error():
 @pytest.mark.parametrize("beta", [0.0, 0.8])
 def test_the_error_lies_as_the_gradient_buffers_do(beta):
     layout = layout_of(4, 2, 1)
-    method = psdp_on(layout, llama(), ReduceConfig(codec="int4", second_leg="int4", feedback=FeedbackConfig(beta)))
+    method = psdp_on(layout, llama(), ReduceConfig(codec="int4", gather_codec="int4", feedback=FeedbackConfig(beta)))
     error = abstract_state(method, llama()).method.error
     for stored in jax.tree.leaves(error.first, is_leaf=is_named):
         assert stored.axes[0] == layout.Replica

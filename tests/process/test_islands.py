@@ -44,7 +44,7 @@ ISLAND = {
     "data__held_out": 0.0,
 }
 SYNC = {"type": "streaming_diloco", "period": 4, "fragments": 2, "delay": 2, "alpha": 0.5}
-FOUR_BITS = ["--reduce.codec", "int4", "--reduce.second_leg", "int4"]  # with the default feedback
+FOUR_BITS = ["--reduce.codec", "int4", "--reduce.gather_codec", "int4"]  # with the default feedback
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,15 @@ def folder(tmp_path_factory):
 
 def trained(folder, names: list[str], *options: str) -> outer_checkpoint.SavedOuterState:
     """The outer side at the end of two islands in lock step, killed after their first checkpoint and started again."""
-    common = ["--islands.lockstep", "true", "--islands.start", "2", "--islands.lease_steps", "50", *options]
+    common = [
+        "--islands.lockstep",
+        "true",
+        "--islands.min_members_to_start",
+        "2",
+        "--islands.lease_steps",
+        "50",
+        *options,
+    ]
     with Fleet(folder, "streaming.yaml", PATIENT, common, True, environment=QUICK_TO_COMPILE) as fleet:
         for name in names:
             fleet.start(name, pace=0.5)
@@ -125,7 +133,7 @@ def stores(s3_endpoint) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="module")
 def trio(folder, stores):
     """Three islands that make rounds together; a test that disturbs them waits until they do so again."""
-    options = ["--islands.start", "3", "--steps", "100000", "--checkpoint.every", "20"]
+    options = ["--islands.min_members_to_start", "3", "--steps", "100000", "--checkpoint.every", "20"]
     how = {"doomed": True, "pace": 0.5, "environment": QUICK_TO_COMPILE, "stores": stores}
     with Fleet(folder, "streaming.yaml", QUICK, options, **how) as fleet:
         for name in TRIO:

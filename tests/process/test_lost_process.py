@@ -12,6 +12,7 @@ import time
 import pytest
 
 from gregale.distributed.liveness import EXIT_CODE
+from tests.forked import Popen
 from tests.ports import free_port
 
 TIMEOUT_SECONDS = 4
@@ -27,8 +28,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gregale.errors import UserError
 from gregale.distributed.config import DistributedConfig
 from gregale.distributed.devices import start_devices
-from gregale.distributed.liveness import watched
-from gregale.distributed.hang_detector import Doing
+from gregale.distributed.liveness import monitor_peers
+from gregale.distributed.hang_detector import Phase
 
 rank, processes, port, errs_at, hangs_at = map(int, sys.argv[1:])
 bounds = dict(timeout_seconds={TIMEOUT_SECONDS}, hang_seconds={HANG_SECONDS} if hangs_at > 0 else None)
@@ -39,10 +40,10 @@ split, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("al
 ones = jax.make_array_from_callback((processes,), split, lambda index: np.ones(processes, np.float32)[index])
 add = jax.jit(lambda x: x.sum(), out_shardings=everywhere)
 try:
-    with watched(watch, lambda: "It goes on from there.") as progress:
+    with monitor_peers(watch, lambda: "It goes on from there.") as progress:
         steps = 0
         while steps != errs_at:
-            progress.at(steps + 1, Doing.TRAINING if steps else Doing.COMPILING)
+            progress.at(steps + 1, Phase.TRAINING if steps else Phase.COMPILING)
             if rank == 1 and steps == hangs_at:
                 time.sleep(3600)
             with progress.waiting():
@@ -66,7 +67,7 @@ class Job:
         port = str(free_port())
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.processes = [
-            subprocess.Popen(
+            Popen(
                 [sys.executable, "-c", PROGRAM, str(rank), str(processes), port, str(errs_at), str(hangs_at)],
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 STEP = 6  # which is compared, and evaluated after
 BETA = 0.9  # AdamW's first
 METHODS = {
-    "psdp": [*EVALUATE, "--inspect.each=array"],
+    "psdp": [*EVALUATE, "--inspect.granularity=array"],
     "diloco": [
         *["--mesh.data=4", "--mesh.model=1", "--batch.microbatches=1", "--data.sources.words.separator=e"],
         *["--sync.type=diloco", "--sync.period=4"],

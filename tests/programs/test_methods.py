@@ -25,7 +25,7 @@ COMMON = [
     *["--checkpoint.every", "2", "--checkpoint.keep_last", "9"],
 ]
 DILOCO = ["--sync.type", "diloco", "--sync.period", "4"]
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4", "--reduce.measure=true"]
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4", "--reduce.measure=true"]
 SETTINGS = {
     "psdp": [*COMMON, *FOUR_BITS],
     "diloco": [*COMMON, *DILOCO],

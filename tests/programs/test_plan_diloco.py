@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")  # plans tell what the com
 QUICKSTART = str(Path(__file__).parent.parent.parent / "config" / "quickstart.yaml")
 SMALL = [*SMALL_QUICKSTART, "--model.layers=3"]
 TWO_AXES = ["--mesh.data=4", "--mesh.model=1"]  # quicker to compile than with tensor parallelism
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4"]
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4"]
 STREAMING = [*TWO_AXES, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3"]
 CASES = {
     "diloco": (["--sync.type=diloco", "--sync.period=5", "--sync.warmup_steps=2"], {"step", "synchronise", "warm_up"}),

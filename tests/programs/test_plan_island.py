@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_anew")
 MESH = ["--mesh.replica=1", "--mesh.data=4", "--mesh.model=2"]
 LIGHTHOUSE = "--islands.lighthouse=10.0.0.2:29510"
 STREAMING = [*MESH, "--sync.type=streaming_diloco", "--sync.period=8", "--sync.fragments=3", "--sync.delay=1"]
-FOUR_BITS = ["--reduce.codec=int4", "--reduce.second_leg=int4"]
+FOUR_BITS = ["--reduce.codec=int4", "--reduce.gather_codec=int4"]
 STEP_SECONDS = 0.5
 BOUND = Roofline(compute=STEP_SECONDS, memory=0.0, links={INSIDE: 0.0, BETWEEN: 0.0}, mfu_bound=1.0)
 
@@ -102,8 +102,8 @@ def test_plain_diloco_and_lockstep_wait():
 
 def test_as_many_islands_as_have_to_be_there():
     assert island(*STREAMING).traffic.members == 2
-    assert island(*STREAMING, "--islands.start=5").traffic.members == 5
-    assert island(*STREAMING, "--islands.start=5", count=7).traffic.members == 7
+    assert island(*STREAMING, "--islands.min_members_to_start=5").traffic.members == 5
+    assert island(*STREAMING, "--islands.min_members_to_start=5", count=7).traffic.members == 7
     assert island_of(setup_of(*STREAMING), None) is None
 
 

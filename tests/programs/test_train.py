@@ -313,7 +313,16 @@ def test_other_text_under_the_same_name_is_refused(go_on, half, inputs, capsys):
 def test_steps_that_are_not_finite_are_skipped_then_end_the_run(gregale, inputs, capsys):
     # Weights of 1e30 overflow in a gradient's norm: no step is ever finite.
     # With the plain rules the first gradient is 0 * inf; those of CPU devices make it 0.
-    arguments = ["--name", "infinite", "--model.init_scale", "1e30", "--compute.rules", "plain", "--max_skipped", "3"]
+    arguments = [
+        "--name",
+        "infinite",
+        "--model.init_scale",
+        "1e30",
+        "--compute.autodiff_rules",
+        "plain",
+        "--max_skipped",
+        "3",
+    ]
     assert gregale("train", "tiny.yaml", *arguments) == 2
     error = capsys.readouterr().err
     assert "max_skipped: loss or gradient was not finite in the last 3 steps (step 3: loss" in error

@@ -87,7 +87,7 @@ def test_a_run_whose_steps_were_all_skipped_is_not_done(gregale, inputs, capsys)
         "13",
         "--model.init_scale",
         "1e30",
-        "--compute.rules",
+        "--compute.autodiff_rules",
         "plain",
         "--checkpoint.every",
         "50",

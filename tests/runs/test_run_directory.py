@@ -61,7 +61,7 @@ def test_changes_are_noted_line_by_line(run):
 def test_runs_are_set_aside_one_beside_the_other(run):
     for number in (1, 2, 3):
         (run.path / "mark").write_text(str(number))
-        assert run.set_aside() == run.path.with_name(f"a.old-{number}")
+        assert run.archive() == run.path.with_name(f"a.old-{number}")
         assert not run.path.exists()
         run.write_config(CONFIG)
     assert [(run.path.with_name(f"a.old-{number}") / "mark").read_text() for number in (1, 2, 3)] == ["1", "2", "3"]
@@ -143,4 +143,4 @@ def test_missing_checkpoints_are_told_from_none_yet(run):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null}'])
 def test_a_note_that_cannot_be_read_says_nothing(run, text):
     run.newest_checkpoint.write_text(text)
-    assert run.noted_checkpoint() is None
+    assert run.recorded_checkpoint() is None

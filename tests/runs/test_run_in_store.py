@@ -44,10 +44,10 @@ def test_what_is_written_is_read(run, store):
     run.write_samples(8, ["b"])
     run.write_samples(5, [])
     assert run.samples.read_bytes() == b"--- step 4\na\n"
-    assert run.noted_checkpoint() is None
+    assert run.recorded_checkpoint() is None
     run.note_checkpoint(4)
-    assert run.noted_checkpoint() == 4
-    assert "There is no checkpoint yet" in run.where_it_goes_on()
+    assert run.recorded_checkpoint() == 4
+    assert "There is no checkpoint yet" in run.resume_hint()
     with pytest.raises(UserError, match=f"{store}/b is not a run directory"):
         RunDirectory(store / "b").read_config()
 
@@ -56,11 +56,11 @@ def test_a_run_is_set_aside_with_all_it_has(run, store):
     for name in ("checkpoints/step-00000004/manifest.json", "checkpoints/step-00000004/x/0", "samples.txt", "lock"):
         (run.path / name).write_bytes(name.encode())
     before = {name: (run.path / name).read_bytes() for name in files_below(run.path) if name != "lock"}
-    assert run.set_aside() == store / "a.old-1"
+    assert run.archive() == store / "a.old-1"
     assert {name: (store / "a.old-1" / name).read_bytes() for name in files_below(store / "a.old-1")} == before
     assert list(files_below(run.path)) == ["lock"], "which is held"
     run.write_config(CONFIG)
-    assert run.set_aside() == store / "a.old-2"
+    assert run.archive() == store / "a.old-2"
 
 
 def test_setting_aside_that_fails_leaves_the_run(s3, s3_endpoint, monkeypatch):

@@ -115,8 +115,9 @@ def test_who_holds_the_lock_trains(tmp_path):
 
 def test_a_killed_process_trains_no_more(tmp_path):
     run = write_run(tmp_path / "a", 7, saved=4)
-    program = f"from gregale.atomic_files import acquire, sign; f = acquire({str(run / 'lock')!r}); sign(f); input()"
-    held = subprocess.Popen([sys.executable, "-c", f"{program}; print()"], stdin=subprocess.PIPE)
+    names, lock = "acquire, write_holder", str(run / "lock")
+    program = f"from gregale.atomic_files import {names}; f = acquire({lock!r}); write_holder(f); input(); print()"
+    held = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
     until = time.monotonic() + 60
     while not ((run / "lock").exists() and (run / "lock").read_text()):
         assert time.monotonic() < until

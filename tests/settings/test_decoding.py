@@ -64,7 +64,7 @@ CHOICES = {
     "compute.remat": ["none", "full", "context", "context_offload", "projections", "offload"],
     "compute.gather": ["per_layer", "per_step"],
     "compute.dtype": ["float32", "bfloat16"],
-    "compute.rules": ["auto", "plain"],
+    "compute.autodiff_rules": ["auto", "plain"],
     "compute.attention": ["auto", "splash", "cudnn", "xla"],
     "data.tokenizer.type": ["bytes", "file", "bpe"],
     "data.sources.words.type": ["text", "jsonl", "parquet", "tokens", "huggingface"],
@@ -146,6 +146,18 @@ def test_a_key_of_earlier_versions_is_left_out_at_its_default_and_refused_otherw
         load(TrainConfig, saved, RUN)
     assert "was removed" in refusal("--islands.outer_memory", "device")
     assert "was removed" in refusal("--data.order", "parts")
+
+
+def test_the_earlier_name_of_a_key_is_read_and_the_command_line_counts(tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text("reduce: {codec: int8, second_leg: int8}\ncompute: {rules: plain}\n")
+    read = load(TrainConfig, saved, RUN)
+    assert (read.reduce.gather_codec, read.compute.autodiff_rules) == ("int8", "plain")
+    assert load(TrainConfig, saved, [*RUN, "--reduce.gather_codec", "int4"]).reduce.gather_codec == "int4"
+    assert load(TrainConfig, saved, [*RUN, "--reduce.second_leg", "int4"]).reduce.gather_codec == "int4"
+    saved.write_text("islands: {start: 2, min_members_to_start: 3}\n")
+    with pytest.raises(UserError, match=r"islands.start` .*line 1\) is the earlier name of .*line 1\): give one"):
+        load(TrainConfig, saved, RUN)
 
 
 @pytest.mark.parametrize("text", ["[" * 2000, "&a [*a]"], ids=["deep", "of itself"])

@@ -115,9 +115,9 @@ def test_what_a_text_names(tmp_path):
 def test_nothing_is_imported_before_an_object_is_asked_for():
     program = """
 import sys
-from gregale.storage import place
+from gregale.storage import storage_path
 
-place("s3://b/x") / "y"
+storage_path("s3://b/x") / "y"
 print(*(name for name in ("jax", "fsspec", "s3fs", "numpy") if name in sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"

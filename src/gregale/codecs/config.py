@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gregale.codecs.blocks import PowersCodec, UniformCodec
 from gregale.codecs.codec import Codec, FloatCodec
@@ -31,6 +32,8 @@ class FeedbackConfig(Settings):
 class ReduceConfig(Settings):
     """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
 
+    renamed_keys: ClassVar = {"second_leg": "gather_codec"}
+
     codec: str = field(
         default="none",
         metadata={"help": "of the first leg", "choices": CODECS, "aliases": ("compression", "quantization")},
@@ -42,23 +45,23 @@ class ReduceConfig(Settings):
     feedback: FeedbackConfig | None = field(
         default=FeedbackConfig(), metadata={"help": "error feedback; null: none", "aliases": ("error_feedback",)}
     )
-    second_leg: str = field(default="none", metadata={"help": "codec of the second leg", "choices": SECOND_LEGS})
+    gather_codec: str = field(default="none", metadata={"help": "codec of the second leg", "choices": SECOND_LEGS})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
     measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
 
     def __post_init__(self):
         super().__post_init__()
-        for name in (self.codec, self.second_leg):
+        for name in (self.codec, self.gather_codec):
             self._check_block(name)
         if self.measure and self.codec == "none":
             raise UserError(
                 "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
                 f"{', '.join(CODECS[1:])}."
             )
-        if self.hadamard and not {self.codec, self.second_leg} & set(BLOCK_BITS):
+        if self.hadamard and not {self.codec, self.gather_codec} & set(BLOCK_BITS):
             raise UserError(
-                f"reduce.hadamard is true, but codec {self.codec} and second_leg {self.second_leg} have no blocks to "
-                f"rotate; codecs with blocks: {', '.join(BLOCK_BITS)}."
+                f"reduce.hadamard is true, but codec {self.codec} and gather_codec {self.gather_codec} have no blocks "
+                f"to rotate; codecs with blocks: {', '.join(BLOCK_BITS)}."
             )
         if self.hadamard and self.block.bit_count() != 1:
             below = 2 ** (self.block.bit_length() - 1)
@@ -70,18 +73,18 @@ class ReduceConfig(Settings):
     @property
     def quantised(self) -> bool:
         """Return whether any phase is not exact."""
-        return self.codec != "none" or self.second_leg != "none"
+        return self.codec != "none" or self.gather_codec != "none"
 
     @property
     def bytes_per_parameter(self) -> float:
         """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
-        return sum(bytes_per_parameter(leg, self.block) for leg in (self.codec, self.second_leg)) / 2
+        return sum(bytes_per_parameter(name, self.block) for name in (self.codec, self.gather_codec)) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)
 
     def second_codec(self) -> Codec:
-        return self._codec(self.second_leg)
+        return self._codec(self.gather_codec)
 
     def _codec(self, name: str) -> Codec:
         if name in FLOAT_BITS:

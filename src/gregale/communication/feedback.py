@@ -38,7 +38,7 @@ def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> E
         replicated = (layout.axis(axis), *leaf.axes)
         if config.codec != "none":
             first[leaf.path] = _zeros(replicated, layout, layout.params)
-        if config.second_leg != "none":
+        if config.gather_codec != "none":
             axes = replicated if leaf.split is None else leaf.axes
             second[leaf.path] = _zeros(axes, layout, second_mapping(layout, axis))
     return ErrorState(first, second, jnp.zeros((), jnp.int32))

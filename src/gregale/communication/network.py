@@ -161,7 +161,7 @@ class NetworkReducer:
     def programs(self, key: str) -> RowPrograms:
         """Return the compiled programs for the rows of a shard."""
         rows, config = self.rows[key], self.config
-        keeps = config.feedback is not None and config.second_leg != "none" and not rows.exact
+        keeps = config.feedback is not None and config.gather_codec != "none" and not rows.exact
         beta = config.feedback.beta if config.feedback is not None and keeps else None
         return row_programs(rows.first_codec(config), rows.second_codec(config), beta, rows.row)
 

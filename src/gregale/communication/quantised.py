@@ -230,7 +230,7 @@ class QuantisedReducer:
         given_back = payload(config.second_codec(), [leaf for leaf in arrays if leaf.split is not None])
         exact = lanes * EXACT.message_bytes(len(leaves) - len(arrays))
         keeps_first, keeps_second = (
-            config.feedback is not None and leg != "none" for leg in (config.codec, config.second_leg)
+            config.feedback is not None and leg != "none" for leg in (config.codec, config.gather_codec)
         )
         flags = (keeps_first and first > 0) + (keeps_second and second > 0)
         return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))

@@ -51,7 +51,7 @@ def start_devices(
 ) -> LivenessMonitor | None:
     """Sets up JAX's platform and, for several processes, joins them; to be called before anything uses a device.
 
-    Returns the watch of the other processes, for `gregale.distributed.liveness.watched`; None if there are none.
+    Returns the watch of the other processes, for `gregale.distributed.liveness.monitor_peers`; None if there are none.
 
     On CPU devices the process keeps its memory (`gregale.distributed.malloc_tuning`). Of a GPU's memory JAX takes the
     fraction `GPU_MEMORY`, unless the environment sets another one.

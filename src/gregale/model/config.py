@@ -240,6 +240,8 @@ GATHER = ("per_layer", "per_step")
 class ComputeConfig(Settings):
     """The computation of a model; it changes the results only by rounding."""
 
+    renamed_keys: ClassVar = {"rules": "autodiff_rules"}
+
     dtype: str = field(
         default="bfloat16",
         metadata={
@@ -261,9 +263,9 @@ class ComputeConfig(Settings):
         },
     )
     unroll: int | None = field(default=None, metadata={"help": "layers unrolled; null: by backend", "range": whole(1)})
-    rules: str = field(
+    autodiff_rules: str = field(
         default="auto",
-        metadata={"help": "rules of differentiation; auto: the platform's own if it has any", "choices": RULES},
+        metadata={"help": "rules of differentiation; auto: the platform's, if any", "choices": RULES},
     )
     attention: str = field(
         default="auto",

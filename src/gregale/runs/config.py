@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gregale.axes.mesh import MeshConfig
 from gregale.checkpoint.retention import CheckpointConfig
@@ -107,14 +108,16 @@ class EvaluationConfig(Settings):
 class InspectConfig(Settings):
     """Norms of parameters and gradients, update-to-weight ratios and the largest attention logits, layer by layer."""
 
+    renamed_keys: ClassVar = {"each": "granularity"}
+
     every: int | None = field(
         default=None,
         metadata={
-            "help": "steps between them, each as long as a step; null: never",
+            "help": "steps between inspections; null: never",
             "range": whole(1),
         },
     )
-    each: str = field(
+    granularity: str = field(
         default="layer",
         metadata={"help": "of what there are norms: of each layer, or of each array", "choices": ("layer", "array")},
     )

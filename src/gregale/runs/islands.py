@@ -21,6 +21,8 @@ _BIND = re.compile(r"[^\s:/]+(?::(\d{1,5}))?")
 class IslandsConfig(Settings):
     """Islands: runs that are joined by DiLoCo (`sync`) over a network, and may come, go and die while they train."""
 
+    renamed_keys: ClassVar = {"minimum": "min_members", "start": "min_members_to_start"}
+
     name: str | None = field(
         default=None, metadata={"help": "this island's name, one of its own; null: the name of its host"}
     )
@@ -35,10 +37,10 @@ class IslandsConfig(Settings):
         default="127.0.0.1",
         metadata={"help": "HOST or HOST:PORT at which the other islands reach this host; no port: any that is free"},
     )
-    minimum: int = field(
+    min_members: int = field(
         default=1, metadata={"help": "islands that a round takes; with fewer all train on, apart", "range": whole(1)}
     )
-    start: int = field(
+    min_members_to_start: int = field(
         default=1,
         metadata={
             "help": "islands that have to be there for a fleet to begin, anew or from checkpoints",

@@ -15,11 +15,10 @@ import yaml
 from gregale.errors import UserError
 from gregale.settings import shortened, shown
 from gregale.settings.config_schema import TYPE, choice_name, is_list_at, is_registry, join, section_at
-from gregale.settings.decoding import Decoder, Text
+from gregale.settings.decoding import COMMAND_LINE, Decoder, Text
 from gregale.storage import StoragePath
 
 Config = TypeVar("Config")
-COMMAND_LINE = "on the command line"
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 

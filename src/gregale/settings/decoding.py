@@ -33,6 +33,7 @@ from gregale.settings.config_schema import (
     types_of,
 )
 
+COMMAND_LINE = "on the command line"  # where a key of an argument stands
 _ZEROS_FIRST = re.compile(r"[-+]?0[0-9_]+")
 CLOSE = 0.72  # how alike two names have to be for one to be a slip of the other (difflib's ratio)
 
@@ -83,6 +84,7 @@ class Decoder:
         given = dict(raw)
         if is_registry(kind):
             kind = self._choose(kind, given, key, default)
+        self._rename_old(kind, given, key)
         self._discard_removed(kind, given, key)
         self._check_known(kind, given, key)
         hints = types_of(kind)
@@ -119,6 +121,20 @@ class Decoder:
             near = did_you_mean(get_close_matches(str(name), known))
             raise UserError(f"{found} is not a known choice.{near} Valid choices: {names}.")
         return known[name]
+
+    def _rename_old(self, kind: Any, given: dict, key: str) -> None:
+        """Move values under earlier names of keys to the present names; of two, the command line's counts."""
+        for old, new in getattr(kind, "renamed_keys", {}).items():
+            if old not in given:
+                continue
+            value, before, now = given.pop(old), join(key, old), join(key, new)
+            overrides = [self.places.get(name) == COMMAND_LINE for name in (before, now)]
+            if new in given and overrides[0] == overrides[1]:
+                raise UserError(
+                    f"`{before}`{self._at(before)} is the earlier name of `{now}`{self._at(now)}: give one."
+                )
+            if new not in given or overrides[0]:
+                given[new] = value
 
     def _discard_removed(self, kind: Any, given: dict, key: str) -> None:
         """Removes keys of earlier versions at their defaults; raises `UserError` for one that has another value."""

@@ -126,9 +126,11 @@ class Settings:
     """A configuration dataclass whose fields are checked against what they state.
 
     - `removed_keys`: keys of earlier versions, by name
+    - `renamed_keys`: earlier names of keys, which are still read, and their present names
     """
 
     removed_keys: ClassVar[Mapping[str, RemovedKey]] = {}
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self):
         check(self)

@@ -175,7 +175,7 @@ def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wa
     assert side.take(0) == SendMessage(0)
     side.commits(0, 0.0)
     side.handover.want()
-    side.departed(0, 1, 0.0)
+    side.message_sent(0, 1, 0.0)
     side.steps(2)
     assert side.arrival(is_last=False) == ApplyRound(0, 0.0)
     assert side.take(1) == SendMessage(1)
@@ -184,7 +184,7 @@ def test_a_message_for_a_round_that_was_decided_meanwhile_leaves_the_next_one_wa
 def test_a_peers_state_replaces_what_had_not_arrived_and_steps_count_from_it(side):
     side.steps(5)
     side.commits(0)
-    side.decided(LoadOuterState(7), 0.0)
+    side.round_decided(LoadOuterState(7), 0.0)
     assert side.arrival(is_last=False) == LoadOuterState(7)
     assert side.all_arrived()
     assert not side.says_due(7)

@@ -12,7 +12,7 @@ from gregale.errors import UserError
 from gregale.islands.transport.group import load_torch
 from tests.test_layers import MODULES, SOURCE
 
-ENGINE = SOURCE / "islands" / "engine"
+ENGINE = SOURCE / "islands" / "transport"
 
 
 def test_no_other_module_imports_it():

@@ -18,9 +18,10 @@ from gregale.distributed.signing import read_token, sign
 from gregale.errors import UserError
 from gregale.islands.transport import listener, snapshot_store
 from gregale.islands.transport import server as module
-from gregale.islands.transport.client import PeerClient, post
-from gregale.islands.transport.server import Leaf, PeerUnreachable, Refused, Server, Snapshot, ask_status, call
+from gregale.islands.transport.client import PeerClient, RequestRejected, post
+from gregale.islands.transport.server import PeerUnreachable, Server, Snapshot, ask_status, call
 from gregale.islands.transport.signing import digest
+from gregale.islands.transport.snapshot_store import ServedArray
 from tests.islands.transport.conftest import TOKEN
 
 UNSIGNED = "its signature is missing or wrong: it has another token, or was meant for another server"
@@ -35,14 +36,14 @@ def test_messages_and_status(make_server):
 
 def test_one_that_refuses_says_why(make_server):
     def refuse(message):
-        raise Refused("round 3 is over")
+        raise RequestRejected("round 3 is over")
 
     server = make_server(on_message=refuse)
-    with pytest.raises(Refused, match=r"refuses: round 3 is over"):
+    with pytest.raises(RequestRejected, match=r"refuses: round 3 is over"):
         call(server.address, TOKEN, {}, 5.0)
-    with pytest.raises(Refused, match=r"there is no state here yet"):
+    with pytest.raises(RequestRejected, match=r"there is no state here yet"):
         PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
-    with pytest.raises(Refused, match=r"nothing at this path"):
+    with pytest.raises(RequestRejected, match=r"nothing at this path"):
         PeerClient(server.address, TOKEN, 5.0).request("GET", "/../etc/passwd")
 
 
@@ -234,7 +235,7 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     """An outer side that somebody has fetched once would else be there twice from then on."""
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
     server, array = make_server(), np.ones(5, np.float32)
-    server.publish(Snapshot(0, 1, {"a": Leaf(array, 1)}))
+    server.publish(Snapshot(0, 1, {"a": ServedArray(array, 1)}))
     peer = PeerClient(server.address, TOKEN, 5.0)
     leaf = peer.request("GET", "/manifest")["leaves"]["a"]
     assert peer.open_pieces([(leaf["hash"], 0)], array.nbytes)
@@ -243,7 +244,7 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
     peer.close()
     gone = weakref.ref(array)
     del array
-    server.publish(Snapshot(0, 2, {"a": Leaf(np.ones(3, np.float32), 2)}))
+    server.publish(Snapshot(0, 2, {"a": ServedArray(np.ones(3, np.float32), 2)}))
     gc.collect()
     assert gone() is None
 
@@ -251,10 +252,10 @@ def test_nothing_of_a_former_snapshot_stays_in_memory(make_server, monkeypatch):
 def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monkeypatch):
     server = make_server()
     first, second = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
-    server.publish(Snapshot(0, 1, {"a": Leaf(first, 1)}))
+    server.publish(Snapshot(0, 1, {"a": ServedArray(first, 1)}))
     peer = PeerClient(server.address, TOKEN, 5.0)
     manifest = peer.request("GET", "/manifest")
-    server.publish(Snapshot(0, 2, {"a": Leaf(second, 2)}))
+    server.publish(Snapshot(0, 2, {"a": ServedArray(second, 2)}))
     assert peer.request("GET", "/manifest")["round"] == 2
     got = bytearray(first.nbytes)
     piece = manifest["leaves"]["a"]["hash"], 0
@@ -262,7 +263,7 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
     peer.read_into(memoryview(got))
     assert bytes(got) == first.tobytes()
     monkeypatch.setattr(snapshot_store, "LEASE_SECONDS", 0.0)
-    server.publish(Snapshot(0, 3, {"a": Leaf(second, 2)}))
+    server.publish(Snapshot(0, 3, {"a": ServedArray(second, 2)}))
     assert not peer.open_pieces([piece], first.nbytes)
     peer.close()
 
@@ -270,7 +271,7 @@ def test_a_former_snapshot_can_be_finished_and_is_then_let_go(make_server, monke
 def test_values_for_a_group_are_bounded(make_server):
     server = make_server()
     message = {"group": "g", "key": "0", "value": "00" * 70_000}
-    with pytest.raises(Refused, match=r"no room for this value"):
+    with pytest.raises(RequestRejected, match=r"no room for this value"):
         post(server.address, TOKEN, "/store", message, 5.0)
     post(server.address, TOKEN, "/store", message | {"value": "0102"}, 5.0)
     assert server.mailbox.get("g", "0", 1.0) == b"\x01\x02"
@@ -300,7 +301,7 @@ def test_token_files(tmp_path):
 
 def test_manifests_are_plain_json(make_server):
     server = make_server()
-    server.publish(Snapshot(2, 7, {"a": Leaf(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
+    server.publish(Snapshot(2, 7, {"a": ServedArray(np.zeros((2, 3), np.int8), 4)}, {"tokens": 5}))
     manifest = PeerClient(server.address, TOKEN, 5.0).request("GET", "/manifest")
     assert json.loads(json.dumps(manifest)) == manifest
     leaf = manifest["leaves"]["a"]

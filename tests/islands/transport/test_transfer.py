@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from gregale.islands.transport import client, manifest, snapshot_store, transfer
+from gregale.islands.transport.client import RequestRejected
 from gregale.islands.transport.manifest import largest_manifest_bytes, read_manifest
-from gregale.islands.transport.server import Leaf, Refused, Server, Snapshot
+from gregale.islands.transport.server import Server, Snapshot
 from gregale.islands.transport.signing import canonical
+from gregale.islands.transport.snapshot_store import ServedArray
 from gregale.islands.transport.transfer import Fetched, Fetcher, TransferFailed, fetch
 from tests.islands.transport.conftest import TOKEN
 
@@ -33,14 +35,14 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(transfer, "SLOW_SECONDS", 0.2)
 
 
-def leaves(seed: int = 0, version: int = 4) -> dict[str, Leaf]:
+def leaves(seed: int = 0, version: int = 4) -> dict[str, ServedArray]:
     random = np.random.default_rng(seed)
     return {
-        "large|0": Leaf(random.standard_normal(SIZE).astype(np.float32), version),
-        "matrix|0": Leaf(random.integers(0, 9, (3, 5)).astype(np.int32), version),
-        "half|0": Leaf(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
-        "count|0": Leaf(np.asarray(seed, np.int64), version),
-        "empty|0": Leaf(np.zeros((0, 3), np.float32), version),
+        "large|0": ServedArray(random.standard_normal(SIZE).astype(np.float32), version),
+        "matrix|0": ServedArray(random.integers(0, 9, (3, 5)).astype(np.int32), version),
+        "half|0": ServedArray(random.standard_normal((2, 7)).astype(ml_dtypes.bfloat16), version),
+        "count|0": ServedArray(np.asarray(seed, np.int64), version),
+        "empty|0": ServedArray(np.zeros((0, 3), np.float32), version),
     }
 
 
@@ -48,7 +50,7 @@ STATE = leaves()
 EXPECTED = {name: (leaf.array.shape, leaf.array.dtype) for name, leaf in STATE.items()}
 
 
-def assert_is(fetched: Fetched, expected: dict[str, Leaf]) -> None:
+def assert_is(fetched: Fetched, expected: dict[str, ServedArray]) -> None:
     assert set(fetched.arrays) == set(expected)
     for name, leaf in expected.items():
         np.testing.assert_array_equal(fetched.arrays[name], leaf.array)
@@ -156,7 +158,7 @@ def test_from_one_and_from_several(sources):
 def test_many_small_arrays_take_few_requests(make_server):
     """Each request costs a round trip: seconds between sites, if there were one for each array."""
     server = make_server()
-    many = {f"array{number}|0": Leaf(np.full(5, number, np.float32), 1) for number in range(200)}
+    many = {f"array{number}|0": ServedArray(np.full(5, number, np.float32), 1) for number in range(200)}
     server.publish(Snapshot(1, 4, many))
     requests, lend = [], server.shelf.lend
     server.shelf.lend = lambda names: requests.append(names) or lend(names)
@@ -339,7 +341,7 @@ def test_manifests_that_are_not_as_expected(sources, change, reason):
     offered = client.PeerClient(sources[0].address, TOKEN, 5.0).request("GET", "/manifest")
     assert read_manifest("it", offered, EXPECTED).round == 4
     change(offered)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(RequestRejected, match=reason):
         read_manifest("it", offered, EXPECTED)
 
 

@@ -87,7 +87,7 @@ def _off_rules(task: KernelRequest) -> str | None:
 
 OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_kernels}  # of platforms
 
-# Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.rules`).
+# Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.autodiff_rules`).
 FORMS = {
     "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
     "cudnn": AttentionKernel(_off_cudnn, lambda task: cudnn.attend, opaque=True),

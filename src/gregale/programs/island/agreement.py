@@ -17,7 +17,7 @@ MUST_AGREE = (
     *("steps", "seed", "model.*", "sync.*", "reduce.*", "pipeline", "pipeline.*"),
     "batch.sequence_length",
     *("data.sources", "data.sources.*.weight", "data.held_out", "data.shuffle", "data.cross_documents"),
-    *("islands.minimum", "islands.start", "islands.lockstep", "islands.lease_steps"),
+    *("islands.min_members", "islands.min_members_to_start", "islands.lockstep", "islands.lease_steps"),
     "islands.outlier_factor",
 )
 

@@ -222,7 +222,7 @@ def joined(
     held = islands.lease_steps or LEASE_PERIODS * schedule.period  # at least half of it always
     lot = LeasePolicy(size=held, low=-(-held // 2))
     rules, used = (
-        Rules(islands.minimum, lot, islands.start, islands.lockstep, islands.outlier_factor),
+        Rules(islands.min_members, lot, islands.min_members_to_start, islands.lockstep, islands.outlier_factor),
         saved["used"] if saved else 0,
     )
     recorder = Recorder(run.path, record.round, say)

@@ -96,7 +96,7 @@ class Fleet:
     def _written(self, config: TrainConfig) -> Path:
         """The configuration of all islands as a file."""
         path = self._folder / "config.yaml"
-        number = max(config.islands.start, self._options.count)  # all of them are started at once
+        number = max(config.islands.min_members_to_start, self._options.count)  # all of them are started at once
         islands = replace(config.islands, name=None, start=number, token_file=str(self._token))
         write_bytes(path, dump(replace(config, islands=islands)).encode())
         return path

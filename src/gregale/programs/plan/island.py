@@ -89,6 +89,6 @@ def island_of(setup: Setup, count: int | None) -> IslandPlan | None:
     if not isinstance(setup.method, Island):
         return None
     islands = setup.config.islands
-    members = count or max(FEWEST, islands.start, islands.minimum)
+    members = count or max(FEWEST, islands.min_members_to_start, islands.min_members)
     hosts = len({device.process_index for device in setup.layout.mesh.devices.flat})
     return IslandPlan(IslandTraffic(setup.method, members), hosts, islands.lockstep)

@@ -33,7 +33,7 @@ class Inspector:
     """Inspects the steps of a method; compiled once."""
 
     def __init__(self, setup: Setup, method: Method):
-        self._by_array = setup.config.inspect.each == "array"
+        self._by_array = setup.config.inspect.granularity == "array"
         self._inspected = jax.jit(
             partial(method.inspected, probe=_probe(setup, method)),
             out_shardings=setup.layout.sharding((), {}),
