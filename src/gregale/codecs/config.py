@@ -36,7 +36,11 @@ class ReduceConfig(Settings):
 
     codec: str = field(
         default="none",
-        metadata={"help": "of the first leg", "choices": CODECS, "aliases": ("compression", "quantization")},
+        metadata={
+            "help": "codec of the first phase",
+            "choices": CODECS,
+            "aliases": ("compression", "quantization"),
+        },
     )
     block: int = field(
         default=DEFAULT_BLOCK,
@@ -45,7 +49,7 @@ class ReduceConfig(Settings):
     feedback: FeedbackConfig | None = field(
         default=FeedbackConfig(), metadata={"help": "error feedback; null: none", "aliases": ("error_feedback",)}
     )
-    gather_codec: str = field(default="none", metadata={"help": "codec of the second leg", "choices": SECOND_LEGS})
+    gather_codec: str = field(default="none", metadata={"help": "codec of the second phase", "choices": SECOND_LEGS})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
     measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
 

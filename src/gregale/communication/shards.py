@@ -68,5 +68,5 @@ def host_device() -> Any:
     except RuntimeError:
         raise UserError(
             f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')!r}, so JAX may not use the processor, on which islands "
-            f"make the outer step. Add it behind what is there: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
+            f"make the outer step. Add it to the present value: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
         ) from None

@@ -18,7 +18,7 @@ from gregale.axes.layout import LAYERS
 from gregale.model.config import LlamaConfig
 
 Kind = NamedArray | int
-"""A layer's place in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
+"""A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
 
 
 class Stretch(NamedTuple):

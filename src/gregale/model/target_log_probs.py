@@ -89,11 +89,11 @@ class HeadScores:
         first: Any = jax.lax.axis_index(axes) * width if axes else 0
         columns = first + jnp.arange(width)
         logits = jnp.where(columns < self.vocabulary, logits, -jnp.inf)
-        own_top, own_place = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
+        own_top, own_index = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
         top = jax.lax.pmax(own_top, axes) if axes else own_top
-        place = jnp.where(own_top == top, own_place, self.Vocab.size)  # NaN has no index
-        place = jax.lax.pmin(place, axes) if axes else place
+        index = jnp.where(own_top == top, own_index, self.Vocab.size)  # NaN has no index
+        index = jax.lax.pmin(index, axes) if axes else index
         at_target = jnp.where(targets[:, None] == columns, logits, 0)
         sums = (jnp.exp(logits - top[:, None]).sum(-1), at_target.sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
-        return at_target - top - jnp.log(total), place == targets
+        return at_target - top - jnp.log(total), index == targets

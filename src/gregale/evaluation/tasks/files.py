@@ -83,7 +83,7 @@ def read_task(path: str) -> Task:
     if not lines:
         raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
     read = KINDS[form.kind].read
-    questions = tuple(read(line, form, place) for place, line in lines)
+    questions = tuple(read(line, form, location) for location, line in lines)
     return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
 
 
@@ -95,28 +95,28 @@ def objects_of(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     content = read_bytes(path).removeprefix(BYTE_ORDER_MARK)
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
-            place = f"{path}, line {number}"
-            record = parsed(line, place)
+            location = f"{path}, line {number}"
+            record = parsed(line, location)
             if not isinstance(record, dict):
-                raise UserError(f"{place}: found {type(record).__name__}, expected a JSON object such as {EXAMPLE}")
-            yield place, record
+                raise UserError(f"{location}: found {type(record).__name__}, expected a JSON object such as {EXAMPLE}")
+            yield location, record
 
 
-def form_of(place: str, line: dict[str, Any]) -> Form:
+def form_of(location: str, line: dict[str, Any]) -> Form:
     """Return the settings in a file's first line."""
     for key, value in line.items():
         if key not in SETTINGS:
             near = did_you_mean(get_close_matches(key, SETTINGS, n=1))
             raise UserError(
-                f"{place}: it has a `kind`, so it is the line of settings, which knows no `{key}`.{near} It may have: "
-                f"{', '.join(SETTINGS)}."
+                f"{location}: it has a `kind`, so it is the line of settings, which has no key `{key}`.{near} "
+                f"It may have: {', '.join(SETTINGS)}."
             )
         if not isinstance(value, str):
-            raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
-        encodable(value, place)
+            raise UserError(f"{location}: `{key}` is {type(value).__name__}, expected text.")
+        encodable(value, location)
     if line["kind"] not in KINDS:
         near = did_you_mean(get_close_matches(line["kind"], KINDS, n=1))
-        raise UserError(f"{place}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")
+        raise UserError(f"{location}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")
     if line.get("gap") == "":
-        raise UserError(f"{place}: `gap` is empty; it has to be what the choices of a cloze replace.")
+        raise UserError(f"{location}: `gap` is empty; it must be the mark that the choices of a cloze replace.")
     return Form(**line)

@@ -79,28 +79,29 @@ class Kind:
     figures: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]
 
 
-def read_multiple_choice(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, choices = text_of(line, "context", place), choices_of(line, place)
+def read_multiple_choice(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, choices = text_of(line, "context", location), choices_of(line, location)
     pairs = tuple(Pair(form.prefix + context, form.delimiter + choice) for choice in choices)
-    return Question(pairs, answer_of(line, len(choices), place), place, tuple(map(len, choices)))
+    return Question(pairs, answer_of(line, len(choices), location), location, tuple(map(len, choices)))
 
 
-def read_cloze(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, choices = text_of(line, "context", place), choices_of(line, place)
+def read_cloze(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, choices = text_of(line, "context", location), choices_of(line, location)
     before, *after = context.split(form.gap)
     if len(after) != 1 or not after[0]:
         found = "nothing stands after it" if len(after) == 1 else f"it is there {len(after)} times"
         raise UserError(
-            f"{place}: a cloze has one gap {form.gap!r} in its `context` and text after it, which is scored; {found}. "
+            f"{location}: a cloze has one gap {form.gap!r} in its `context` and text after it, which is scored; "
+            f"{found}. "
             'Another gap is named in the first line of the file: {"kind": "cloze", "gap": "___"}.'
         )
     pairs = tuple(Pair(form.prefix + before + choice, after[0]) for choice in choices)
-    return Question(pairs, answer_of(line, len(choices), place), place)
+    return Question(pairs, answer_of(line, len(choices), location), location)
 
 
-def read_greedy_match(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, answer = text_of(line, "context", place), text_of(line, "answer", place)
-    return Question((Pair(form.prefix + context, form.delimiter + answer),), 0, place)
+def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, answer = text_of(line, "context", location), text_of(line, "answer", location)
+    return Question((Pair(form.prefix + context, form.delimiter + answer),), 0, location)
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
@@ -153,37 +154,37 @@ def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:
     return {name: float(array.mean()), f"{name}_stderr": float(error)}
 
 
-def text_of(line: Mapping[str, Any], key: str, place: str) -> str:
+def text_of(line: Mapping[str, Any], key: str, location: str) -> str:
     """Return the text of a key; raise `UserError` if there is none."""
-    value = value_of(line, key, place)
+    value = value_of(line, key, location)
     if not isinstance(value, str):
-        raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
-    return encodable(value, place)
+        raise UserError(f"{location}: `{key}` is {type(value).__name__}, expected text.")
+    return encodable(value, location)
 
 
-def choices_of(line: Mapping[str, Any], place: str) -> list[str]:
+def choices_of(line: Mapping[str, Any], location: str) -> list[str]:
     """Return at least two texts."""
-    choices = value_of(line, "choices", place)
+    choices = value_of(line, "choices", location)
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         found = f"{len(choices)} choices" if isinstance(choices, list) else type(choices).__name__
-        raise UserError(f"{place}: `choices` has to be a list of two texts or more; found {found}.")
-    return [encodable(choice, place) for choice in choices]
+        raise UserError(f"{location}: `choices` has to be a list of two texts or more; found {found}.")
+    return [encodable(choice, location) for choice in choices]
 
 
-def answer_of(line: Mapping[str, Any], count: int, place: str) -> int:
+def answer_of(line: Mapping[str, Any], count: int, location: str) -> int:
     """Return the index of the right choice, from 0."""
-    answer = value_of(line, "answer", place)
+    answer = value_of(line, "answer", location)
     if not isinstance(answer, int) or isinstance(answer, bool):
         raise UserError(
-            f"{place}: `answer` is {type(answer).__name__}, expected the number of the right choice, from 0."
+            f"{location}: `answer` is {type(answer).__name__}, expected the number of the right choice, from 0."
         )
     if not 0 <= answer < count:
-        raise UserError(f"{place}: `answer` is {answer}, but the {count} choices have the numbers 0 to {count - 1}.")
+        raise UserError(f"{location}: `answer` is {answer}, but the {count} choices have the numbers 0 to {count - 1}.")
     return answer
 
 
-def value_of(line: Mapping[str, Any], key: str, place: str) -> Any:
+def value_of(line: Mapping[str, Any], key: str, location: str) -> Any:
     if key not in line:
         found = ", ".join(list(line)[:KEYS_SHOWN]) or "none"
-        raise UserError(f"{place}: no key `{key}`; the keys of this line are: {found}.")
+        raise UserError(f"{location}: no key `{key}`; the keys of this line are: {found}.")
     return line[key]
