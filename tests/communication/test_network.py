@@ -21,7 +21,7 @@ MOST, BUCKET = 256, 700  # bytes: wide is four rows, and there are more buckets 
 
 @cache
 def cut(config: ReduceConfig) -> dict[str, RowLayout]:
-    return {key: rows_of(size, config, exact=key == "gain|", most=MOST) for key, size in SIZES.items()}
+    return {key: rows_of(size, config, exact=key == "gain|", max_values=MOST) for key, size in SIZES.items()}
 
 
 def values_of(member: int, round_number: int = 0) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def test_a_leg_sends_each_message_but_its_own_share():
 
 
 def test_small_fragments_are_shared_among_all_members():
-    rows = {f"{n}|0": rows_of(1000, EXACTLY, most=100) for n in range(10)}
+    rows = {f"{n}|0": rows_of(1000, EXACTLY, max_values=100) for n in range(10)}
     buckets = NetworkReducer(EXACTLY, rows).buckets(4)
     assert len(buckets) >= 4
     sizes = [len(bucket) for bucket in buckets]
@@ -101,7 +101,7 @@ def test_small_fragments_are_shared_among_all_members():
 
 
 def test_what_is_under_way_is_bounded():
-    rows = {"long|0": rows_of(1 << 16, EXACTLY, most=256)}
+    rows = {"long|0": rows_of(1 << 16, EXACTLY, max_values=256)}
     reducer = NetworkReducer(EXACTLY, rows, bucket_bytes=2048)
     message = {"long|0": np.asarray(EXACT.encode(rows["long|0"].to_rows(np.ones(1 << 16, np.float32))))}
 
@@ -213,7 +213,7 @@ def test_without_any_weight_there_is_no_average():
 
 def test_a_row_holds_whole_blocks():
     for size in (1, 63, 255, 256, 257, 1000, 1025):
-        rows = rows_of(size, FOUR_BITS, most=256)
+        rows = rows_of(size, FOUR_BITS, max_values=256)
         assert rows.count * rows.row >= size > (rows.count - 1) * rows.row
         assert rows.count == 1 or rows.row % FOUR_BITS.block == 0
         values = np.arange(size, dtype=np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gregale.data.chunk_cache import ChunkCache
-from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_seal
+from gregale.data.parts import CHUNK_BYTES, LENGTH, PartManifest, part_name, write_part_manifest
 from gregale.data.store import TokenStore, complete_store, open_store
 from gregale.data.text_bytes import NONE, Corrections
 
@@ -29,7 +29,7 @@ def store_of(folder: Path, *parts: list[list[int]]) -> TokenStore:
         chunks = [content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES)]
         digests = "".join(sha256(chunk).hexdigest() for chunk in chunks)
         seals.append(PartManifest(len(documents), len(tokens), 2, {}, digests))
-        write_seal(folder, number, seals[-1])
+        write_part_manifest(folder, number, seals[-1])
     complete_store(folder, seals, {"dtype": "uint16", "tokenizer": "none", "source": {}})
     return open_store(folder, ChunkCache(folder / "pieces", 0))
 

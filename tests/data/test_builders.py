@@ -1,4 +1,4 @@
-"""Several builders of one store: they share its parts, go on without one that is lost, and do nothing sealed again."""
+"""Several builders of one store: they share its parts, replace a lost builder, and encode no finished part again."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from gregale.data import build as building
 from gregale.data import claims, parts
 from gregale.data.build import Build, NamedSource, TokenCache, build_store, store_key
 from gregale.data.chunk_cache import ChunkCache
-from gregale.data.parts import discard, make_tasks, read_part, read_seal
+from gregale.data.parts import discard, make_tasks, read_part, read_part_manifest
 from gregale.data.progress import silent
 from gregale.data.sources import TextSource
 from gregale.data.tokenizers import BytesTokenizer
@@ -190,10 +190,10 @@ def test_a_part_is_read_in_blocks(source, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "CHUNK_BYTES", 16)
     monkeypatch.setattr(parts, "CHUNKS_AT_ONCE", 3)
     parts.encode_part(task, BYTES, tmp_path)
-    seal = read_seal(tmp_path, 0)
+    seal = read_part_manifest(tmp_path, 0)
     blocks = list(read_part(tmp_path, 0, seal))
     assert set(map(len, blocks[:-1])) == {48}
     data = (tmp_path / "text" / "11.txt").read_bytes()
     assert np.frombuffer(b"".join(blocks)[:-8], "<u2").tolist() == [*data, 256]
     discard(tmp_path, 0)
-    assert read_seal(tmp_path, 0) is None
+    assert read_part_manifest(tmp_path, 0) is None

@@ -177,7 +177,7 @@ def test_a_missing_end_of_document_token_is_named_with_what_there_is(tmp_path):
 
 def test_a_decoder_without_bytes_per_token_is_refused():
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "end": 1}, unk_token="a"))
-    with pytest.raises(UserError, match=r"here: its decoder \(none\) does not say which bytes"):
+    with pytest.raises(UserError, match=r"here: its decoder \(none\) does not determine the bytes"):
         LibraryTokenizer(library.to_str(), "end", "here")
     library.decoder = decoders.WordPiece()
     with pytest.raises(UserError, match=r"its decoder \(WordPiece\) does not say"):

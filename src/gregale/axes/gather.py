@@ -1,4 +1,4 @@
-"""Weights gathered for use: cast to the compute dtype, then brought together over `data`."""
+"""Gather weights for use: cast them to the compute dtype, then all-gather them over `data`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tree = TypeVar("Tree")
 
 
 def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
-    """The weights of `tree` in `dtype` under the `compute` mapping, ready for use in a layer; what is no float stays.
+    """Return the weights of `tree` in `dtype` under the `compute` mapping; leaves that are not floats stay.
 
     The cast comes before the gather, so that the gather moves the bytes of `dtype`. The gradient takes the opposite
     way: it is scattered to the `params` mapping first and then cast to the parameter's dtype.
@@ -36,14 +36,14 @@ def gathered(tree: Tree, layout: Layout, dtype: jnp.dtype) -> Tree:
 
 
 def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], layout: Layout) -> jax.Array:
-    """Inside `jax.shard_map`: the sum over mesh axes of a gathered weight's gradient, as the shard of `params`.
+    """Inside `jax.shard_map`: return the sum over mesh axes of a gathered weight's gradient, as the shard of `params`.
 
-    One reduce-scatter for a mesh axis that `params` splits the weight by (among eight chips or more XLA:TPU makes an
-    all-reduce of it), one all-reduce for all others.
+    One reduce-scatter for each mesh axis that `params` splits the weight by (for eight chips or more XLA:TPU replaces
+    it with an all-reduce), one all-reduce for all others.
 
     Arguments:
     - `gradient`: this device's addend, [*axes] under `compute`
-    - `over`: the mesh axes to add up over
+    - `over`: the mesh axes to sum over
     """
     left = list(over)
     for dimension, axis in enumerate(axes):
@@ -54,7 +54,7 @@ def scattered(gradient: jax.Array, axes: Sequence[Axis], over: Sequence[str], la
                 left.remove(mesh_axis)
     gradient = jax.lax.psum(gradient, tuple(left)) if left else gradient
     # Without the barrier XLA:TPU moves the sum out of the microbatch loop, where it needs a buffer for the gradient of
-    # the whole weight; and in bfloat16 that rewriting ends in an internal error.
+    # the whole weight; in bfloat16 this fails with an internal error.
     return jax.lax.optimization_barrier(gradient)
 
 

@@ -1,4 +1,4 @@
-"""Where every named axis lives: a mesh and the three mappings from named axes to mesh axes."""
+"""The layout of named axes: a mesh and three mappings from named axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Size of the axis `replica`; 1 in a layout that is seen from inside a replica."""
+        """Return the size of the axis `replica`; 1 in the layout of a single replica."""
         return self.axis(REPLICA).size
 
     @property
@@ -54,11 +54,11 @@ class Layout:
         return self.axis(REPLICA)
 
     def axis(self, name: str) -> Axis:
-        """The named axis that has the mesh axis `name` to itself (`replica`, `island`); size 1 if none has."""
+        """Return the named axis that maps to the mesh axis `name` (`replica`, `island`); size 1 if there is none."""
         return Axis(name, self.mesh.shape[name] if name in self.params else 1)
 
     def inside(self, name: str) -> Layout:
-        """The layout as one index of the axis `name` sees it under `vmap_over`: nothing maps to that mesh axis."""
+        """Return the layout of one index of the axis `name` under `vmap_over`: nothing maps to that mesh axis."""
 
         def without(mapping: AxisMapping) -> AxisMapping:
             left = {key: tuple(axis for axis in _as_tuple(axes) if axis != name) for key, axes in mapping.items()}
@@ -67,16 +67,16 @@ class Layout:
         return replace(self, **{key: without(getattr(self, key)) for key in ("compute", "params", "opt_state")})
 
     def inside_replica(self) -> Layout:
-        """The layout as one replica sees it."""
+        """Return the layout of one replica."""
         return self.inside(REPLICA)
 
     def spec(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> PartitionSpec:
-        """The partition of an array with these named axes, in this order."""
+        """Return the partition of an array with these named axes, in this order."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
         return PartitionSpec(*(mapping.get(name) for name in names))
 
     def mesh_axes(self, axes: Sequence[Axis | str], mapping: AxisMapping) -> tuple[str, ...]:
-        """The mesh axes over which an array with these named axes is split."""
+        """Return the mesh axes over which an array with these named axes is split."""
         names = [axis if isinstance(axis, str) else axis.name for axis in axes]
         return tuple(mesh_axis for name in names for mesh_axis in _as_tuple(mapping.get(name, ())))
 
@@ -84,7 +84,7 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes, mapping))
 
     def shardings(self, tree: Tree, mapping: AxisMapping) -> Tree:
-        """The sharding of every array of a tree, as a tree of the same structure; unnamed arrays are replicated."""
+        """Return the shardings of a tree's arrays in the same structure; unnamed arrays are replicated."""
 
         def one(leaf):
             if isinstance(leaf, NamedArray):
@@ -95,11 +95,11 @@ class Layout:
         return jax.tree.map(one, tree, is_leaf=is_named)
 
     def abstract(self, tree: Tree, mapping: AxisMapping) -> Tree:
-        """The tree as `jax.ShapeDtypeStruct`s with their shardings, to compile for or to restore into."""
+        """Return the tree as `jax.ShapeDtypeStruct`s with their shardings, to compile for or to restore into."""
         return with_shardings(tree, self.shardings(tree, mapping))
 
     def constrain(self, tree: Tree, mapping: AxisMapping) -> Tree:
-        """Inside jit: every named array of the tree sharded by `mapping`; unnamed arrays are left to the compiler."""
+        """Inside jit: shard every named array of the tree by `mapping`; the compiler places unnamed arrays."""
 
         def one(leaf):
             if not isinstance(leaf, NamedArray):
@@ -111,7 +111,7 @@ class Layout:
 
 
 def with_shardings(tree: Tree, shardings: Tree) -> Tree:
-    """`jax.ShapeDtypeStruct`s of the arrays of a tree, with the shardings of a second tree."""
+    """Return `jax.ShapeDtypeStruct`s of a tree's arrays, with the shardings of a second tree."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
@@ -120,15 +120,15 @@ def is_named(leaf) -> bool:
 
 
 def is_parameter(leaf) -> bool:
-    """Whether a leaf is trained: an array of floating-point numbers, or the abstract form of one."""
+    """Return whether a leaf is trained: an array of floating-point numbers, or its abstract form."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL) -> Layout:
-    """The three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`.
+    """Return the three mappings of DESIGN section 2 for a model whose `tensor_parallel` axes are split over `model`.
 
-    Outside of the layers the stages of a pipeline are further devices to split rows and parameters over: none repeats
-    another's embedding, head or optimizer, and parameters keep the plain order of layers whatever the pipeline.
+    Outside of the layers, rows and parameters are also split over the stages of a pipeline: no stage repeats another's
+    embedding, head or optimizer. Parameters keep the plain order of layers in any pipeline.
     """
     model = dict.fromkeys(tensor_parallel, "model")
     data = ("data", "stage") if mesh.shape["stage"] > 1 else ("data",)
@@ -141,17 +141,17 @@ def standard_layout(mesh: Mesh, tensor_parallel: Sequence[str] = TENSOR_PARALLEL
 
 
 def check_divides(layout: Layout, axes: Mapping[str, tuple[str, Axis]]) -> None:
-    """Refuse an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
+    """Reject an axis that its mesh axes do not divide, and a mesh axis that splits nothing.
 
     Arguments:
     - `layout`: the mesh and the mappings
-    - `axes`: configuration key -> (what the axis is, the axis), for all axes of the model and the batch
+    - `axes`: configuration key -> (the meaning of the axis, the axis), for all axes of the model and the batch
 
-    Raises `UserError` with the arithmetic and the nearest sizes that would work.
+    Raises `UserError` with the arithmetic and the nearest valid sizes.
     """
     used: set[str] = set()
     for key, (meaning, axis) in axes.items():
-        # `opt_state` first: it cuts the finest, so the sizes that its refusal offers suit the other mappings too.
+        # `opt_state` first: its split is the finest, so the sizes in its message suit the other mappings too.
         for mapping in (layout.opt_state, layout.params, layout.compute):
             mesh_axes = _as_tuple(mapping.get(axis.name, ()))
             sizes = [layout.mesh.shape[name] for name in mesh_axes]
@@ -182,11 +182,12 @@ def _as_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def vmap_over(function: Callable, name: str, layout: Layout) -> Callable:
-    """`hax.vmap` of a function over the axis `name` (`replica`, `island`), which lives on the mesh axis of that name.
+    """Return `hax.vmap` of a function over the axis `name` (`replica`, `island`), which maps to the mesh axis of that
+    name.
 
-    Arguments with that axis, and plain arrays (over their first axis), are mapped; close over what is not. Haliax
-    reads the mesh axis of a vmapped axis from the ambient axis mapping, and would also place products by it; so the
-    mapping is there for the vmap alone, and the function itself sees none.
+    Arguments with that axis, and plain arrays (over their first axis), are mapped; use a closure for other values.
+    Haliax reads the mesh axis of a vmapped axis from the ambient axis mapping, and would also place products by it. So
+    the mapping exists only for the vmap, and the function itself sees none.
     """
     Mapped = layout.axis(name)
     lives_on = {name: name} if name in layout.params else {}

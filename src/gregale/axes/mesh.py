@@ -14,15 +14,15 @@ from jax.sharding import AxisType, Mesh
 from gregale.errors import KeyedError, UserError
 from gregale.settings import Settings, whole
 
-Device = Any  # a `jax.Device`; the tests also lay out descriptions of devices
+Device = Any  # a `jax.Device`; tests also pass descriptions of devices
 
-AXIS_SIZE = whole(1, also=(-1,))  # -1: the devices that are left
+AXIS_SIZE = whole(1, also=(-1,))  # -1: the remaining devices
 AXES = ("island", "replica", "stage", "data", "model")
 
 
 @dataclass(frozen=True)
 class MeshConfig(Settings):
-    """Sizes of the mesh axes, slowest link first; at most one is -1 and takes the devices that are left."""
+    """The sizes of the mesh axes, slowest link first; at most one is -1 and takes the remaining devices."""
 
     island: int = field(
         default=1,
@@ -77,12 +77,12 @@ class MeshConfig(Settings):
 
     @property
     def device_count(self) -> int | None:
-        """How many devices the axes need; None: one of them takes those that are left."""
+        """Return the number of devices that the axes need; None if one axis takes the remaining devices."""
         sizes = [getattr(self, axis) for axis in AXES]
         return None if -1 in sizes else prod(sizes)
 
     def sizes(self, device_count: int) -> dict[str, int]:
-        """Axis sizes with -1 filled in, so that their product is `device_count`."""
+        """Return the axis sizes with -1 replaced, so that their product is `device_count`."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         given = prod(size for size in sizes.values() if size != -1)
         product = " * ".join(str(size) for size in sizes.values() if size != -1)
@@ -104,11 +104,11 @@ class MeshConfig(Settings):
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """The mesh with axes (island, replica, stage, data, model), in this device order.
+    """Return the mesh with axes (island, replica, stage, data, model), in this device order.
 
-    Devices are laid out so that `island` and then `replica` cross slices first (`slice_index` on TPU), then hosts
-    (`process_index`): every other axis stays inside as small a group of close devices as its size allows. On TPU the
-    devices of one slice keep the order that suits its torus (`jax.experimental.mesh_utils`).
+    Of all axes `island` and then `replica` cross slices first (`slice_index` on TPU), then hosts (`process_index`).
+    Every other axis stays in the smallest possible group of close devices. On TPU the devices of one slice keep the
+    order of its torus (`jax.experimental.mesh_utils`).
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.sizes(len(devices))
@@ -118,14 +118,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def slice_of(device: Device) -> int:
-    """The slice that a device is in: TPU's `slice_index`; 0 where the platform has no slices."""
+    """Return the slice of a device: TPU's `slice_index`; 0 if the platform has no slices."""
     return getattr(device, "slice_index", 0) or 0
 
 
 def arrange(devices: Sequence[Device], shape: tuple[int, ...]) -> np.ndarray:
-    """Devices as an array of `shape`, whole slices along the first axis (islands x replicas).
+    """Return the devices as an array of `shape`, whole slices along the first axis (islands x replicas).
 
-    Raises `UserError` if the number of slices and the first axis do not divide one another.
+    Raises `UserError` if neither the number of slices nor the first axis divides the other.
     """
     slices: dict[int, list[Device]] = {}
     for device in sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id)):

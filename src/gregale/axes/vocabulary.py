@@ -1,6 +1,6 @@
-"""What is decided from shapes about the two weights that have the vocabulary: embedding and head.
+"""Decisions from shapes about the two weights with a vocabulary axis: embedding and head.
 
-The model runs by these decisions, and the closed forms of traffic and memory count by them.
+The model uses these decisions, and so do the closed forms of traffic and memory.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 INTEGER, FLOAT32 = 4, 4  # bytes
-MOST_BLOCKS = 4  # of a group, where the memory for it is beside the table: `compute.loss_block` bounds both
+MOST_BLOCKS = 4  # of a group, if its memory adds to that of the table: `compute.loss_block` limits both
 
 
 def exchanges_rows(tokens: int, embed: int, vocabulary: int, width: int, devices: int) -> bool:
-    """Whether a lookup brings rows to their tokens, and gradients back to rows, instead of the table to the tokens.
+    """Return whether a lookup sends rows to their tokens, and gradients back to rows, instead of gathering the table.
 
-    Each of `devices` devices has some columns of the table. Either it gathers the others', vocabulary * embed values,
-    and its gradient of the whole table is summed on the way back. Or it gathers the others' ids, looks up its columns
-    of all their tokens, and an all-to-all of tokens * embed values makes whole rows of them; and one takes the
-    gradients back to the columns. Of all these a device sends the same share, so the payloads are compared.
+    Each of `devices` devices has some columns of the table. In the first form it gathers the other columns, vocabulary
+    * embed values, and sums the gradient of the whole table on the way back. In the second form it gathers the ids of
+    the other devices and looks up its columns of all their tokens. An all-to-all of tokens * embed values completes the
+    rows; another returns the gradients to the columns. A device sends the same share of each payload, so payloads are
+    compared.
 
     Arguments:
     - `tokens`: on a device, in a microbatch
@@ -28,10 +29,10 @@ def exchanges_rows(tokens: int, embed: int, vocabulary: int, width: int, devices
 
 
 class LossBlocks(NamedTuple):
-    """How the loss cuts a device's tokens: groups of blocks of tokens, the last ones filled up.
+    """The division of a device's tokens for the loss: groups of blocks of tokens, padded at the end.
 
-    - `block`: tokens whose logits are held at a time, in float32
-    - `blocks`: of a group, for all tokens of which the gradients by logits are held at a time, in the compute dtype
+    - `block`: tokens whose logits are in memory at a time, in float32
+    - `blocks`: blocks of a group; the gradients by logits of all its tokens are in memory, in the compute dtype
     """
 
     groups: int
@@ -40,22 +41,22 @@ class LossBlocks(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Tokens of a group."""
+        """Return the tokens of a group."""
         return self.blocks * self.block
 
     @property
     def tokens(self) -> int:
-        """Tokens, filling included."""
+        """Return the number of tokens, padding included."""
         return self.groups * self.group
 
 
 def loss_blocks(tokens: int, embed: int, width: int, block: int) -> LossBlocks:
-    """The groups and blocks of the loss.
+    """Return the groups and blocks of the loss.
 
-    The gradient by head is one product for each group. With more than one they are added up in a float32 table
-    [embed, vocabulary], which is read and written once a group; with one there is no such table. So all tokens are one
-    group if their gradients by logits take no more memory than the table would. Else a group's take half of it at most,
-    and are those of `MOST_BLOCKS` blocks at most; those of one block in any case.
+    The gradient by head is one product for each group. Several groups are summed in a float32 table [embed,
+    vocabulary], which each group reads and writes once; a single group needs no table. So all tokens are one group if
+    their gradients by logits take no more memory than the table. Otherwise a group takes at most half of it, with 1 to
+    `MOST_BLOCKS` blocks.
 
     Arguments:
     - `tokens`: on a device, in a microbatch

@@ -1,4 +1,4 @@
-"""Block quantisers: small codes and one bfloat16 scale a block, packed by hand into bytes."""
+"""Block quantisers: small codes and one bfloat16 scale per block, packed into bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gregale.codecs.codec import Codec
 from gregale.codecs.formats import DEFAULT_BLOCK, SCALE_BITS, WireFormat
 
-SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # 2^-126; what is smaller may be flushed to 0 by some devices
+SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # 2^-126; some devices flush smaller values to 0
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 SCALE_BYTES = SCALE_BITS // 8
 
@@ -23,10 +23,10 @@ class BlockCodec(Codec):
         scale = bfloat16(-x_max / levels)    code = nearest(x / scale)    decoded = scale * value(code)
 
     The scale carries the sign that makes x_max the code for -levels: a two's complement range has that code, but none
-    for +levels. (Of two values x and -x of the largest magnitude x_max is the negative one.) It is rounded before the
-    values are quantised, so that what the sender decodes is what all others do. A block whose |x_max| / levels
-    is below 2^-126 decodes to zeros; one with a value that is not finite, or beyond 3.39e38 (beyond 1.7e38 with 2
-    bits), decodes to NaN throughout.
+    for +levels. (Of two values x and -x of the largest magnitude x_max is the negative one.) The scale is rounded
+    before the values are quantised, so that sender and receivers decode equal values. A block whose |x_max| / levels is
+    below 2^-126 decodes to zeros; one with a value that is not finite, or beyond 3.39e38 (beyond 1.7e38 with 2 bits),
+    decodes to NaN throughout.
 
     The message is one block after the other: its packed codes, then the two bytes of its scale. (With all scales at the
     end XLA's code for CPUs is four times slower.) The j-th values of a block's `8 / bits` equal parts share byte j, the
@@ -46,34 +46,34 @@ class BlockCodec(Codec):
     @property
     @abstractmethod
     def levels(self) -> int:
-        """The largest magnitude of a code's value."""
+        """Return the largest magnitude of a code's value."""
 
     @abstractmethod
     def codes(self, scaled: jax.Array) -> jax.Array:
-        """Values in units of the scale -> uint8 codes below 2^bits."""
+        """Return the codes of values in units of the scale, uint8 below 2^bits."""
 
     @abstractmethod
     def values(self, codes: jax.Array) -> jax.Array:
-        """uint8 codes -> float32 in units of the scale."""
+        """Return the float32 values of uint8 codes, in units of the scale."""
 
     def quantise(self, blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """float32 [..., block] -> codes uint8 [..., block], scales float32 [...] that bfloat16 holds exactly."""
+        """Return codes uint8 [..., block] and scales float32 [...], exact in bfloat16, of float32 [..., block]."""
         scales = self.scales(blocks)
         inverse = jnp.where(scales == 0, 0, 1 / scales)
         return self.codes(blocks * inverse[..., None]), scales
 
     def dequantise(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Codes uint8 [..., block] and scales [...] -> float32 [..., block]."""
+        """Return float32 [..., block] of codes uint8 [..., block] and scales [...]."""
         return self.values(codes) * scales.astype(jnp.float32)[..., None]
 
     def scales(self, blocks: jax.Array) -> jax.Array:
-        """The signed scales [...] of float32 [..., block], rounded as on the wire."""
+        """Return the signed scales [...] of float32 [..., block], rounded as on the wire."""
         high, low = jnp.max(blocks, axis=-1), jnp.min(blocks, axis=-1)
-        # XLA's maximum over many rows forgets NaN on CPUs.
+        # On CPUs XLA's maximum over many rows drops NaN.
         x_max = jnp.where(jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.where(high > -low, high, low))
         scales = x_max / -self.levels
         magnitude = jnp.abs(scales)
-        # Beyond this limit a decoded value, or the scale's reciprocal, would be no normal float.
+        # Beyond this limit a decoded value, or the scale's reciprocal, would not be a normal float.
         limit = min(LARGEST_BFLOAT16 / self.levels, 1 / SMALLEST_SCALE)
         kept = jnp.where(magnitude <= limit, scales, jnp.nan)
         # A pair of converts to bfloat16 and back would be optimised away.
@@ -96,14 +96,14 @@ class BlockCodec(Codec):
         return self.dequantise(self._unpack(packed), scales).reshape(*rows, -1)[..., :size]
 
     def _pack(self, codes: jax.Array) -> jax.Array:
-        """[..., block] -> [..., block * bits / 8]"""
+        """Pack [..., block] codes into [..., block * bits / 8] bytes."""
         packed = jnp.zeros((), jnp.uint8)
         for place, part in enumerate(jnp.split(codes, 8 // self.bits, axis=-1)):
             packed = packed | (part << (self.bits * place))
         return packed
 
     def _unpack(self, packed: jax.Array) -> jax.Array:
-        """[..., block * bits / 8] -> [..., block]; a shift of a broadcast, which compiles to one loop."""
+        """Unpack [..., block * bits / 8] bytes to [..., block]; a shift of a broadcast, which compiles to one loop."""
         shifts = jnp.arange(0, 8, self.bits, dtype=jnp.uint8)[:, None]
         parts = (packed[..., None, :] >> shifts) & (2**self.bits - 1)
         return parts.reshape(*packed.shape[:-1], self.block)

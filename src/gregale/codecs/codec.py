@@ -1,4 +1,4 @@
-"""What every codec is: float values to one uint8 message and back."""
+"""The interface of every codec: float values to one uint8 message and back."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from gregale.codecs.formats import FLOAT_BITS, WireFormat
 class Codec(ABC):
     """Pure functions between values [..., n] and messages [..., message_bytes(n)], one message for each row.
 
-    A row of values that are not all finite decodes to values that are not all finite.
+    A row with a value that is not finite decodes to a row with a value that is not finite.
     """
 
     @property
     @abstractmethod
     def format(self) -> WireFormat:
-        """The bytes on the wire, in closed form."""
+        """Return the message's size in closed form."""
 
     @abstractmethod
     def encode(self, values: jax.Array) -> jax.Array:
-        """Values [..., n], float32 or bfloat16 -> uint8 [..., message_bytes(n)]."""
+        """Encode values [..., n], float32 or bfloat16, to uint8 [..., message_bytes(n)]."""
 
     @abstractmethod
     def decode(self, message: jax.Array, size: int) -> jax.Array:
-        """uint8 [..., message_bytes(size)] -> float32 [..., size]."""
+        """Decode uint8 [..., message_bytes(size)] to float32 [..., size]."""
 
     def message_bytes(self, size: int) -> int:
-        """Bytes of the message of `size` values."""
+        """Return the bytes of the message of `size` values."""
         return self.format.message_bytes(size)
 
 

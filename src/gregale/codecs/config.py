@@ -1,4 +1,4 @@
-"""The choice of what goes over the slow link."""
+"""The choice of the codecs for the slow link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECOND_LEGS = ("none", "bfloat16", "int8", "int4")
 
 @dataclass(frozen=True)
 class FeedbackConfig(Settings):
-    """Error feedback (LoCo, 2407.04480): what quantising lost is kept, and added to what is sent next.
+    """Error feedback (LoCo, 2407.04480): the quantisation error is kept and added to the next message.
 
     The kept error is `beta * old + (1 - beta) * new`.
     """
@@ -30,13 +30,17 @@ class FeedbackConfig(Settings):
 
 @dataclass(frozen=True)
 class ReduceConfig(Settings):
-    """How replicas average: the first leg is an all-to-all of pieces, the second gives the averages back."""
+    """The average over replicas: phase 1 is an all-to-all of shards, phase 2 an all-gather of the averages."""
 
     renamed_keys: ClassVar = {"second_leg": "gather_codec"}
 
     codec: str = field(
         default="none",
-        metadata={"help": "of the first leg", "choices": CODECS, "aliases": ("compression", "quantization")},
+        metadata={
+            "help": "codec of the first phase",
+            "choices": CODECS,
+            "aliases": ("compression", "quantization"),
+        },
     )
     block: int = field(
         default=DEFAULT_BLOCK,
@@ -45,7 +49,7 @@ class ReduceConfig(Settings):
     feedback: FeedbackConfig | None = field(
         default=FeedbackConfig(), metadata={"help": "error feedback; null: none", "aliases": ("error_feedback",)}
     )
-    gather_codec: str = field(default="none", metadata={"help": "codec of the second leg", "choices": SECOND_LEGS})
+    gather_codec: str = field(default="none", metadata={"help": "codec of the second phase", "choices": SECOND_LEGS})
     hadamard: bool = field(default=False, metadata={"help": "rotate blocks before they are quantised (heavy tails)"})
     measure: bool = field(default=False, metadata={"help": "at evaluations, measure what quantising loses"})
 
@@ -55,7 +59,7 @@ class ReduceConfig(Settings):
             self._check_block(name)
         if self.measure and self.codec == "none":
             raise UserError(
-                "reduce.measure is true, but reduce.codec is 'none': the first leg loses nothing. Choose a codec: "
+                "reduce.measure is true, but reduce.codec is 'none': the first phase loses nothing. Choose a codec: "
                 f"{', '.join(CODECS[1:])}."
             )
         if self.hadamard and not {self.codec, self.gather_codec} & set(BLOCK_BITS):
@@ -72,13 +76,13 @@ class ReduceConfig(Settings):
 
     @property
     def quantised(self) -> bool:
-        """Whether any leg is other than exact."""
+        """Return whether any phase is not exact."""
         return self.codec != "none" or self.gather_codec != "none"
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes that a parameter costs on the wire: the mean of the two legs, with full blocks."""
-        return sum(bytes_per_parameter(leg, self.block) for leg in (self.codec, self.gather_codec)) / 2
+        """Return the bytes of a parameter on the wire: the mean of the two phases, with full blocks."""
+        return sum(bytes_per_parameter(name, self.block) for name in (self.codec, self.gather_codec)) / 2
 
     def first_codec(self) -> Codec:
         return self._codec(self.codec)

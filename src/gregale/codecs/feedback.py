@@ -1,4 +1,4 @@
-"""What error feedback keeps between steps, in 8 bits (LoCo, 2407.04480)."""
+"""The storage of error feedback between steps, in 8 bits (LoCo, 2407.04480)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gregale.codecs.formats import DEFAULT_BLOCK
 class Stored(NamedTuple):
     """An array of any shape in 8 bits: codes of the same shape, and scales for blocks along its last dimension.
 
-    Zeros throughout stand for zeros.
+    All-zero codes and scales represent zeros.
     """
 
     codes: Any  # uint8 [..., n]
@@ -22,14 +22,14 @@ class Stored(NamedTuple):
 
 
 def stored_block(size: int) -> int:
-    """Block for a last dimension of `size`: its smallest divisor from 64 on, or all of it."""
+    """Return the block for a last dimension of `size`: its smallest divisor from 64 on, or all of it."""
     return next((block for block in range(DEFAULT_BLOCK, size) if size % block == 0), size)
 
 
 def store(values: jax.Array) -> Stored:
-    """float32 [..., n] in 8 bits: an error of at most (1 + 2^-8) / 256 of the largest magnitude of its block.
+    """Return float32 [..., n] in 8 bits: an error of at most (1 + 2^-8) / 256 of the largest magnitude of its block.
 
-    A value that is clipped, almost as large and of the other sign, errs by at most 3/256 of it.
+    A clipped value, almost as large and of the other sign, has an error of at most 3/256 of it.
     """
     codec = UniformCodec(bits=8, block=stored_block(values.shape[-1]))
     codes, scales = codec.quantise(values.reshape(*values.shape[:-1], -1, codec.block))
@@ -37,7 +37,7 @@ def store(values: jax.Array) -> Stored:
 
 
 def load(stored: Stored) -> jax.Array:
-    """The float32 values that are stored."""
+    """Return the stored values as float32."""
     codes, scales = stored
     codec = UniformCodec(bits=8, block=codes.shape[-1] // scales.shape[-1])
     blocks = codes.reshape(*scales.shape, codec.block)
@@ -45,5 +45,5 @@ def load(stored: Stored) -> jax.Array:
 
 
 def next_error(error: jax.Array, lost: jax.Array, beta: float) -> jax.Array:
-    """`beta * error + (1 - beta) * lost`, where `lost` is what was to be sent less what was sent."""
+    """Return `beta * error + (1 - beta) * lost`, where `lost` is the intended less the sent value."""
     return beta * error + (1 - beta) * lost

@@ -13,7 +13,7 @@ CODECS = (*FLOAT_BITS, *BLOCK_BITS)
 
 @dataclass(frozen=True)
 class WireFormat:
-    """So many bits a value, and one scale of so many bits for each block of values.
+    """A number of bits for each value, and one scale for each block of values.
 
     bytes per parameter = (bits + scale_bits / block) / 8
 
@@ -28,25 +28,25 @@ class WireFormat:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of one value with its part of the scale; blocks are taken as full."""
+        """Return the bytes of one value with its part of the scale, for full blocks."""
         return (self.bits + self.scale_bits / self.block) / 8
 
     def message_bytes(self, size: int) -> int:
-        """Bytes of the message of `size` values: ceil(size / block) * (block * bits + scale_bits) / 8.
+        """Return the bytes of the message of `size` values: ceil(size / block) * (block * bits + scale_bits) / 8.
 
-        A last block that is not full is sent whole.
+        An incomplete last block is sent whole.
         """
         blocks = -(-size // self.block)
         return blocks * (self.block * self.bits + self.scale_bits) // 8
 
 
 def wire_format(codec: str, block: int = DEFAULT_BLOCK) -> WireFormat:
-    """The format of a codec of `CODECS`; those without scales have no blocks."""
+    """Return the format of a codec of `CODECS`; a codec without scales has no blocks."""
     if codec in FLOAT_BITS:
         return WireFormat(FLOAT_BITS[codec])
     return WireFormat(BLOCK_BITS[codec], block, SCALE_BITS)
 
 
 def bytes_per_parameter(codec: str, block: int = DEFAULT_BLOCK) -> float:
-    """Bytes that one parameter costs in one leg, under a codec of `CODECS` and with full blocks."""
+    """Return the bytes of one parameter in one phase, for a codec of `CODECS` and full blocks."""
     return wire_format(codec, block).bytes_per_parameter

@@ -14,7 +14,7 @@ from gregale.codecs.formats import WireFormat
 
 
 def random_rotation(size: int, seed: int) -> np.ndarray:
-    """Random signs on the rows of Sylvester's Hadamard matrix, orthonormal [size, size]; `size` is a power of two."""
+    """Return Sylvester's Hadamard matrix with random row signs, orthonormal [size, size]; `size` is a power of two."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
@@ -24,10 +24,10 @@ def random_rotation(size: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RotatedCodec(Codec):
-    """Every block x goes through `codec` as x R, R a random rotation that is the same for all blocks.
+    """Encodes every block x with `codec` as x R, where R is a random rotation that is the same for all blocks.
 
-    One large value of a block is spread over all of it, so the block's scale shrinks; the error comes back rotated,
-    of the same norm. Values above 3e38 / block may overflow, and then decode to NaN. (As in QuIP#, 2402.04396.)
+    The rotation spreads one large value over its block, so the block's scale is smaller. The decoder rotates the error
+    back with the same norm. Values above 3e38 / block may overflow and then decode to NaN. (As in QuIP#, 2402.04396.)
 
     - `codec`: its block is a power of two
     """

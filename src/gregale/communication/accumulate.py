@@ -1,4 +1,4 @@
-"""Microbatch accumulation with one buffer a replica: the only place that computes training gradients."""
+"""Accumulate microbatches in one buffer per replica: the only module that computes training gradients."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Accumulated(NamedTuple):
 def accumulate(
     loss: Loss, parameters: Tree, batch: Tree, layout: Layout, microbatches: int, prepare: Callable[[Tree], Tree]
 ) -> Accumulated:
-    """Gradients of the sum of losses over each replica's part of the batch.
+    """Return the gradients of the sum of losses over each replica's part of the batch.
 
-    `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers lie as `layout.params` says, with
-    a leading `replica` axis, so nothing crosses `replica` here.
+    `vmap over replica of: fold over microbatches of: sums + grad(loss)`. The buffers are sharded by `layout.params`,
+    with a leading `replica` axis, so nothing crosses `replica` here.
 
     Arguments:
     - `loss`: returns (sum of losses, sum of weights), so that a masked token weighs the same in every microbatch
     - `parameters`: arrays, shared by all replicas
     - `batch`: named arrays with an axis `batch`, or plain arrays whose first axis is the batch
-    - `prepare`: applied to the parameters once, before the fold; the gradients are those of what it returns
+    - `prepare`: applied to the parameters once, before the fold; the gradients are those of its result
     """
     inner = layout.inside_replica()
     Microbatch = Axis(MICROBATCH, microbatches)
@@ -68,9 +68,9 @@ def _float32(tree: Tree) -> Tree:
 
 
 def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
-    """[batch, ...] -> [replica, microbatch, batch / (replica * microbatch), ...], without moving a row.
+    """Turn [batch, ...] into [replica, microbatch, batch / (replica * microbatch), ...] without moving a row.
 
-    Every device keeps the contiguous block of rows that it has, and cuts that block into microbatches.
+    Every device keeps its contiguous rows and cuts them into microbatches.
     """
     inner = layout.inside_replica()
     shards = prod(layout.mesh.shape[axis] for axis in inner.mesh_axes((BATCH,), inner.compute))
@@ -92,7 +92,7 @@ def split_batch(batch: Tree, layout: Layout, microbatches: int) -> Tree:
 
 
 def rows_per_part(rows: int, layout: Layout, microbatches: int) -> int:
-    """Rows of a batch for one microbatch on one device; raises `UserError` if they cannot be shared evenly."""
+    """Return the rows of one microbatch on one device; raise `UserError` if they cannot be divided evenly."""
     axes = layout.mesh_axes((BATCH,), layout.compute)
     sizes = {axis: layout.mesh.shape[axis] for axis in axes if axis in (REPLICA, "data") or layout.mesh.shape[axis] > 1}
     parts = prod(sizes.values()) * microbatches

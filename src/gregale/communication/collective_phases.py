@@ -1,4 +1,4 @@
-"""What one device does in each leg of a quantised average; to be called inside `jax.shard_map` over the whole mesh."""
+"""The work of one device in each phase of a quantised average; call it inside `jax.shard_map` over the whole mesh."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ EXACT = FloatCodec("none")
 
 
 class Encoded(NamedTuple):
-    """Values as they are sent."""
+    """Values and their message."""
 
     message: jax.Array  # uint8 [..., bytes]
     compensated: Arrays  # [..., n]: the values with the errors
-    kept: Arrays  # [..., n]: the next errors, of those values that had one
+    kept: Arrays  # [..., n]: the next errors, of values with an error
 
 
 class CollectivePhase(NamedTuple):
-    """How a leg sends.
+    """The settings of a phase.
 
-    - `codec`: what it encodes with
+    - `codec`: encodes the messages
     - `beta`: decay of the kept error
     - `axis`: the mesh axis it crosses, `replica` or `island`
     - `fast_axes`: the other mesh axes
@@ -41,41 +41,41 @@ class CollectivePhase(NamedTuple):
 
 
 def reduce_scatter_phase(
-    leaves: list[ShardedLeaf], values: Arrays, errors: Errors, leg: CollectivePhase
+    leaves: list[ShardedLeaf], values: Arrays, errors: Errors, phase: CollectivePhase
 ) -> tuple[Arrays, Errors]:
-    """Means over replicas of local shards [*shape], as this replica's pieces [piece_size], and the next errors."""
+    """Return this replica's shards [piece_size] of the means of local arrays [*shape], and the next errors."""
     pieces = {leaf.path: leaf.to_replica_shards(values[leaf.path]) for leaf in leaves}  # [replicas, piece_size]
     kept = {leaf.path: leaf.to_replica_shards(load(errors[leaf.path])) for leaf in leaves if leaf.path in errors}
-    message, kept, finite = _send(pieces, kept, leg)
-    received = jax.lax.all_to_all(message, leg.axis, split_axis=0, concat_axis=0, tiled=True)
-    decoded = decode_all(received, [leaf.piece_size for leaf in leaves], leg.codec)
+    message, kept, finite = _send(pieces, kept, phase)
+    received = jax.lax.all_to_all(message, phase.axis, split_axis=0, concat_axis=0, tiled=True)
+    decoded = decode_all(received, [leaf.piece_size for leaf in leaves], phase.codec)
     means = {leaf.path: jnp.mean(rows, axis=0) for leaf, rows in zip(leaves, decoded, strict=True)}
     whole = {leaf.path: leaf.from_replica_shards(kept[leaf.path]) for leaf in leaves if leaf.path in kept}
     return means, remember(errors, whole, finite)
 
 
 def all_gather_phase(
-    leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, leg: CollectivePhase
+    leaves: list[ShardedLeaf], pieces: Arrays, errors: Errors, phase: CollectivePhase
 ) -> tuple[Arrays, Errors]:
-    """Every replica's pieces [piece_size] brought together to local shards [*shape], and the next errors."""
-    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), leg.axis) for leaf in leaves if leaf.path in errors}
-    message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, leg)
-    gathered = jax.lax.all_gather(message, leg.axis)
-    decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], leg.codec)
+    """Gather all replicas' shards [piece_size] to local arrays [*shape]; return them and the next errors."""
+    own = {leaf.path: _own_piece(leaf, load(errors[leaf.path]), phase.axis) for leaf in leaves if leaf.path in errors}
+    message, own, finite = _send({leaf.path: pieces[leaf.path] for leaf in leaves}, own, phase)
+    gathered = jax.lax.all_gather(message, phase.axis)
+    decoded = decode_all(gathered, [leaf.piece_size for leaf in leaves], phase.codec)
     wholes = {leaf.path: leaf.from_replica_shards(rows) for leaf, rows in zip(leaves, decoded, strict=True)}
-    kept = {leaf.path: _among_pieces(leaf, own[leaf.path], leg.axis) for leaf in leaves if leaf.path in own}
+    kept = {leaf.path: _among_pieces(leaf, own[leaf.path], phase.axis) for leaf in leaves if leaf.path in own}
     return wholes, remember(errors, kept, finite)
 
 
 def totals(scalars: list[jax.Array], axis: str) -> list[jax.Array]:
-    """Sums over `axis` of float32 scalars, exactly: their bytes are gathered, and added in one order everywhere."""
+    """Return exact sums over `axis` of float32 scalars: their bytes are gathered and added in one order everywhere."""
     message = EXACT.encode(jnp.stack(scalars).astype(jnp.float32))
     rows = EXACT.decode(jax.lax.all_gather(message, axis), len(scalars))  # [replica, scalar]
     return list(jnp.sum(rows, axis=0))
 
 
 def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encoded:
-    """One message of values + errors, all [..., n]; by any kind of reducer, whatever carries the message.
+    """Encode one message of values + errors, all [..., n]; used by every kind of reducer.
 
     h = x + e        message = encode(h)        e = beta e + (1 - beta) (h - decode(message))
     """
@@ -89,21 +89,23 @@ def encoded(values: Arrays, errors: Arrays, codec: Codec, beta: float) -> Encode
     return Encoded(message, compensated, kept)
 
 
-def _send(values: Arrays, errors: Arrays, leg: CollectivePhase) -> tuple[jax.Array, Arrays, jax.Array]:
-    """The message of values + errors, all [..., n]; the next errors; and whether all replicas' values are finite."""
-    message, compensated, kept = encoded(values, errors, leg.codec, leg.beta)
-    return message, kept, _all_finite(compensated, leg) if errors else jnp.array(True)
+def _send(values: Arrays, errors: Arrays, phase: CollectivePhase) -> tuple[jax.Array, Arrays, jax.Array]:
+    """Return the message of values + errors, all [..., n]; the next errors; and whether all replicas' values are
+    finite.
+    """
+    message, compensated, kept = encoded(values, errors, phase.codec, phase.beta)
+    return message, kept, _all_finite(compensated, phase) if errors else jnp.array(True)
 
 
-def _all_finite(values: Arrays, leg: CollectivePhase) -> jax.Array:
-    """Whether the values of all devices are finite; over the slow axis goes one byte."""
+def _all_finite(values: Arrays, phase: CollectivePhase) -> jax.Array:
+    """Return whether the values of all devices are finite; one byte crosses the slow axis."""
     here = jnp.stack([jnp.all(jnp.isfinite(value)) for value in values.values()]).all()
-    in_replica = jax.lax.pmin(here.astype(jnp.int32), leg.fast_axes).astype(jnp.uint8)
-    return jnp.all(jax.lax.all_gather(in_replica, leg.axis) == 1)
+    in_replica = jax.lax.pmin(here.astype(jnp.int32), phase.fast_axes).astype(jnp.uint8)
+    return jnp.all(jax.lax.all_gather(in_replica, phase.axis) == 1)
 
 
 def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
-    """The new errors in 8 bits; the old ones if what was sent was not finite."""
+    """Return the new errors in 8 bits; the old ones if the sent values were not finite."""
 
     def one(old: Stored, error: jax.Array) -> Stored:
         stored = store(error.reshape(old.codes.shape))
@@ -113,14 +115,14 @@ def remember(errors: Errors, new: Arrays, finite: jax.Array) -> Errors:
 
 
 def _own_piece(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
-    """A second leg's error -> [piece_size]."""
+    """Turn a second phase's error into [piece_size]."""
     if leaf.split is None:
         return leaf.to_replica_shards(error)[jax.lax.axis_index(axis)]
     return error.reshape(-1)
 
 
 def _among_pieces(leaf: ShardedLeaf, error: jax.Array, axis: str) -> jax.Array:
-    """[piece_size] -> a second leg's error; of an array that is not split, zero but for this replica's piece."""
+    """Turn [piece_size] into a second phase's error; of an unsplit array, zero outside this replica's shard."""
     if leaf.split is None:
         pieces = jnp.zeros((leaf.replicas, leaf.piece_size))
         return leaf.from_replica_shards(pieces.at[jax.lax.axis_index(axis)].set(error))

@@ -1,4 +1,4 @@
-"""The errors that error feedback keeps: which arrays have one, and where it lives."""
+"""The errors of error feedback: the arrays that have one, and their shardings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Tree = Any
 
 
 class ErrorState(NamedTuple):
-    """What was not sent yet, in 8 bits, by the path of its array; empty where a leg has no feedback.
+    """The unsent rest in 8 bits, by the path of its array; empty for a phase without feedback.
 
     A block of the stored numbers lies along the last axis, inside one device. The scales carry the same axis names,
     the last axis shorter, so that both are sharded as the arrays they belong to.
     """
 
-    first: dict[str, Stored]  # of the first leg: [replica, *axes], under `params`
+    first: dict[str, Stored]  # of the first phase: [replica, *axes], under `params`
     second: dict[str, Stored]  # of the second: [*axes] under `opt_state`; [replica, *axes] of arrays it does not split
     steps: Any  # int32 []: reductions so far
 
 
 def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> ErrorState:
-    """No error yet, for arrays that are averaged over `axis`, given without that axis (only shapes are read)."""
+    """Return a zero error for arrays that are averaged over `axis`, given without it (only shapes are read)."""
     leaves = [leaf for leaf in leaves_of(tree, layout, axis, replicated=False) if not leaf.exact]
     first, second = {}, {}
     for leaf in leaves if config.feedback else []:
@@ -45,7 +45,7 @@ def init_error(tree: Tree, layout: Layout, config: ReduceConfig, axis: str) -> E
 
 
 def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
-    if axes[-1].name == LAYERS:  # a fragment takes some of the layers, so blocks cannot lie along them
+    if axes[-1].name == LAYERS:  # a fragment has some of the layers, so blocks cannot span them
         axes = (*axes, Axis("value", 1))
     *others, last = axes
     block = stored_block(last.size // shards(last, layout, mapping))
@@ -54,7 +54,7 @@ def _zeros(axes: tuple[Axis, ...], layout: Layout, mapping) -> Stored:
 
 
 def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
-    """Where each array of an error state lives."""
+    """Return the sharding of each array of an error state."""
     return ErrorState(
         first=layout.shardings(error.first, layout.params),
         second=layout.shardings(error.second, second_mapping(layout, axis)),
@@ -63,12 +63,12 @@ def error_shardings(error: ErrorState, layout: Layout, axis: str) -> ErrorState:
 
 
 def second_mapping(layout: Layout, axis: str):
-    """The mapping of the second leg's errors."""
+    """Return the mapping of the second phase's errors."""
     return {**layout.opt_state, axis: axis}
 
 
 def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
-    """The errors at the start of a step: all zero if `reset_every` steps have passed, and the step counted."""
+    """Return the errors at the start of a step, with the step counted; zero after every `reset_every` steps."""
     counted = error._replace(steps=error.steps + 1)
     if config.feedback is None or config.feedback.reset_every is None:
         return counted
@@ -82,12 +82,12 @@ def next_step(error: ErrorState, config: ReduceConfig) -> ErrorState:
 
 
 def arrays_of(errors: dict[str, Stored], leaves: list[ShardedLeaf]) -> dict[str, Stored]:
-    """The plain arrays of the errors of some leaves."""
+    """Return the plain arrays of the errors of some leaves."""
     found = {leaf.path: errors[leaf.path] for leaf in leaves if leaf.path in errors}
     return {path: Stored(codes.array, scales.array) for path, (codes, scales) in found.items()}
 
 
 def updated(errors: dict[str, Stored], new: dict[str, Stored]) -> dict[str, Stored]:
-    """The errors with new arrays for some of them, under the same axis names."""
+    """Return the errors with new arrays for some of them, under the same axis names."""
     named = {path: jax.tree.unflatten(jax.tree.structure(errors[path]), stored) for path, stored in new.items()}
     return {**errors, **named}

@@ -1,4 +1,4 @@
-"""What quantised averages send, in closed form: the codecs' own bytes, as transfers of a plan."""
+"""The transfers of quantised averages in closed form, from the codecs' own bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Tree = Any
 
 
 def step_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:
-    """What averaging a tree, measuring it and giving updates of it back sends."""
+    """Return the transfers for the average of a tree, its measurement and the gather of its updates."""
     return [*send_messages(reducer, tree), *measure_messages(reducer, 2), *give_back_messages(reducer, tree)]
 
 
 def send_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:
-    """What `reduce` of a tree of arrays without the axis sends."""
+    """Return the transfers of `reduce` for a tree of arrays without the axis."""
     wire, axes = reducer.wire_bytes(tree), (reducer.axis,)
     return [
         Transfer("first leg", "all-to-all", axes, wire.first),
@@ -27,14 +27,14 @@ def send_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:
 
 
 def give_back_messages(reducer: QuantisedReducer, tree: Tree) -> list[Transfer]:
-    """What `give_back` of a tree sends."""
+    """Return the transfers of `all_gather_params` for a tree."""
     wire = reducer.wire_bytes(tree)
     second = Transfer("second leg", "all-gather", (reducer.axis,), wire.given_back)
     return [second, *_finite(reducer, wire.finite_given_back)]
 
 
 def measure_messages(reducer: QuantisedReducer, totals: int) -> list[Transfer]:
-    """What the total of some scalars, and a norm, send."""
+    """Return the transfers for the total of some scalars, and for a norm."""
     return [
         Transfer("totals", "all-gather", (reducer.axis,), totals * FLOAT32 * reducer.lanes),
         Transfer("norm", "all-gather", (reducer.axis,), FLOAT32 * reducer.lanes),
@@ -43,7 +43,7 @@ def measure_messages(reducer: QuantisedReducer, totals: int) -> list[Transfer]:
 
 
 def _finite(reducer: QuantisedReducer, flags: int) -> list[Transfer]:
-    """Whether values are finite: inside a replica as a number for each leg, over the axis as a byte."""
+    """Return the transfers of finiteness flags: numbers inside a replica for each phase, bytes over the axis."""
     return [
         Transfer("finite", "all-gather", (reducer.axis,), flags),
         Transfer("finite", "all-reduce", reducer.fast_axes, FLOAT32 * flags // reducer.lanes),

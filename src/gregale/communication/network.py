@@ -1,7 +1,7 @@
 """The reducer over a network: the average of islands' messages, beside `ExactReducer` and `QuantisedReducer`.
 
-What an axis of the mesh is to those, a `Link` between processes is to this one. Each member's values arrive as the
-uint8 rows that its device encoded (`communication.rows`); the same codecs and feedback make the same two legs of them.
+Those reduce over an axis of the mesh, this one over a `Link` between processes. Each member's device encodes its values
+as uint8 rows (`communication.row_layout`). Codecs, feedback and the two phases are the same.
 
     reducer = NetworkReducer(config, rows)          # rows: how each shard is cut, by its key
     reduced = reducer.reduce(messages, weights, link, error)
@@ -23,7 +23,7 @@ from gregale.communication.row_layout import RowLayout, RowPrograms, no_error, r
 from gregale.communication.shards import host_device
 
 BUCKET_BYTES = 4 << 20
-WAVES_AHEAD = 2  # first legs under way: the one that is decoded, and the one behind it
+WAVES_AHEAD = 2  # first phases in progress: the one being decoded, and the next
 TIMEOUT_SECONDS = 60.0
 
 
@@ -32,28 +32,29 @@ Row = tuple[str, int]
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """A transfer in progress."""
 
     def wait(self, timeout_seconds: float) -> None:
-        """Returns when it is done; raises whatever the link raises if it failed or took longer."""
+        """Return when the transfer is done; raise the link's exception if it failed or took longer."""
         ...
 
 
 class Link(Protocol):
     """Point-to-point messages between the members of a group.
 
-    `send` and `recv` return at once. An array is contiguous, uint8 [bytes], and belongs to the link until its handle
-    was waited for. A message goes to the `recv` of the same peer and tag; tags are below 2^31, each used once a reduce.
+    `send` and `recv` return at once. An array is contiguous, uint8 [bytes], and the link owns it until `wait` of its
+    handle returns. A message goes to the `recv` of the same peer and tag. Tags are below 2^31; each reduce uses a tag
+    once.
     """
 
     @property
     def size(self) -> int:
-        """R, members of the group."""
+        """Return R, the number of members of the group."""
         ...
 
     @property
     def rank(self) -> int:
-        """This member's place among them."""
+        """Return this member's index among them."""
         ...
 
     def send(self, peer: int, data: np.ndarray, tag: int) -> Handle: ...
@@ -62,7 +63,7 @@ class Link(Protocol):
 
 
 class OwnError(NamedTuple):
-    """What the second leg has not sent yet of the rows that a member owns; it lives in host memory."""
+    """The unsent rest of the second phase for a member's own rows; it stays in host memory."""
 
     steps: int  # reductions of this group so far
     rows: dict[Row, Stored]  # by key and row: NumPy arrays
@@ -72,23 +73,24 @@ class Reduced(NamedTuple):
     """An average over the members."""
 
     gradient: dict[str, np.ndarray]  # by key, float32 [size]
-    error: OwnError  # of the second leg, if this average is taken over
+    error: OwnError  # of the second phase, if this average is committed
 
 
 class NetworkReducer:
-    """Averages shards over the members of a group; whoever holds the same link's other ends does the same.
+    """Averages shards over the members of a group; all members of the link run the same steps.
 
-        first leg:  member k sends its message m_k of a bucket to the bucket's owner
+        first phase:  member k sends its message m_k of a bucket to the bucket's owner
                     g = sum_k w_k decode(m_k) / sum_k w_k               in the order of ranks, float32
-        second leg: the owner sends encode2(g + e) to all, and everybody, the owner too, decodes the same bytes
+        second phase: the owner sends encode2(g + e) to all, and all members decode the same bytes
 
     Buckets are consecutive rows, of about `bucket_bytes` of message; bucket i belongs to member i mod R. They are
-    pipelined: the first legs of the next buckets and the second leg of the last are under way while one is decoded.
-    Bucket and owner of a row depend on `rows` and R alone, so a member's second-leg error fits as long as R does.
+    pipelined: while one is decoded, the first phases of the next buckets and the second phase of the last are in
+    progress. Bucket and owner of a row depend only on `rows` and R, so a member's second-phase error stays valid while
+    R does.
 
-    - `config`: the codecs of both legs, and the feedback
+    - `config`: the codecs of both phases, and the feedback
     - `rows`: how each shard is cut, by its key; the same on every member
-    - `bucket_bytes`: of a message of the first leg
+    - `bucket_bytes`: of a message of the first phase
     """
 
     def __init__(self, config: ReduceConfig, rows: Mapping[str, RowLayout], bucket_bytes: int = BUCKET_BYTES):
@@ -102,15 +104,15 @@ class NetworkReducer:
         error: OwnError | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Reduced:
-        """The weighted average of the members' messages, the same bits on all of them.
+        """Return the weighted average of the members' messages, the same bits on all of them.
 
         Arguments:
         - `messages`: this member's, by key uint8 [count, bytes of a row]; not read, and None, if its weight is 0
         - `weights`: w_k by rank, the same on all members; a member with 0 sends nothing of its own, but owns buckets
-        - `error`: of the last reduce of these rows that was committed, by the same group; None: there is none
+        - `error`: of the last committed reduce of these rows by the same group; None if there is none
         - `timeout_seconds`: of each wait for the link
 
-        Raises what the link raises; nothing has changed then. Raises `ValueError` if no weight is above 0.
+        Raises the link's exceptions; nothing has changed then. Raises `ValueError` if no weight is above 0.
         """
         if not sum(weights) > 0:
             raise ValueError(f"the weights of {link.size} members are {list(weights)}: nobody contributes")
@@ -118,7 +120,7 @@ class NetworkReducer:
             return _Reduce(self, messages or {}, weights, link, error, timeout_seconds).run()
 
     def compile(self) -> None:
-        """Compiles what the first `reduce` needs, so that no member waits for another's compiler."""
+        """Compile the programs of the first `reduce`, so that no member waits for another's compiler."""
         with jax.default_device(host_device()):
             for key, rows in self.rows.items():
                 programs, sizes = self.programs(key), self.row_bytes(key)
@@ -128,7 +130,7 @@ class NetworkReducer:
                 programs.decode(second)
 
     def bytes_sent(self, members: int, rank: int = 0, sends: bool = True) -> int:
-        """Bytes that a member of so many sends in a `reduce`; `sends`: whether its weight is above 0."""
+        """Return the bytes that a member sends in a `reduce`; `sends`: whether its weight is above 0."""
         total = 0
         for place, bucket in enumerate(self.buckets(members)):
             if place % members == rank:
@@ -138,12 +140,12 @@ class NetworkReducer:
         return total
 
     def buckets(self, members: int) -> list[list[Row]]:
-        """The rows of each bucket, so many at least that every member of a small group has one."""
+        """Return the rows of each bucket; every member of a small group has at least one bucket."""
         sizes = {(key, row): self.row_bytes(key)[0] for key, rows in self.rows.items() for row in range(rows.count)}
-        most = min(self.bucket_bytes, -(-sum(sizes.values()) // members))
-        found, filled = [], most
+        bucket_limit = min(self.bucket_bytes, -(-sum(sizes.values()) // members))
+        found, filled = [], bucket_limit
         for row, size in sizes.items():
-            if filled + size > most and filled:
+            if filled + size > bucket_limit and filled:
                 found.append([])
                 filled = 0
             found[-1].append(row)
@@ -151,13 +153,13 @@ class NetworkReducer:
         return found
 
     def row_bytes(self, key: str) -> tuple[int, int]:
-        """Bytes of the message of a shard's row in the first leg and in the second."""
+        """Return the bytes of the message of a shard's row in the first phase and in the second."""
         rows = self.rows[key]
         first, second = rows.first_codec(self.config), rows.second_codec(self.config)
         return first.message_bytes(rows.row), second.message_bytes(rows.row)
 
     def programs(self, key: str) -> RowPrograms:
-        """What is compiled for the rows of a shard."""
+        """Return the compiled programs for the rows of a shard."""
         rows, config = self.rows[key], self.config
         keeps = config.feedback is not None and config.gather_codec != "none" and not rows.exact
         beta = config.feedback.beta if config.feedback is not None and keeps else None
@@ -165,7 +167,7 @@ class NetworkReducer:
 
 
 class _Incoming(NamedTuple):
-    """A message that is being received."""
+    """A message that this member is receiving."""
 
     data: np.ndarray
     handle: Handle
@@ -174,8 +176,8 @@ class _Incoming(NamedTuple):
 class _Reduce:
     """One `reduce`. Wave w is the buckets w R to w R + R - 1: one of each member.
 
-    All members go through the waves in one order, and post in a wave all that others wait for in it before they wait
-    themselves for what comes later, so that no two wait for each other.
+    All members go through the waves in one order, and post all of a wave's messages before they wait for a later wave.
+    So no two members wait for each other.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class _Reduce:
         self._buckets = reducer.buckets(link.size)
         self._waves = -(-len(self._buckets) // link.size)
         self._first: dict[int, dict[int, _Incoming]] = {}  # by own bucket: by peer
-        self._second: dict[int, _Incoming | np.ndarray] = {}  # by bucket: on its way, or this member's own
+        self._second: dict[int, _Incoming | np.ndarray] = {}  # by bucket: in transfer, or this member's own
         self._sends: dict[int, list[Handle]] = {}  # by wave
         self._steps, self._kept = _to_begin_with(error, reducer.config)
         self._gradient = {key: np.empty((rows.count, rows.row), np.float32) for key, rows in reducer.rows.items()}
@@ -211,12 +213,12 @@ class _Reduce:
         return Reduced(joined, OwnError(self._steps, jax.tree.map(np.asarray, self._kept)))
 
     def _bucket(self, wave: int, owner: int) -> int | None:
-        """The number of an owner's bucket of a wave; None if the last wave has none for it."""
+        """Return the index of an owner's bucket in a wave; None if the last wave has none for it."""
         number = wave * self._link.size + owner
         return number if number < len(self._buckets) else None
 
     def _peers(self) -> list[int]:
-        """The others, beginning with the next, so that not all send to the same at once."""
+        """Return the other ranks, beginning with the next, so that members send to different peers."""
         link = self._link
         return [(link.rank + step) % link.size for step in range(1, link.size)]
 
@@ -224,7 +226,7 @@ class _Reduce:
         return sum(self._reducer.row_bytes(key)[leg] for key, _ in self._buckets[bucket])
 
     def _post_first(self, wave: int) -> None:
-        """Sends this member's messages to their owners, and receives those of its own bucket."""
+        """Send this member's messages to their owners, and receive those of its own bucket."""
         link, sends = self._link, self._sends.setdefault(wave, [])
         own = self._bucket(wave, link.rank)
         if own is not None:
@@ -242,7 +244,7 @@ class _Reduce:
         return _Incoming(data, self._link.recv(peer, data, tag=2 * bucket + leg))
 
     def _post_second(self, wave: int) -> None:
-        """Averages this member's bucket and sends the average to all, and receives those of the others' buckets."""
+        """Average this member's bucket, send the average to all, and receive those of the others' buckets."""
         link = self._link
         for peer in self._peers():
             bucket = self._bucket(wave, peer)
@@ -255,7 +257,7 @@ class _Reduce:
             self._sends[wave] += [link.send(peer, data, tag=2 * own + 1) for peer in self._peers()]
 
     def _average(self, bucket: int) -> np.ndarray:
-        """The second leg's message of a bucket of this member."""
+        """Return the second phase's message of a bucket of this member."""
         arrived = self._first.pop(bucket)
         for incoming in arrived.values():
             incoming.handle.wait(self._timeout)
@@ -277,7 +279,7 @@ class _Reduce:
         return np.concatenate([np.asarray(message) for message in messages])
 
     def _finish(self, wave: int) -> None:
-        """Decodes the averages of a wave."""
+        """Decode the averages of a wave."""
         link = self._link
         for owner in (link.rank, *self._peers()):
             bucket = self._bucket(wave, owner)
@@ -302,7 +304,7 @@ class _Reduce:
 
 
 def _to_begin_with(error: OwnError | None, config: ReduceConfig) -> tuple[int, dict[Row, Stored]]:
-    """The steps with this one counted, and the errors at its start: none if `reset_every` steps have passed."""
+    """Return the step count including this one, and the errors at its start: none after `reset_every` steps."""
     steps, rows = (0, {}) if error is None else error
     every = config.feedback.reset_every if config.feedback is not None else None
     return steps + 1, {} if every is not None and steps % every == 0 else dict(rows)

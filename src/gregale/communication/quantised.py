@@ -1,9 +1,10 @@
-"""Averages over `replica` in which only codecs' messages cross it: uint8, in few bits, with error feedback.
+"""Averages over `replica` by codecs' messages: uint8, in few bits, with error feedback.
 
-The first leg (`reduce`) is an all-to-all of pieces, which every replica decodes and averages in float32: a
-reduce-scatter. The second (`give_back`) is an all-gather of what was computed from the averages. Integers are
-never summed, and everybody decodes the same bytes, so replicas stay equal to the last bit. Each leg sends the arrays of
-a tree as one message, for one latency instead of one an array; a message is small, an eighth of the tree at 4 bits.
+The first phase (`reduce`) is an all-to-all of shards, which every replica decodes and averages in float32: a
+reduce-scatter. The second (`all_gather_params`) is an all-gather of values computed from the averages. Integers are
+never summed, and all replicas decode the same bytes, so replicas stay equal to the last bit. Each phase sends the
+arrays of a tree as one message, for one latency instead of one per array. A message is small, an eighth of the tree at
+4 bits.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class WireBytes(NamedTuple):
     """Payload of one device in a step over `replica`: an all-to-all's operand, an all-gather's result."""
 
     scalars: int  # all-gather: the scalars of the tree, as float32
-    first: int  # all-to-all: the first leg
-    second: int  # all-gather: the second leg of arrays that `opt_state` does not split, in `reduce`
-    given_back: int  # all-gather: the second leg of the others, in `give_back`
-    finite: int  # all-gathers: with feedback, a byte from each replica for each leg in `reduce` that quantises
-    finite_given_back: int  # the same, in `give_back`
+    first: int  # all-to-all: the first phase
+    second: int  # all-gather: the second phase of arrays that `opt_state` does not split, in `reduce`
+    given_back: int  # all-gather: the second phase of the others, in `all_gather_params`
+    finite: int  # all-gathers: with feedback, a byte from each replica for each phase in `reduce` that quantises
+    finite_given_back: int  # the same, in `all_gather_params`
 
     def of_reduce(self) -> int:
         return self.scalars + self.first + self.second + self.finite
@@ -52,7 +53,7 @@ class WireBytes(NamedTuple):
 
 
 class QuantisationLoss(NamedTuple):
-    """What the first leg loses."""
+    """The error of the first phase."""
 
     relative_error: jax.Array  # float32 []: |h - decode(encode(h))| / |h|, over all replicas, with h = g + e
     error_norm: jax.Array  # float32 []: |e|, over all replicas; 0 without feedback
@@ -63,7 +64,7 @@ class QuantisedReducer:
     """Averages a tree over `axis` through the codecs of `config`; see `communication.reduce.ExactReducer`.
 
     - `layout`: the mesh and the mappings; `opt_state` splits an array no further than `params` does, but over `axis`
-    - `config`: the codecs of both legs, and the feedback
+    - `config`: the codecs of both phases, and the feedback
     - `axis`: the axis to reduce, `replica` or `island`
     """
 
@@ -72,15 +73,15 @@ class QuantisedReducer:
     axis: str = REPLICA
 
     def init(self, tree: Tree) -> ErrorState:
-        """No error yet, for a tree of arrays without the axis."""
+        """Return a zero error, for a tree of arrays without the axis."""
         return init_error(tree, self.layout, self.config, self.axis)
 
     def shardings(self, error: ErrorState) -> ErrorState:
-        """Where each array of an error lives."""
+        """Return the sharding of each array of an error."""
         return error_shardings(error, self.layout, self.axis)
 
     def totals(self, *scalars: NamedArray) -> list[jax.Array]:
-        """Sums over the axis of [replica] arrays, exactly: over it go the bytes of their float32 values."""
+        """Return exact sums over the axis of [replica] arrays: the bytes of float32 values cross it."""
 
         def on_device(scalars):
             return totals([shard[0] for shard in scalars], self.axis)
@@ -91,7 +92,7 @@ class QuantisedReducer:
         return run([scalar.array for scalar in scalars])
 
     def reduce(self, sums: Tree, weight: jax.Array, error: ErrorState) -> tuple[Tree, ErrorState]:
-        """`(sum over replica of sums) / weight` under `opt_state`, up to quantisation.
+        """Return `(sum over replica of sums) / weight` under `opt_state`, up to quantisation.
 
             g = sums / (weight / R)       h = g + e       message = encode(h)
             average = mean over replicas of decode(message)     e = beta e + (1 - beta) (h - decode(message))
@@ -99,14 +100,14 @@ class QuantisedReducer:
         Dividing by the mean weight first makes the plain mean of the decoded messages the weighted average, and keeps
         the error in the units of the average from one step to the next, however many tokens a step has.
 
-        An array that `opt_state` splits ends as a reduce-scatter would leave it. Others are cut flat into R padded
-        pieces, averaged alike, and brought together by the second leg's codec. Scalars go exactly, as the bytes of
-        float32. If a value on any device is not finite, neither is its average, and the error stays as it was.
+        An array that `opt_state` splits has the result of a reduce-scatter. Others are cut flat into R padded shards,
+        averaged in the same way, and gathered by the second phase's codec. Scalars are exact, as the bytes of float32.
+        If a value on any device is not finite, neither is its average, and the error stays as it was.
 
         Arguments:
         - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
         - `weight`: float32 scalar, the total of all replicas
-        - `error`: of `init`, or of the step before
+        - `error`: from `init`, or from the step before
         """
         leaves = leaves_of(sums, self.layout, self.axis, replicated=True)
         error = next_step(error, self.config)
@@ -133,12 +134,12 @@ class QuantisedReducer:
         return _like(sums, leaves, averages), error
 
     def all_gather_params(self, reduced: Tree, error: ErrorState) -> tuple[Tree, ErrorState]:
-        """What was computed under `opt_state`, under `params` again, through the second leg's codec.
+        """Gather values from `opt_state` to `params`, through the second phase's codec.
 
             h = x + e        given back = decode(encode(h))        e = beta e + (1 - beta) (h - given back)
 
-        All replicas get the same bits, the one that a value comes from too. Arrays that `opt_state` does not split are
-        whole already and stay as they are.
+        All replicas get the same bits, the sender too. Arrays that `opt_state` does not split are whole already and do
+        not change.
 
         Arguments:
         - `reduced`: the tree that `reduce` returned, or one of the same structure and shapes
@@ -170,7 +171,7 @@ class QuantisedReducer:
         return _like(reduced, leaves, [arrays[leaf.path] for leaf in leaves]), error
 
     def measure(self, sums: Tree, weight: jax.Array, error: ErrorState) -> QuantisationLoss:
-        """What `reduce` would lose of these sums. For a program of its own: figures cross all axes as float32."""
+        """Return the loss of `reduce` for these sums, in a separate program: metrics cross all axes as float32."""
         leaves = [leaf for leaf in leaves_of(sums, self.layout, self.axis, replicated=True) if not leaf.exact]
         kept = arrays_of(error.first, leaves)
         codec, mesh = self.config.first_codec(), self.layout.mesh
@@ -201,7 +202,7 @@ class QuantisedReducer:
         return QuantisationLoss(jnp.sqrt(lost / whole), jnp.sqrt(waiting))
 
     def norm(self, reduced: Tree) -> jax.Array:
-        """The L2 norm of a tree under `opt_state`; over `axis` go the bytes of one float32."""
+        """Return the L2 norm of a tree under `opt_state`; the bytes of one float32 cross `axis`."""
         layout = self.layout
         leaves = leaves_of(reduced, layout, self.axis, replicated=False)
         splits = [_split_over(leaf.opt_state) for leaf in leaves]
@@ -217,7 +218,7 @@ class QuantisedReducer:
         return jnp.sqrt(run([self._array(x) for x in _leaves(reduced)]))
 
     def wire_bytes(self, tree: Tree) -> WireBytes:
-        """What `reduce` and `give_back` move, in closed form from the shapes of arrays without the axis."""
+        """Return the bytes of `reduce` and `all_gather_params`, from the shapes of arrays without the axis."""
         leaves = leaves_of(tree, self.layout, self.axis, replicated=False)
         arrays, lanes, config = [leaf for leaf in leaves if not leaf.exact], self.lanes, self.config
 
@@ -235,17 +236,17 @@ class QuantisedReducer:
         return WireBytes(exact, first, second, given_back, lanes * flags, lanes * (keeps_second and given_back > 0))
 
     def bytes_sent(self, tree: Tree) -> int:
-        """Bytes that a device sends over `axis` to reduce a tree and to give it back, without totals and norm."""
+        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
         return (self.lanes - 1) * sum(self.wire_bytes(tree)) // self.lanes
 
     @property
     def lanes(self) -> int:
-        """Size of the axis."""
+        """Return the size of the axis."""
         return self.layout.axis(self.axis).size
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
-        """The other mesh axes, but those of size 1."""
+        """Return the other mesh axes, except those of size 1."""
         return tuple(axis for axis, size in self.layout.mesh.shape.items() if axis != self.axis and size > 1)
 
     def _leg(self, codec: Codec) -> CollectivePhase:
@@ -253,7 +254,7 @@ class QuantisedReducer:
         return CollectivePhase(codec, feedback.beta if feedback else 0.0, self.axis, self.fast_axes)
 
     def _reduce_on_device(self, leaves: list[ShardedLeaf], values: dict, weight: jax.Array, errors: tuple):
-        """Local sums by path, total weight, (first, second) errors -> averages by path, the errors."""
+        """Turn local sums by path, total weight and (first, second) errors into averages by path, and the errors."""
         first, second = errors
         arrays = [leaf for leaf in leaves if not leaf.exact]
         exact = [leaf.path for leaf in leaves if leaf.exact]
@@ -271,19 +272,19 @@ class QuantisedReducer:
         return averages, first, second
 
     def _arrays(self, tree: Tree) -> list[jax.Array]:
-        """The arrays of a tree but its scalars, with the axis first."""
+        """Return the arrays of a tree except its scalars, with the axis first."""
         arrays = [self._array(leaf) for leaf in _leaves(tree)]
         return [array for array in arrays if array.ndim > 1]
 
     def _array(self, leaf) -> jax.Array:
-        """A leaf's array, with the axis first where it has it."""
+        """Return a leaf's array, with the axis first if it has it."""
         if not isinstance(leaf, NamedArray):
             return leaf
         return leaf.rearrange((self.axis, ...)).array if self.axis in leaf.axis_names else leaf.array
 
 
 def _split_over(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes of a partition."""
+    """Return the mesh axes of a partition."""
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     return tuple(name for entry in entries for name in entry)
 
@@ -293,6 +294,6 @@ def _leaves(tree: Tree) -> list:
 
 
 def _like(tree: Tree, leaves: list[ShardedLeaf], arrays: list[jax.Array]) -> Tree:
-    """The arrays in the structure of the tree, with the axes of the leaves."""
+    """Return the arrays in the structure of the tree, with the axes of the leaves."""
     wrapped = [leaf.wrap(array) for leaf, array in zip(leaves, arrays, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_named), wrapped)

@@ -1,4 +1,4 @@
-"""The one place where `replica` (or `island`, above it) is reduced, and where what was reduced is given back."""
+"""The only module that reduces `replica` (or `island`, above it), and gathers the updated parameters."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ExactReducer:
-    """Averages a tree over `axis` in float32 and gives back what was computed from the averages.
+    """Averages a tree over `axis` in float32 and gathers the updates computed from the averages.
 
-    A method calls `reduce` and `all_gather_params` once a step each, and hands the error that one returns to the next.
-    Here the error is None; `communication.quantised.QuantisedReducer`, with the same methods, returns the unsent rest.
+    A method calls `reduce` and `all_gather_params` once a step each, and passes the error of one call to the next. Here
+    the error is None; `communication.quantised.QuantisedReducer`, with the same methods, returns the unsent rest.
     """
 
     layout: Layout
     axis: str = REPLICA
 
     def init(self, tree: Tree) -> None:
-        """The error before the first step, for a tree of arrays without the axis."""
+        """Return the error before the first step, for a tree of arrays without the axis."""
 
     def shardings(self, error: None) -> None:
-        """Where each array of an error lives."""
+        """Return the sharding of each array of an error."""
 
     def totals(self, *scalars: NamedArray) -> list[jax.Array]:
-        """Sums over the axis of [replica] arrays: weights, losses."""
+        """Return sums over the axis of [replica] arrays: weights, losses."""
         return [_sum_over(scalar.array, self.axis, (), self.layout) for scalar in scalars]
 
     def reduce(self, sums: Tree, weight: jax.Array, error: None) -> tuple[Tree, None]:
-        """`reduce_replicas`."""
+        """Run `reduce_replicas`."""
         return reduce_replicas(sums, weight, self.layout, self.axis), error
 
     def all_gather_params(self, reduced: Tree, error: None) -> tuple[Tree, None]:
-        """What was computed under `opt_state`, under `params` again: one all-gather over `axis` an array."""
+        """Gather values from `opt_state` to `params`: one all-gather over `axis` per array."""
         return all_gather_params(reduced, self.layout), error
 
     def norm(self, reduced: Tree) -> jax.Array:
-        """The L2 norm of a tree under `opt_state`."""
+        """Return the L2 norm of a tree under `opt_state`."""
         return global_norm(reduced)
 
     def bytes_sent(self, tree: Tree) -> int:
-        """Bytes that a device sends over `axis` to reduce a tree and to give it back, without totals and norm."""
+        """Return the bytes that a device sends over `axis` to reduce and gather a tree, without totals and norm."""
         return bytes_sent(tree, self.layout, self.axis)
 
 
 def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: str = REPLICA) -> Tree:
-    """`(sum over replica of sums) / weight`, under the `opt_state` mapping.
+    """Return `(sum over replica of sums) / weight`, under the `opt_state` mapping.
 
     An array that `opt_state` splits over `replica` takes exactly one reduce-scatter over `replica`: a device's shard
     of the result is a slice of its own shard of the sums. Others (too small to be split) take one all-reduce.
@@ -63,7 +63,7 @@ def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: s
     Arguments:
     - `sums`: named arrays with an axis `replica`, or plain arrays whose first axis is the replica; under `params`
     - `weight`: scalar, the total of all replicas
-    - `axis`: the axis to reduce, where it is not `replica`
+    - `axis`: the axis to reduce, by default `replica`
     """
 
     def one(leaf):
@@ -77,7 +77,7 @@ def reduce_replicas(sums: Tree, weight: jax.Array | int, layout: Layout, axis: s
 
 
 def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layout) -> jax.Array:
-    """[axis, *names] under `params` -> its sum over the first axis, [*names] under `opt_state`."""
+    """Sum [axis, *names] under `params` over the first axis to [*names] under `opt_state`."""
     if axis not in layout.params:
         return array[0]
     cuts = [further_split(name, layout) for name in names]
@@ -99,19 +99,19 @@ def _sum_over(array: jax.Array, axis: str, names: tuple[str, ...], layout: Layou
 
 
 def further_split(name: str, layout: Layout) -> tuple[str, ...]:
-    """The mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
+    """Return the mesh axes by which `opt_state` splits an axis further than `params` does, in their order."""
     coarse = layout.mesh_axes((name,), layout.params)
     return layout.mesh_axes((name,), layout.opt_state)[len(coarse) :]
 
 
 def own_part(shard: jax.Array, dimension: int, mesh_axis: str) -> jax.Array:
-    """Inside `shard_map`: what a device keeps of its shard when a dimension is split over one more mesh axis."""
+    """Inside `shard_map`: return a device's part of its shard when one more mesh axis splits a dimension."""
     size = shard.shape[dimension] // jax.lax.axis_size(mesh_axis)
     return jax.lax.dynamic_slice_in_dim(shard, jax.lax.axis_index(mesh_axis) * size, size, dimension)
 
 
 def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:
-    """Bytes that a device sends over `axis` to reduce a tree and to give it back: 2 (n - 1) / n of its shard.
+    """Return the bytes that a device sends over `axis` to reduce and gather a tree: 2 (n - 1) / n of its shard.
 
     Arguments:
     - `tree`: named or plain arrays without the axis, or their abstract forms; float32 is sent
@@ -126,5 +126,5 @@ def bytes_sent(tree: Tree, layout: Layout, axis: str = REPLICA) -> int:
 
 
 def all_gather_params(reduced: Tree, layout: Layout) -> Tree:
-    """What was computed under `opt_state`, under `params` again: one all-gather over `replica` an array."""
+    """Gather values from `opt_state` to `params`: one all-gather over `replica` per array."""
     return layout.constrain(reduced, layout.params)

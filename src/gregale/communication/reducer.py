@@ -1,4 +1,4 @@
-"""The choice of how replicas average: exactly, or through codecs."""
+"""The choice of the replicas' average: exact, or by codecs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Reducer = ExactReducer | QuantisedReducer
 
 
 def reducer_of(config: ReduceConfig, layout: Layout, axis: str = REPLICA) -> Reducer:
-    """The reducer that a configuration asks for: an exact one unless a leg has a codec."""
+    """Return the reducer of a configuration: exact unless a phase has a codec."""
     return QuantisedReducer(layout, config, axis) if config.quantised else ExactReducer(layout, axis)

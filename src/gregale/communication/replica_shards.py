@@ -1,4 +1,4 @@
-"""How the local shard of an array is cut into one piece for each replica, and put together again."""
+"""Cut the local shard of an array into one shard for each replica, and join them again."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tree = Any
 
 @dataclass(frozen=True)
 class ShardedLeaf:
-    """An array of a tree, without the axis that is reduced (`replica`, `island`), as one device holds it.
+    """An array of a tree on one device, without the axis that is reduced (`replica`, `island`).
 
-    - `path`: where it is in the tree
-    - `axes`: its axes; a plain array's are named by their place
+    - `path`: its path in the tree
+    - `axes`: its axes; a plain array's are named by their index
     - `named`: whether it is a NamedArray
     - `params`, `opt_state`: its partition under the two mappings
     - `shape`: of a device's shard under `params`
     - `split`: the dimension that `opt_state` splits over that axis, None if it splits none
-    - `replicas`: pieces to cut it into
+    - `replicas`: the number of shards to cut it into
     """
 
     path: str
@@ -40,12 +40,12 @@ class ShardedLeaf:
 
     @property
     def exact(self) -> bool:
-        """Scalars are reported, not trained: they go as they are."""
+        """Return whether it is a scalar: scalars are metrics, not parameters, and are sent exactly."""
         return not self.axes
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """A device's shard under `opt_state`; of an array that is not split, its part of the padded flat shard."""
+        """Return a device's shard under `opt_state`; of an unsplit array, its part of the padded flat shard."""
         if self.split is None:
             return (-(-prod(self.shape) // self.replicas),)
         shape = list(self.shape)
@@ -57,7 +57,7 @@ class ShardedLeaf:
         return prod(self.piece_shape)
 
     def to_replica_shards(self, shard: jax.Array) -> jax.Array:
-        """[*shape] -> [replicas, piece_size]; row r is what a reduce-scatter leaves on replica r."""
+        """Turn [*shape] into [replicas, piece_size]; row r is replica r's result of a reduce-scatter."""
         if self.split is None:
             flat = shard.reshape(-1)
             return jnp.pad(flat, (0, self.replicas * self.piece_size - flat.size)).reshape(self.replicas, -1)
@@ -66,19 +66,19 @@ class ShardedLeaf:
         return jnp.moveaxis(parts, d, 0).reshape(self.replicas, -1)
 
     def from_replica_shards(self, pieces: jax.Array) -> jax.Array:
-        """[replicas, piece_size] -> [*shape]"""
+        """Turn [replicas, piece_size] into [*shape]."""
         if self.split is None:
             return pieces.reshape(-1)[: prod(self.shape)].reshape(self.shape)
         parts = jnp.moveaxis(pieces.reshape(self.replicas, *self.piece_shape), 0, self.split)
         return parts.reshape(self.shape)
 
     def wrap(self, array: jax.Array):
-        """The array with the axis names of the leaf."""
+        """Return the array with the axis names of the leaf."""
         return NamedArray(array, tuple(axis.name for axis in self.axes)) if self.named else array
 
 
 def leaves_of(tree: Tree, layout: Layout, axis: str, replicated: bool) -> list[ShardedLeaf]:
-    """The arrays of a tree of named or plain arrays, in its order.
+    """Return the arrays of a tree of named or plain arrays, in its order.
 
     - `axis`: the axis that is reduced, `replica` or `island`
     - `replicated`: whether the arrays have that axis (of a plain array, the first); it is left out
@@ -102,5 +102,5 @@ def _leaf(path: str, axes: tuple[Axis, ...], named: bool, layout: Layout, axis: 
 
 
 def shards(axis: Axis, layout: Layout, mapping) -> int:
-    """Devices over which a mapping splits an axis."""
+    """Return the number of devices over which a mapping splits an axis."""
     return prod(layout.mesh.shape[name] for name in layout.mesh_axes((axis,), mapping))

@@ -1,6 +1,6 @@
-"""How the values of one device's shard are cut into rows, each encoded and sent by itself over a network.
+"""The division of one device's shard into rows, each encoded and sent separately over a network.
 
-And what a member of a group computes of a row, on its processor.
+It also has the programs that a member of a group runs for a row, on its processor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROW_VALUES = 1 << 16  # 256 kB of float32; a row is decoded in one call
 
 
 class RowLayout(NamedTuple):
-    """A shard's values as equal rows; the last one is filled with zeros.
+    """A shard's values as equal rows; the last one is padded with zeros.
 
     A row is a whole number of blocks of the codecs, so that no block holds values of two rows. One row has the shard's
     own number of values.
@@ -30,7 +30,7 @@ class RowLayout(NamedTuple):
     - `size`: values of the shard
     - `count`: rows
     - `row`: values of a row
-    - `exact`: whether they go as float32 whatever the codecs, as scalars do
+    - `exact`: whether they are sent as float32 with any codec, as scalars are
     """
 
     size: int
@@ -39,25 +39,25 @@ class RowLayout(NamedTuple):
     exact: bool = False
 
     def to_rows(self, values: jax.Array) -> jax.Array:
-        """[size] -> [count, row]"""
+        """Turn [size] into [count, row]."""
         return jnp.pad(values, (0, self.count * self.row - self.size)).reshape(self.count, self.row)
 
     def from_rows(self, rows: jax.Array) -> jax.Array:
-        """[count, row] -> [size]"""
+        """Turn [count, row] into [size]."""
         return rows.reshape(-1)[: self.size]
 
     def first_codec(self, config: ReduceConfig) -> Codec:
-        """The codec of the first leg."""
+        """Return the codec of the first phase."""
         return EXACT if self.exact else config.first_codec()
 
     def second_codec(self, config: ReduceConfig) -> Codec:
-        """The codec of the second leg."""
+        """Return the codec of the second phase."""
         return EXACT if self.exact else config.second_codec()
 
 
-def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = ROW_VALUES) -> RowLayout:
-    """The rows of a shard of `size` values, of about `most` values at most: equal, and whole blocks if several."""
-    count = max(1, -(-size // most))
+def rows_of(size: int, config: ReduceConfig, exact: bool = False, max_values: int = ROW_VALUES) -> RowLayout:
+    """Return the equal rows of a shard of `size` values, at most about `max_values` each; whole blocks if several."""
+    count = max(1, -(-size // max_values))
     if count == 1:
         return RowLayout(size, 1, size, exact)
     row = -(-size // (count * config.block)) * config.block
@@ -65,18 +65,18 @@ def rows_of(size: int, config: ReduceConfig, exact: bool = False, most: int = RO
 
 
 class RowPrograms(NamedTuple):
-    """What a member computes of a row, compiled for the processor: one set for each length of rows."""
+    """The compiled programs of a member for a row, for the processor: one set for each length of rows."""
 
     size: int  # values of a row
     add: Callable[..., Any]  # (sum [size], message, weight) -> sum + weight * decode(message)
     encode: Callable[..., Any]  # (sum, total weight, error or None) -> message of the average, next error or None
-    decode: Callable[..., Any]  # message -> what everybody gets, [size]
+    decode: Callable[..., Any]  # message -> the values that all members get, [size]
     keeps_error: bool
 
 
 @lru_cache(maxsize=4096)
 def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> RowPrograms:
-    """The programs for rows of `size` values; `beta`: of the second leg's feedback, None without."""
+    """Return the programs for rows of `size` values; `beta`: of the second phase's feedback, None without."""
 
     def add(total: jax.Array, message: jax.Array, weight: jax.Array) -> jax.Array:
         return total + weight * first.decode(message, size)
@@ -96,5 +96,5 @@ def row_programs(first: Codec, second: Codec, beta: float | None, size: int) -> 
 
 
 def no_error(size: int) -> Stored:
-    """No error yet, of a row."""
+    """Return a zero error of a row."""
     return Stored(np.zeros(size, np.uint8), np.zeros(size // stored_block(size), jnp.bfloat16))

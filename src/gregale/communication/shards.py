@@ -1,7 +1,7 @@
-"""Arrays in shards between the devices and the memory of this host.
+"""Move arrays in shards between the devices and the memory of this host.
 
-A shard's key is `{path of its array}|{its place along each axis}`: the same on every island of the same mesh, and on
-each host another, but for what two hosts both hold.
+A shard's key is `{path of its array}|{its index along each axis}`: the same on every island with the same mesh. Two
+hosts share a key only if both hold the shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Index = tuple[slice, ...]
 
 
 def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
-    """The key of the shard of an array of this shape that lies at `index`."""
+    """Return the key of the shard at `index` of an array of this shape."""
     places = []
     for part, size in zip(index, shape, strict=True):
         start, stop, _ = part.indices(size)
@@ -29,18 +29,18 @@ def shard_key(path: str, index: Index, shape: Sequence[int]) -> str:
 
 
 def keys_here(path: str, shape: tuple[int, ...], sharding: NamedSharding) -> list[str]:
-    """The keys of an array's shards on this host, each once."""
+    """Return the keys of an array's shards on this host, each once."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({shard_key(path, index, shape) for index in indices if index is not None})
 
 
 def shards_here(path: str, array: jax.Array) -> dict[str, jax.Array]:
-    """An array's shards on this host by key, each once, on a device of theirs."""
+    """Return an array's shards on this host by key, each once, on one of their devices."""
     return {shard_key(path, shard.index, array.shape): shard.data for shard in array.addressable_shards}
 
 
 def on_host(messages: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """The messages of `Island.depart` by key, uint8 [rows, bytes of a row]; waits until the devices have made them.
+    """Return the messages of `Island.depart` by key, uint8 [rows, bytes of a row]; wait for the devices.
 
     They may be views of the devices' own memory: read only, valid as long as they are referenced.
     """
@@ -57,16 +57,16 @@ def on_host(messages: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
 def on_devices(
     parts: Mapping[str, np.ndarray], path: str, shape: tuple[int, ...], sharding: NamedSharding
 ) -> jax.Array:
-    """The array of which this host has the shards of its devices, by key."""
+    """Return the array whose shards this host has for its devices, by key."""
     return jax.make_array_from_callback(shape, sharding, lambda index: parts[shard_key(path, index or (), shape)])
 
 
 def host_device() -> Any:
-    """The device on which this host computes what is no step: its processor. Raises `UserError` if JAX has none."""
+    """Return the processor, for computations outside of steps. Raise `UserError` if JAX has none."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         raise UserError(
             f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')!r}, so JAX may not use the processor, on which islands "
-            f"make the outer step. Add it behind what is there: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
+            f"make the outer step. Add it to the present value: JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')},cpu."
         ) from None

@@ -1,4 +1,4 @@
-"""What is read of an object store, kept on this host's disk: pieces by their checksums, within a bound."""
+"""A cache on this host's disk for chunks of an object store, addressed by checksum and limited in size."""
 
 import hashlib
 import os
@@ -11,34 +11,34 @@ from threading import Lock
 
 from gregale.atomic_files import write_bytes
 
-KEPT = 0.9  # of the bound, when what was not used for longest goes
-SCANS = 16  # of the folder, while as much is written as the bound allows
+KEPT = 0.9  # of the limit: eviction ends here
+SCANS = 16  # scans of the folder for each limit's worth of bytes written
 STRIPES = 64
 
 
 class ChunkCache:
-    """A folder of pieces, each named by its SHA-256, which several processes may share.
+    """A folder of chunks, each named by its SHA-256, which several processes may share.
 
-    A piece is checked when a process first reads it; a damaged one is fetched again. A disk that is full or cannot be
-    written to keeps nothing, and everything is fetched.
+    A process checks a chunk on the first read and fetches a damaged chunk again. If the disk is full or read-only, the
+    cache stores nothing and every chunk is fetched.
 
     Args:
-        folder: made when there is something to keep.
-        most_bytes: of all pieces together; those that were not read for longest go first. A quarter of the disk if not
-            given.
+        folder: created when the first chunk is stored.
+        max_bytes: the limit of all chunks together; the least recently read chunks are removed first. By default a
+            quarter of the disk.
     """
 
-    def __init__(self, folder: Path, most_bytes: int | None = None):
-        self._folder, self._given_bytes = folder, most_bytes
+    def __init__(self, folder: Path, max_bytes: int | None = None):
+        self._folder, self._given_bytes = folder, max_bytes
         self._sound: set[str] = set()
-        self._unseen_bytes: int | None = None  # written since the folder was looked at
+        self._unseen_bytes: int | None = None  # written since the last scan of the folder
         self._room = Lock()
         self._fetching = [Lock() for _ in range(STRIPES)]
 
     def get(self, sha256: str, fetch: Callable[[], bytes]) -> bytes:
-        """The content with this checksum, from the disk or else from `fetch`, which vouches for it."""
+        """Return the content with this checksum, from the disk or else from `fetch`, which verifies it."""
         path = self._folder / sha256[:2] / sha256
-        with self._fetching[int(sha256[:8], 16) % STRIPES]:  # who wants the same waits for it
+        with self._fetching[int(sha256[:8], 16) % STRIPES]:  # only one thread fetches a chunk; the others wait
             found = self._read(path, sha256)
             if found is None:
                 found = fetch()
@@ -63,12 +63,12 @@ class ChunkCache:
             self._sound.add(sha256)
         with self._room:
             self._unseen_bytes = None if self._unseen_bytes is None else self._unseen_bytes + len(content)
-            if self._unseen_bytes is None or self._unseen_bytes > self._most_bytes // SCANS:
+            if self._unseen_bytes is None or self._unseen_bytes > self._max_bytes // SCANS:
                 self._unseen_bytes = 0
                 self._make_room()
 
     @cached_property
-    def _most_bytes(self) -> int:
+    def _max_bytes(self) -> int:
         if self._given_bytes is not None:
             return self._given_bytes
         there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
@@ -81,10 +81,10 @@ class ChunkCache:
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))
         size = sum(each for _, each, _ in found)
-        if size <= self._most_bytes * (1 - 1 / SCANS):  # until the next look
+        if size <= self._max_bytes * (1 - 1 / SCANS):  # until the next scan
             return
         for _, each, path in sorted(found):
-            if size <= KEPT * self._most_bytes * (1 - 1 / SCANS):
+            if size <= KEPT * self._max_bytes * (1 - 1 / SCANS):
                 break
             with suppress(OSError):
                 path.unlink()

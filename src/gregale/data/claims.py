@@ -1,10 +1,10 @@
-"""One of several processes, on any hosts that see the same disk or store, does a piece of work; the others wait.
+"""Claims: one of several processes, on any hosts with a common disk or store, does some work; the others wait.
 
-The process that creates the claim, a small file, does the work, and rewrites the claim every few seconds. When the
-claim stands still for `LOST_SECONDS`, or its process is gone from this machine, another process removes it and takes
-over. This needs no locks, which object stores and many network disks lack, and compares no clocks.
+The process that creates the claim, a small file, does the work and rewrites the claim every few seconds. If the claim
+does not change for `LOST_SECONDS`, or its process has exited on this machine, another process removes the claim and
+continues. This needs no locks, which object stores and many network disks lack, and compares no clocks.
 
-Nothing but time depends on it: processes that do the same work at once, after a pause or a race, write the same bytes.
+Only time depends on the claim: two processes that do the same work after a pause or a race write the same bytes.
 """
 
 import json
@@ -31,16 +31,16 @@ def once(
     is_done: Callable[[], bool],
     waiting: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do the work, unless another process does it; return when it is done, or was tried by this process.
+    """Do the work unless another process does it; return when it is done or this process has tried it.
 
     Args:
-        claim: where the processes find one another; its folder has to be there.
-        work: what is to do.
-        is_done: whether there is nothing to do any more.
-        waiting: called now and then while another process works.
+        claim: the file by which the processes coordinate; its folder must exist.
+        work: does the work.
+        is_done: returns whether the work is done.
+        waiting: called repeatedly while another process works.
 
     Raises:
-        UserError: the parent process does the work, and would wait for this one.
+        UserError: the parent process does the work and would wait for this process.
     """
     seen, since = None, time.monotonic()
     mine = {"machine": machine(), "pid": os.getpid(), "token": secrets.token_hex(8), "beat": 0}
@@ -63,7 +63,7 @@ def once(
 
 
 def read(claim: StoragePath) -> dict:
-    """Return what a claim says; nothing if there is none, or not a whole one."""
+    """Return the content of a claim; empty if the claim is missing or incomplete."""
     with suppress(FileNotFoundError, ValueError):
         return json.loads(claim.read_bytes())
     return {}
@@ -71,14 +71,14 @@ def read(claim: StoragePath) -> dict:
 
 @contextmanager
 def beating(claim: StoragePath, mine: dict) -> Iterator[None]:
-    """Rewrite a claim every few seconds while the block runs, and remove it in the end."""
+    """Rewrite a claim every few seconds while the block runs; remove it at the end."""
     ended = Event()
 
     def beat() -> None:
         count = 0
         while not ended.wait(BEAT_SECONDS):
             count += 1
-            with suppress(OSError, UserError):  # of a store that is out of order: another process may take over
+            with suppress(OSError, UserError):  # if the store fails, another process may take over
                 write_bytes(claim, json.dumps(mine | {"beat": count}).encode())
 
     thread = Thread(target=beat, daemon=True, name="claim")

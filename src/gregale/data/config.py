@@ -1,4 +1,4 @@
-"""The data part of a configuration: which text to train on, and how it becomes examples."""
+"""The data configuration: the training text, and how it becomes examples."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,7 +17,7 @@ SOURCES, VALIDATION = "sources", "validation"
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
-    """Which text to train on, and how it becomes examples."""
+    """The training text, and how it becomes examples."""
 
     removed_keys: ClassVar = {
         "order": RemovedKey(
@@ -79,12 +79,12 @@ class DataConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is any text to evaluate on."""
+        """Return whether there is text to evaluate on."""
         return self.held_out > 0 or bool(self.validation)
 
 
 def __getattr__(name: str) -> Any:
-    """Return `prepare` of `gregale.data.preparation`, which programs import from here too."""
+    """Return `prepare` of `gregale.data.preparation`, so that programs can import it from here."""
     if name == "prepare":
         return import_module("gregale.data.preparation").prepare
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

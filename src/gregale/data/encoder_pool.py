@@ -1,7 +1,7 @@
 """Processes that encode the parts of a store.
 
-They import this module and what it needs; it must never import JAX, which would take a device and seconds of start-up
-in every one of them.
+The processes import this module and its dependencies. It must never import JAX, which would take a device and seconds
+of start-up in each of them.
 """
 
 import multiprocessing
@@ -21,26 +21,26 @@ UNGUARDED = "A script that calls this must do so under `if __name__ == '__main__
 
 
 class EncoderPool:
-    """Encodes parts, in processes of its own or, if it may have one only, in this one; use it in a `with` statement.
+    """Encodes parts in worker processes, or in this process if the limit is one; use it in a `with` statement.
 
     Args:
-        most: processes that there may be.
-        tokenizer: by what.
-        folder: where the parts lie.
+        max_processes: the maximum number of worker processes.
+        tokenizer: encodes the text.
+        folder: the folder of the parts.
     """
 
-    def __init__(self, most: int, tokenizer: Tokenizer, folder: StoragePath):
-        self.most = most
+    def __init__(self, max_processes: int, tokenizer: Tokenizer, folder: StoragePath):
+        self._max_processes = max_processes
         self._tokenizer, self._folder = tokenizer, folder
         self._pool = None
-        if most > 1:
-            context = multiprocessing.get_context("spawn")  # they are started when there is work for them
-            self._pool = ProcessPoolExecutor(most, context, start_worker, (tokenizer.to_json(),))
+        if max_processes > 1:
+            context = multiprocessing.get_context("spawn")  # a worker starts when it has work
+            self._pool = ProcessPoolExecutor(max_processes, context, start_worker, (tokenizer.to_json(),))
         self._running: dict[Future, EncodeTask] = {}
         self._others = set(multiprocessing.active_children())
 
     def __len__(self) -> int:
-        """How many parts are being encoded."""
+        """Return the number of parts in progress."""
         return len(self._running)
 
     def __enter__(self) -> "EncoderPool":
@@ -49,13 +49,13 @@ class EncoderPool:
     def __exit__(self, kind: type | None, *_: object) -> None:
         if self._pool is None:
             return
-        if kind is not None:  # after a mistake or Ctrl-C, the parts that are begun are not waited for
+        if kind is not None:  # after an error or Ctrl-C, do not wait for parts in progress
             for process in set(multiprocessing.active_children()) - self._others:
                 process.terminate()
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, task: EncodeTask) -> None:
-        """Begins with a part; without processes, encodes it."""
+        """Start to encode a part; without worker processes, encode it now."""
         if self._pool is None:
             done: Future = Future()
             self._running[done] = task
@@ -65,7 +65,7 @@ class EncoderPool:
             self._running[self._pool.submit(encode_in_worker, task, self._folder)] = task
 
     def finished(self, timeout_seconds: float) -> list[EncodeTask]:
-        """The parts that are sealed since it was asked last, after waiting for one; it raises what went wrong."""
+        """Return the parts finished since the last call, after at least one has; raise a worker's error."""
         done, _ = wait(self._running, timeout_seconds, FIRST_COMPLETED)
         try:
             for future in done:
@@ -78,17 +78,17 @@ class EncoderPool:
         return [self._running.pop(future) for future in done]
 
 
-_tokenizer_of_worker: list[Tokenizer] = []  # made when a worker starts: a large vocabulary takes a second
+_tokenizer_of_worker: list[Tokenizer] = []  # created when a worker starts: a large vocabulary takes a second
 
 
 def encode_in_worker(task: EncodeTask, folder: StoragePath) -> None:
-    """`encode_part` by the tokenizer that this worker was started with."""
+    """Run `encode_part` with this worker's tokenizer."""
     encode_part(task, _tokenizer_of_worker[0], folder)
 
 
 def start_worker(description: dict) -> None:
-    """Makes the tokenizer, leaves Ctrl-C to the parent, and ends this process when the parent is gone, even killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    """Create the tokenizer, ignore Ctrl-C, and exit when the parent exits, even if it is killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     _tokenizer_of_worker[:] = [from_json(description, "the tokenizer")]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -1,10 +1,10 @@
-"""Examples: the i-th row of training data as a pure function of i.
+"""Examples: row i of the training data as a pure function of i.
 
-A stream of documents is cut into windows of L + 1 tokens at a stride of L, so that every token but the first of the
-stream is a target exactly once; what remains at the end of the stream and does not fill a window is left out. Sources
-are shuffled by themselves, anew in each epoch, then mixed by weight; `grain` does both by arithmetic on the index, so
-that any example can be had without those before it. (Grain imports JAX, so it is imported only where it is used: the
-processes that tokenize, and `--help`, do without.)
+A stream of documents is cut into windows of L + 1 tokens at a stride of L. So every token but the first of the stream
+is a target exactly once; the remainder at the end that does not fill a window is left out. Each source is shuffled
+separately and anew in each epoch; then the sources are mixed by weight. `grain` does both by arithmetic on the index,
+so any example is available without the earlier ones. (Grain imports JAX. It is imported only where it is used, because
+the tokenizing processes and `--help` work without it.)
 """
 
 import hashlib
@@ -32,9 +32,9 @@ class Windows(Sequence[ExampleBatch]):
     Args:
         streams: streams of documents; a window never spans two streams.
         sequence_length: L, tokens in an example.
-        cross_documents: whether attention and loss cross from one document into the next.
-        evaluates: whether examples have `more_bytes` too, int32 [L]: the bytes of text that their targets stand for
-            beyond those of their pieces.
+        cross_documents: whether attention and loss cross document boundaries.
+        evaluates: whether examples also have `more_bytes`, int32 [L]: for each target, its bytes of text beyond those
+            of its vocabulary entry.
     """
 
     def __init__(
@@ -63,38 +63,38 @@ class Windows(Sequence[ExampleBatch]):
 
 
 def window_count(stream: DocumentStream, sequence_length: int) -> int:
-    """Windows of L + 1 tokens at a stride of L that fit in a stream: floor((tokens - 1) / L)."""
+    """Return how many windows of L + 1 tokens at a stride of L fit in a stream: floor((tokens - 1) / L)."""
     return max(0, len(stream) - 1) // sequence_length
 
 
 def make_example(tokens: np.ndarray, documents: np.ndarray) -> ExampleBatch:
-    """One window as the arrays that a model needs.
+    """Return one window as the arrays that a model takes.
 
     Args:
         tokens: int32 [L + 1].
-        documents: the number of each token's document [L + 1], not decreasing.
+        documents: the index of each token's document [L + 1], not decreasing.
 
     Returns:
         `tokens` int32 [L], `targets` int32 [L] (the next token), `loss_mask` float32 [L] (0 where the target belongs to
         another document), `segment_ids` int32 [L] (documents counted from 0 within the window; attention stays within
-        one), `positions` int32 [L] (from 0 at the first token that the window has of a document).
+        one), `positions` int32 [L] (from 0 at the first token of each document in the window).
     """
-    places = np.arange(len(tokens) - 1)
+    positions = np.arange(len(tokens) - 1)
     begins = np.diff(documents[:-1], prepend=documents[:1] - 1) > 0
     return {
         "tokens": tokens[:-1],
         "targets": tokens[1:],
         "loss_mask": (documents[1:] == documents[:-1]).astype(np.float32),
         "segment_ids": (np.cumsum(begins) - 1).astype(np.int32),
-        "positions": (places - np.maximum.accumulate(np.where(begins, places, 0))).astype(np.int32),
+        "positions": (positions - np.maximum.accumulate(np.where(begins, positions, 0))).astype(np.int32),
     }
 
 
 class Examples:
-    """A sequence of examples, endless or finite: `examples[i]` depends on i alone.
+    """An endless or finite sequence of examples; `examples[i]` depends only on i.
 
     Args:
-        dataset: what is behind it, a `grain.MapDataset` of `make_example` results.
+        dataset: a `grain.MapDataset` of `make_example` results.
         sequence_length: L, tokens in an example.
     """
 
@@ -103,7 +103,7 @@ class Examples:
         self.sequence_length = sequence_length
 
     def __len__(self) -> int:
-        """Number of examples; `sys.maxsize` where they never end."""
+        """Return the number of examples; `sys.maxsize` if endless."""
         return len(self._dataset)
 
     @property
@@ -111,42 +111,42 @@ class Examples:
         return len(self) == sys.maxsize
 
     def __getitem__(self, index: int) -> ExampleBatch:
-        """Example `index`: arrays [L], see `make_example`."""
+        """Return example `index`: arrays [L], see `make_example`."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         return self._dataset[index]  # type: ignore[return-value]
 
     def rows(self, indices: Sequence[int]) -> ExampleBatch:
-        """Several examples, arrays [row, L]. Past the end of a finite set a row is blank: all zeros, its mask too."""
+        """Return several examples as arrays [row, L]. A row past the end of a finite set is zero, its mask too."""
         return stacked([self[int(index)] if index < len(self) else self._blank for index in indices])
 
     @cached_property
     def _blank(self) -> ExampleBatch:
-        """An example without any target."""
+        """Return an example without targets."""
         return {key: np.zeros_like(array) for key, array in self[0].items()}
 
     def batches_from(self, first: int, batch_size: int) -> int:
-        """Number of batches from example `first` on; `sys.maxsize` where they never end."""
+        """Return the number of batches from example `first` on; `sys.maxsize` if endless."""
         return len(self) if self.endless else -(-max(0, len(self) - first) // batch_size)
 
     def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> ExampleBatch:
-        """Some rows of the batch that begins with example `first`, arrays [row, L]: row r is example first + r."""
+        """Return some rows of the batch that begins with example `first`, [row, L]: row r is example first + r."""
         del batch_size
         return self.rows([first + row for row in rows])
 
 
 def stacked(examples: Sequence[ExampleBatch]) -> ExampleBatch:
-    """Examples as arrays [row, L]."""
+    """Return examples as arrays [row, L]."""
     return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
 
 
 def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, float], seed: int | None) -> Examples:
-    """The endless training examples: epochs of each source, mixed by weight.
+    """Return the endless training examples: epochs of each source, mixed by weight.
 
     Args:
         sources: the windows of each source, at least one each, all of the same length.
-        weights: share of each source; rounded to hundredths of the smallest.
-        seed: of the shuffles, each source's its own; None leaves the windows in order.
+        weights: the proportion of each source, rounded to hundredths of the smallest.
+        seed: seed of the shuffles, one for each source; None keeps the windows in order.
     """
     import grain
 
@@ -155,12 +155,12 @@ def training_examples(sources: Mapping[str, Windows], weights: Mapping[str, floa
 
 
 def endless(dataset: "grain.MapDataset", name: str, seed: int | None) -> "grain.MapDataset":
-    """Epoch after epoch of a source, each in another order; in the order that it has, if the seed is None."""
+    """Return the epochs of a source, each shuffled differently; with seed None, in the given order."""
     return (dataset if seed is None else dataset.shuffle(shuffle_seed(seed, name))).repeat()
 
 
 def mixed(datasets: Mapping[str, "grain.MapDataset"], weights: Mapping[str, float]) -> "grain.MapDataset":
-    """Endless sources mixed by weight, as evenly as it goes; weights are rounded to hundredths of the smallest."""
+    """Return endless sources mixed evenly by weight; weights are rounded to hundredths of the smallest."""
     import grain
 
     parents, own = list(datasets.values()), [weights[name] for name in datasets]
@@ -169,12 +169,12 @@ def mixed(datasets: Mapping[str, "grain.MapDataset"], weights: Mapping[str, floa
 
 
 def shuffle_seed(seed: int, name: str) -> int:
-    """A 32-bit seed for one source; grain adds the epoch to it, so that neighbouring seeds must lie far apart."""
+    """Return a 32-bit seed for one source; grain adds the epoch to it, so the seeds must differ widely."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4])
 
 
 def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: int, cross_documents: bool) -> Examples:
-    """Every held-out window once, in order.
+    """Return every held-out window once, in order.
 
     Raises:
         UserError: there is no whole window.
@@ -191,7 +191,7 @@ def held_out_examples(streams: Mapping[str, DocumentStream], sequence_length: in
 
 
 def validation_examples(stream: DocumentStream, sequence_length: int, cross_documents: bool) -> Examples:
-    """Every window of a text that is evaluated on by itself, once, in order; raises `UserError` if there is none."""
+    """Return every window of a validation text once, in order; raise `UserError` if there is none."""
     windows = Windows([stream], sequence_length, cross_documents, evaluates=True)
     if len(windows) == 0:
         raise UserError(
@@ -202,7 +202,7 @@ def validation_examples(stream: DocumentStream, sequence_length: int, cross_docu
 
 
 def in_order(windows: Windows) -> Examples:
-    """Every window once."""
+    """Return every window once, in order."""
     import grain
 
     return Examples(grain.MapDataset.source(windows), windows.sequence_length)

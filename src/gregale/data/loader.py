@@ -1,4 +1,4 @@
-"""Batches in the order of the steps, made ahead of time."""
+"""Batches in the order of the steps, prepared in advance."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,17 +6,17 @@ from gregale.data.examples import ExampleBatch, Examples
 from gregale.data.mixtures import ReplicaExamples
 
 THREADS = 4
-BATCHES_AHEAD = 8  # made before they are asked for; bounds the memory
+BATCHES_AHEAD = 8  # prepared in advance; limits the memory
 
 
 class Batches(Iterator[ExampleBatch]):
-    """An iterator with threads behind it: use it in a `with` statement, or call `close`, to end them."""
+    """An iterator with background threads: use it in a `with` statement, or call `close`, to stop them."""
 
     def __init__(self, made):
         self._made = made
 
     def __next__(self) -> ExampleBatch:
-        """The next step's arrays, [row, L]."""
+        """Return the arrays of the next step, [row, L]."""
         return next(self._made)
 
     def __enter__(self) -> "Batches":
@@ -26,20 +26,20 @@ class Batches(Iterator[ExampleBatch]):
         self.close()
 
     def close(self) -> None:
-        """Ends the threads that make batches."""
+        """Stop the threads that prepare batches."""
         self._made.close()
 
 
 def batches(
     examples: Examples | ReplicaExamples, batch_size: int, rows: Sequence[int] | None = None, first: int = 0
 ) -> Batches:
-    """The rows of batch after batch that one process needs; what a batch has depends on where it begins alone.
+    """Return the rows of consecutive batches that one process needs; a batch depends only on its first example.
 
     Args:
-        examples: what a batch has of them, see their `batch`; finite ones end with a batch padded by blank rows.
+        examples: the source of the batches, see their `batch`; blank rows pad the last batch of a finite set.
         batch_size: B, rows of a whole batch over all processes.
-        rows: which rows of each batch this process needs, from 0 to B - 1; all of them if not given.
-        first: the example that the first batch begins with; resuming takes nothing else.
+        rows: the indices in 0 to B - 1 of the rows that this process needs; by default all.
+        first: the first example of the first batch; a resumed run needs nothing else.
     """
     import grain
 

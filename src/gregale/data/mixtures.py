@@ -1,4 +1,4 @@
-"""A mixture of the sources for each replica: replicas that train on different text (DiLoCo's non-iid setting)."""
+"""A mixture of the sources for each replica, so that replicas train on different text (DiLoCo's non-iid setting)."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -17,10 +17,10 @@ Mixture = Mapping[str, float]
 
 
 class ReplicaExamples:
-    """Endless training examples of each replica by itself.
+    """Endless training examples, separate for each replica.
 
     Args:
-        replicas: of each replica in turn.
+        replicas: the examples of each replica, in order.
     """
 
     endless = True
@@ -30,14 +30,15 @@ class ReplicaExamples:
         self.sequence_length = replicas[0].sequence_length
 
     def batches_from(self, first: int, batch_size: int) -> int:
-        """Number of batches from any example on: `sys.maxsize`, they never end."""
+        """Return the number of batches from any example on: `sys.maxsize`, they never end."""
         del first, batch_size
         return sys.maxsize
 
     def batch(self, first: int, batch_size: int, rows: Sequence[int]) -> ExampleBatch:
-        """Some rows of the batch that begins after `first` examples of all replicas together, arrays [row, L].
+        """Return some rows of the batch that begins after `first` examples of all replicas together, arrays [row, L].
 
-        The k-th block of batch_size / replicas rows is replica k's: its row r is its example first / replicas + r.
+        The k-th group of batch_size / replicas rows belongs to replica k: its row r is its example first / replicas +
+        r.
         """
         begin, count = first // len(self.replicas), batch_size // len(self.replicas)
         return stacked([self.replicas[row // count][begin + row % count] for row in rows])
@@ -46,7 +47,7 @@ class ReplicaExamples:
 class ExampleRange(Sequence[ExampleBatch]):
     """The examples of a data set from `start` to `stop`.
 
-    A slice of grain's would hand the epoch on to the data set's own shuffle, and be other examples in each epoch.
+    A slice of grain would pass the epoch to the data set's own shuffle and have other examples in each epoch.
     """
 
     def __init__(self, dataset: "grain.MapDataset", start: int, stop: int):
@@ -60,15 +61,15 @@ class ExampleRange(Sequence[ExampleBatch]):
 
 
 def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture], seed: int | None) -> ReplicaExamples:
-    """The endless training examples of each replica, mixed by its own weights.
+    """Return the endless training examples of each replica, mixed by its own weights.
 
-    A source that several replicas draw from is cut into parts, one for each of them and in proportion to what they take
-    of it, so that no window is ever seen by two replicas.
+    A source that several replicas use is divided among them in proportion to their use of it. So no two replicas see
+    the same window.
 
     Args:
         sources: the windows of each source, all of the same length.
-        mixtures: of each replica in turn.
-        seed: of the cuts and the shuffles; None leaves the windows in order.
+        mixtures: the mixture of each replica, in order.
+        seed: seed of the divisions and shuffles; None keeps the windows in order.
 
     Raises:
         UserError: a source has too few windows for its replicas.
@@ -91,7 +92,7 @@ def replica_examples(sources: Mapping[str, Windows], mixtures: Sequence[Mixture]
 
 
 def cuts(name: str, windows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
-    """Where a source's windows are cut, int64 [replica + 1]: replica k has those from cut k to cut k + 1."""
+    """Return the boundaries of a source's ranges, int64 [replica + 1]: replica k has windows cut k to cut k + 1."""
     shares = np.array([mixture.get(name, 0.0) / sum(mixture.values()) for mixture in mixtures])
     bounds = np.round(np.cumsum([0.0, *shares]) / max(shares.sum(), sys.float_info.min) * windows).astype(np.int64)
     if ((np.diff(bounds) == 0) & (shares > 0)).any():
@@ -104,7 +105,7 @@ def cuts(name: str, windows: int, mixtures: Sequence[Mixture]) -> np.ndarray:
 
 
 def check_mixtures(mixtures: Sequence[Mixture], sources: Collection[str]) -> None:
-    """Raises `UserError` for a source that is not there, or weights that are none."""
+    """Raise `UserError` for an unknown source, or if all weights are zero."""
     for replica, mixture in enumerate(mixtures):
         key = f"data.replica_mixtures.{replica}"
         unknown = [name for name in mixture if name not in sources]

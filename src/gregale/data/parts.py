@@ -1,9 +1,9 @@
-"""The parts of a token store: each is encoded by one process and then sealed.
+"""The parts of a token store: one process encodes each part and then writes its manifest.
 
-The parts of a source follow from its files alone. So any process on any host may encode any of them, and a later build
-goes on from those that are sealed. A part is a file, `part-00000007.bin`: the ids of its documents, each ended by the
-end-of-document token, then the documents' lengths in tokens (int64), all little-endian. Its seal, `part-00000007.json`,
-is written after it and says what it holds, with a checksum of every chunk.
+The parts of a source depend only on its files. So any process on any host may encode any part, and a later build
+continues from the finished parts. A part is a file, `part-00000007.bin`: the ids of its documents, each ended by the
+end-of-document token, then the documents' lengths in tokens (int64), all little-endian. Its manifest,
+`part-00000007.json`, is written after it and contains a checksum of every chunk.
 
 The worker processes import this module; it must never import JAX.
 """
@@ -28,17 +28,17 @@ from gregale.errors import UserError
 from gregale.storage import ObjectPath, StoragePath, names, read_range, write_bytes
 
 TASK_BYTES = 64 << 20  # of input
-LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, so that there is one for each core
-CHUNK_BYTES = 256 << 10  # what is read of a part at least, and has a checksum of its own
+LEAST_TASK_BYTES, MANY_TASKS = 8 << 20, 64  # a small source has smaller parts, one for each core
+CHUNK_BYTES = 256 << 10  # the smallest read from a part; each has its own checksum
 CHUNKS_AT_ONCE = 32
 DIGEST = 64  # characters
-BATCH_SIZE = 1 << 18  # characters that a tokenizer is given at once, or tokens
+BATCH_SIZE = 1 << 18  # characters or tokens in one call of a tokenizer
 LENGTH = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """Consecutive parts of a source, for one process to encode into one part of its store."""
+    """Consecutive ranges of a source that one process encodes into one part of its store."""
 
     number: int
     source: SourceConfig
@@ -51,15 +51,15 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class PartManifest:
-    """What a finished part holds.
+    """The content of a finished part.
 
     Attributes:
-        documents: how many.
-        tokens: how many, ends of documents included.
+        documents: number of documents.
+        tokens: number of tokens, ends of documents included.
         itemsize: bytes of a token.
         skipped: the fields of `Skipped`.
-        chunks: the SHA-256 of every `CHUNK_BYTES` of the file, one after the other in hexadecimal digits.
-        corrections: packed `Corrections`; None of a tokenizer that has none.
+        chunks: the concatenated SHA-256, in hexadecimal digits, of every `CHUNK_BYTES` of the file.
+        corrections: packed `Corrections`; None if the tokenizer needs none.
     """
 
     documents: int
@@ -71,12 +71,12 @@ class PartManifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Return the size of the file."""
         return self.tokens * self.itemsize + self.documents * LENGTH.itemsize
 
 
 class CorruptPart(Exception):
-    """A part is not what its seal says; `number`: which."""
+    """Part `number` does not match its manifest."""
 
     def __init__(self, number: int):
         super().__init__(f"part {number}")
@@ -84,7 +84,7 @@ class CorruptPart(Exception):
 
 
 def make_tasks(source: SourceConfig) -> list[EncodeTask]:
-    """Groups the parts of a source into tasks of about `TASK_BYTES`, or fewer if it is small."""
+    """Group the ranges of a source into tasks of about `TASK_BYTES`, or less if the source is small."""
     parts = source.parts()
     wanted = min(TASK_BYTES, max(LEAST_TASK_BYTES, sum(part.size_bytes for part in parts) // MANY_TASKS))
     groups: list[list[SourceRange]] = [[]]
@@ -102,36 +102,36 @@ def part_name(number: int) -> str:
     return f"part-{number:08d}.bin"
 
 
-def seal_name(number: int) -> str:
+def part_manifest_name(number: int) -> str:
     return f"part-{number:08d}.json"
 
 
 def encode_part(task: EncodeTask, tokenizer: Tokenizer, folder: StoragePath) -> None:
-    """Encodes the documents of a task into a part and seals it, unless that is done.
+    """Encode the documents of a task into a part and write its manifest, unless the part is finished.
 
     Args:
-        task: what to encode.
-        tokenizer: by what.
-        folder: of the store.
+        task: the ranges to encode.
+        tokenizer: encodes their text.
+        folder: the folder of the store.
     """
-    if read_seal(folder, task.number) is not None:  # another host was faster
+    if read_part_manifest(folder, task.number) is not None:  # another host was faster
         return
-    place = folder / part_name(task.number)
-    if isinstance(place, ObjectPath):
-        with tempfile.TemporaryFile() as file:  # it has no name, and so goes however this process ends
-            seal = write_part(task, tokenizer, file)
+    path = folder / part_name(task.number)
+    if isinstance(path, ObjectPath):
+        with tempfile.TemporaryFile() as file:  # it has no name, so it disappears when the process ends
+            manifest = write_part(task, tokenizer, file)
             file.flush()
-            place.upload(Path(f"/proc/self/fd/{file.fileno()}"))
+            path.upload(Path(f"/proc/self/fd/{file.fileno()}"))
     else:
-        with atomic_replace(place) as temporary, temporary.open("w+b") as file:
-            seal = write_part(task, tokenizer, file)
+        with atomic_replace(path) as temporary, temporary.open("w+b") as file:
+            manifest = write_part(task, tokenizer, file)
             file.flush()
             os.fsync(file.fileno())
-    write_seal(folder, task.number, seal)
+    write_part_manifest(folder, task.number, manifest)
 
 
 def write_part(task: EncodeTask, tokenizer: Tokenizer, output: BinaryIO) -> PartManifest:
-    """Writes a part into a file; returns what its seal says."""
+    """Write a part into a file; return its manifest."""
     dtype = token_dtype(tokenizer.vocabulary_size).newbyteorder("<")
     lengths, corrections, skipped = [], [], Skipped()
     for part in task.parts:
@@ -155,7 +155,7 @@ def chunks_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about `BATCH_SIZE`, in order."""
+    """Yield documents in groups of about `BATCH_SIZE`, in order."""
     group, size = [], 0
     for document in documents:
         group.append(document)
@@ -168,15 +168,15 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each document [token], without its end, and the differences of `Tokenizer.encode_counted`."""
+    """Return each document's ids [token], without its end, and the differences of `Tokenizer.encode_counted`."""
     encoded = iter(tokenizer.encode_counted([each.content for each in documents if isinstance(each.content, str)]))
     return [next(encoded) if isinstance(each.content, str) else checked(each, tokenizer) for each in documents]
 
 
 def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a document that another program has encoded [token], all of them in the vocabulary.
+    """Return the ids of a document that another program encoded [token], all of them in the vocabulary.
 
-    Its text is not there: each id counts as the bytes of its piece.
+    The text is not available: each id counts as the bytes of its vocabulary entry.
     """
     assert not isinstance(document.content, str)
     bad = np.flatnonzero((document.content < 0) | (document.content >= tokenizer.vocabulary_size))
@@ -190,25 +190,25 @@ def checked(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nd
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """The smallest unsigned type that holds every id."""
+    """Return the smallest unsigned type that holds every id."""
     return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
 
 
-def write_seal(folder: StoragePath, number: int, seal: PartManifest) -> None:
-    """Seal a part."""
-    content = {key: value for key, value in asdict(seal).items() if value is not None}
-    write_bytes(folder / seal_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
+def write_part_manifest(folder: StoragePath, number: int, manifest: PartManifest) -> None:
+    """Write the manifest of a part, which finishes it."""
+    content = {key: value for key, value in asdict(manifest).items() if value is not None}
+    write_bytes(folder / part_manifest_name(number), json.dumps(content | {"sha256": json_sha256(content)}).encode())
 
 
-def sealed_parts(folder: StoragePath) -> set[int]:
-    """Return the numbers of the parts that have a seal."""
+def finished_parts(folder: StoragePath) -> set[int]:
+    """Return the numbers of the finished parts."""
     return {int(found[1]) for name in names(folder) if (found := re.fullmatch(r"part-(\d{8})\.json", name))}
 
 
-def read_seal(folder: StoragePath, number: int) -> PartManifest | None:
-    """The seal of a part; None if it has none, or a damaged one, so that it has to be encoded."""
+def read_part_manifest(folder: StoragePath, number: int) -> PartManifest | None:
+    """Return the manifest of a part; None if it is missing or damaged, so that the part must be encoded."""
     try:
-        content = json.loads((folder / seal_name(number)).read_bytes())
+        content = json.loads((folder / part_manifest_name(number)).read_bytes())
         if content.pop("sha256") != json_sha256(content):
             return None
         return PartManifest(**content)
@@ -216,32 +216,32 @@ def read_seal(folder: StoragePath, number: int) -> PartManifest | None:
         return None
 
 
-def read_chunks(folder: StoragePath, number: int, seal: PartManifest, first: int, count: int) -> bytes:
-    """Read some chunks of a part, one after the other; raise `CorruptPart` if they are not what was sealed."""
+def read_chunks(folder: StoragePath, number: int, manifest: PartManifest, first: int, count: int) -> bytes:
+    """Read consecutive chunks of a part; raise `CorruptPart` if they do not match the manifest."""
     start = first * CHUNK_BYTES
     try:
-        data = read_range(folder / part_name(number), start, min(start + count * CHUNK_BYTES, seal.size_bytes))
+        data = read_range(folder / part_name(number), start, min(start + count * CHUNK_BYTES, manifest.size_bytes))
     except FileNotFoundError:
         raise CorruptPart(number) from None
     view = memoryview(data)
     found = [hashlib.sha256(view[at : at + CHUNK_BYTES]).hexdigest() for at in range(0, len(data), CHUNK_BYTES)]
-    if "".join(found) != seal.chunks[first * DIGEST : (first + count) * DIGEST]:
+    if "".join(found) != manifest.chunks[first * DIGEST : (first + count) * DIGEST]:
         raise CorruptPart(number)
     return data
 
 
-def read_part(folder: StoragePath, number: int, seal: PartManifest) -> Iterator[bytes]:
-    """Read a whole part in blocks and check each of them; raise `CorruptPart`."""
-    for first in range(0, len(seal.chunks) // DIGEST, CHUNKS_AT_ONCE):
-        yield read_chunks(folder, number, seal, first, CHUNKS_AT_ONCE)
+def read_part(folder: StoragePath, number: int, manifest: PartManifest) -> Iterator[bytes]:
+    """Read a whole part in groups of chunks and check each of them; raise `CorruptPart`."""
+    for first in range(0, len(manifest.chunks) // DIGEST, CHUNKS_AT_ONCE):
+        yield read_chunks(folder, number, manifest, first, CHUNKS_AT_ONCE)
 
 
 def discard(folder: StoragePath, number: int) -> None:
-    """Forgets a part, so that it is encoded anew: the seal goes first."""
-    for name in (seal_name(number), part_name(number)):
+    """Delete a part, its manifest first, so that it is encoded again."""
+    for name in (part_manifest_name(number), part_name(number)):
         (folder / name).unlink(missing_ok=True)
 
 
 def json_sha256(value) -> str:
-    """A hash of a JSON value that does not depend on the order of its keys."""
+    """Return a hash of a JSON value that does not depend on the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Preparing a corpus: the token stores that a configuration describes, and the examples made of them."""
+"""Prepare a corpus: the token stores of a configuration, and the examples made from them."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from gregale.data.progress import Report, silent
 from gregale.data.sources import SourceConfig
 from gregale.data.sources.base import expand
 from gregale.data.split import End, cut_of, end_cut, end_of, split_at
-from gregale.data.store import MANIFEST_NAME, TokenStore, in_words
+from gregale.data.store import MANIFEST_NAME, TokenStore, format_skipped
 from gregale.data.stream import DocumentStream
 from gregale.data.tokenizer_training import make_tokenizer, naming
 from gregale.data.tokenizers import BpeConfig, Tokenizer
@@ -33,14 +33,14 @@ class Corpus:
         train: endless examples, see `training_examples` and, with a mixture for each replica, `replica_examples`.
         held_out: every held-out window once, in order; None if nothing is held out.
         validation: by validation source, every window once, in order.
-        tokenizer: of all the tokens.
-        train_streams: by source, the tokens to train on.
-        held_out_streams: by source, the tokens that are held out.
+        tokenizer: encodes all the text.
+        train_streams: by source, the training tokens.
+        held_out_streams: by source, the held-out tokens.
         validation_streams: by validation source, all of its tokens.
         stores: every token store, by the key of its source (`sources.books`, `validation.news`).
-        fingerprint: a hash of the tokens, the tokenizer and the split; equal on every host of a job that reads the same
-            data, and when a job resumes. Validation sources have no part in it.
-        notes: lines that the user should see, such as how many documents were skipped.
+        fingerprint: a hash of the tokens, the tokenizer and the split, without validation sources. It is equal on all
+            hosts that read the same data, and when a job resumes.
+        notes: lines for the user, such as the number of skipped documents.
     """
 
     train: Examples | ReplicaExamples
@@ -56,7 +56,7 @@ class Corpus:
 
     @property
     def training_tokens(self) -> int:
-        """Tokens of one epoch of every source."""
+        """Return the number of tokens in one epoch of every source."""
         return sum(map(len, self.train_streams.values()))
 
     @property
@@ -65,21 +65,21 @@ class Corpus:
 
     @property
     def validation_fingerprints(self) -> dict[str, str]:
-        """By validation source, a hash of its tokens."""
+        """Return, by validation source, a hash of its tokens."""
         return {name: json_sha256(self.stores[f"{VALIDATION}.{name}"].content) for name in self.validation}
 
 
 def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report = silent) -> Corpus:
-    """Builds the token stores that the cache lacks, opens all of them, and lays out the examples.
+    """Build the token stores that the cache lacks, open all stores, and arrange the examples.
 
     Args:
         config: the data.
         sequence_length: L, tokens in an example.
-        seed: of the shuffle.
-        report: told how far the building is.
+        seed: seed of the shuffle.
+        report: receives the progress of the builds.
 
     Raises:
-        UserError: a source or the tokenizer is unfit, or there is not one window to train or to evaluate on.
+        UserError: a source or the tokenizer is invalid, or there is no window to train or to evaluate on.
     """
     tokenizer, stores, cuts = build_and_cut(config, sequence_length, report)
     splits = {name: split_at(store, config.held_out, cuts.get(name)) for name, store in stores.items()}
@@ -99,14 +99,14 @@ def prepare(config: DataConfig, sequence_length: int, seed: int, report: Report 
         held_out_streams=held_out,
         validation_streams=validation,
         stores=by_key,
-        # Cuts are named only if there are any, so that this is what it was for sources whose documents are held out.
+        # Include cuts only if there are any: the fingerprint of a source with held-out documents must not change.
         fingerprint=json_sha256([checksums, tokenizer.fingerprint, config.held_out, *([cuts] if cuts else [])]),
         notes=tuple(note for key, store in by_key.items() for note in notes_on(key, store)),
     )
 
 
 def token_cache(config: DataConfig) -> TokenCache:
-    """Return where the token stores lie; raise `UserError` for the URL of what is no store."""
+    """Return the location of the token stores; raise `UserError` for a URL that is not an object store."""
     given = None if config.local_cache == AUTO else expand(config.local_cache, "data.local_cache")
     local = user_cache() / "pieces" if given is None else Path(given)
     return TokenCache(storage_path(expand(config.cache, "data.cache")), ChunkCache(local))
@@ -115,7 +115,7 @@ def token_cache(config: DataConfig) -> TokenCache:
 def validation_of(
     config: DataConfig, tokenizer: Tokenizer, report: Report
 ) -> tuple[dict[str, TokenStore], dict[str, DocumentStream]]:
-    """The store of each validation source, and all of its tokens."""
+    """Return the store of each validation source, and all of its tokens."""
     stores = stores_of(VALIDATION, config, tokenizer, report)
     return stores, {name: split_at(store, 0, None).train for name, store in stores.items()}
 
@@ -123,10 +123,10 @@ def validation_of(
 def build_and_cut(
     config: DataConfig, sequence_length: int, report: Report
 ) -> tuple[Tokenizer, dict[str, TokenStore], dict[str, int]]:
-    """The tokenizer, the store of each source, and where the held-out end of each source begins that has one.
+    """Return the tokenizer, the store of each source, and the index at which each source's held-out end begins, if any.
 
-    Whether a source has an end is known when its tokens are. A BPE was trained on that end by then; it is trained again
-    on what lies before, and the end stays where it is in the text.
+    The tokens of a source decide whether it has a held-out end. A BPE was trained on that end by then. It is trained
+    again on the text before the end; the position of the end in the text does not change.
     """
     tokenizer, stores = build_stores(config, report)
     found = {name: end_cut(store, config.held_out, sequence_length) for name, store in stores.items()}
@@ -141,23 +141,23 @@ def build_and_cut(
 def build_stores(
     config: DataConfig, report: Report = silent, ends: Mapping[str, End] = MappingProxyType({})
 ) -> tuple[Tokenizer, dict[str, TokenStore]]:
-    """The tokenizer and the store of each source, built where the cache lacks them.
+    """Return the tokenizer and the store of each source, built where the cache lacks them.
 
     Args:
         config: the data.
-        report: told how far the building is.
+        report: receives the progress of the builds.
         ends: the held-out ends of sources, which train no tokenizer.
 
     Raises:
-        UserError: a source or the tokenizer is unfit; the message begins with the source's name.
+        UserError: a source or the tokenizer is invalid; the message begins with the source's name.
     """
     check_sources(config)
-    tokenizer = make_tokenizer(config, token_cache(config).place, ends, report)
+    tokenizer = make_tokenizer(config, token_cache(config).root, ends, report)
     return tokenizer, stores_of(SOURCES, config, tokenizer, report)
 
 
 def check_sources(config: DataConfig) -> None:
-    """Raises `UserError` if there is no source."""
+    """Raise `UserError` if there is no source."""
     if not config.sources:
         raise UserError(
             "data.sources: empty; give at least one, for example "
@@ -167,7 +167,7 @@ def check_sources(config: DataConfig) -> None:
 
 
 def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Report) -> dict[str, TokenStore]:
-    """The store of each of the configuration's `sources`, or of each in `validation`."""
+    """Return the store of each of the configuration's `sources`, or of each in `validation`."""
     cache, workers = token_cache(config), config.workers or os.cpu_count() or 1
     stores = {}
     for name, source in getattr(config, group).items():
@@ -177,7 +177,7 @@ def stores_of(group: str, config: DataConfig, tokenizer: Tokenizer, report: Repo
 
 
 def training_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Windows:
-    """The windows of one source's training documents; there must be one."""
+    """Return the windows of one source's training documents; there must be one."""
     windows = Windows([stream], sequence_length, config.cross_documents)
     if len(windows) == 0:
         raise UserError(
@@ -189,25 +189,25 @@ def training_windows(name: str, stream: DocumentStream, sequence_length: int, co
 
 
 def validation_windows(name: str, stream: DocumentStream, sequence_length: int, config: DataConfig) -> Examples:
-    """The windows of one validation source; there must be one."""
+    """Return the windows of one validation source; there must be one."""
     with naming(f"data.{VALIDATION}.{name}"):
         return validation_examples(stream, sequence_length, config.cross_documents)
 
 
 def mixed_examples(windows: dict[str, Windows], config: DataConfig, seed: int | None) -> Examples | ReplicaExamples:
-    """The windows of all sources mixed, for all replicas alike or for each by itself; no seed: in order."""
+    """Return the windows of all sources mixed, for all replicas or each replica; without a seed in order."""
     if config.replica_mixtures:
         return replica_examples(windows, config.replica_mixtures, seed)
     return training_examples(windows, {name: source.weight for name, source in config.sources.items()}, seed)
 
 
 def notes_on(key: str, store: TokenStore) -> list[str]:
-    """Return the lines of a note if documents of a source were left out, or if its folder of an older version is left.
+    """Return a note's lines if documents of a source were skipped, or a folder of an older version remains.
 
     - `key`: of the source, `sources.books`
     """
     skipped = store.skipped
-    notes = [f"data.{key}:", *(f"  {line}" for line in in_words(skipped))] if skipped.count else []
+    notes = [f"data.{key}:", *(f"  {line}" for line in format_skipped(skipped))] if skipped.count else []
     older = store.folder.with_name(key_of(1, store.manifest["source"], store.manifest["tokenizer"]))
     if (older / MANIFEST_NAME).is_file():
         notes.append(

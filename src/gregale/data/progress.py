@@ -1,4 +1,4 @@
-"""How the slow steps of preparing data tell how far they are."""
+"""Progress reports of the slow steps that prepare data."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ Report = Callable[[str, int, int], None]
 
 
 def silent(label: str, done: int, total: int) -> None:
-    """A report that nobody reads."""
+    """Discard a report."""
 
 
 @contextmanager
 def progress_bars() -> Iterator[Report]:
-    """A report that draws a bar for each label on standard error."""
+    """Yield a report that draws a bar for each label on standard error."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from gregale.terminal import Console

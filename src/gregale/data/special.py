@@ -8,9 +8,9 @@ SHOWN = 3
 
 
 def taken_as_text(texts: Sequence[str], tokenizer: Tokenizer, what: str) -> str:
-    """A line about names of special tokens that are encoded as plain text; empty if there are none.
+    """Return a line about names of special tokens that are encoded as plain text; empty if there are none.
 
-    - `what`: the texts are: prompts
+    - `what`: the kind of the texts, such as prompts
     """
     if tokenizer.parses_special:
         return ""

@@ -1,4 +1,4 @@
-"""Which of a source's tokens are held out: whole documents or, where there are too few of them, its end."""
+"""The held-out tokens of a source: whole documents or, if there are too few of them, the end of the source."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from gregale.data.store import TokenStore
 from gregale.data.stream import DocumentStream, held_out_documents
 from gregale.data.tokenizers import Tokenizer
 
-END_WINDOWS = 2  # the fewest that an end has, if the source is long enough
+END_WINDOWS = 2  # the minimum of an end, if the source is long enough
 
 
 class End(NamedTuple):
-    """A held-out end in terms of the text, which no tokenizer changes.
+    """A held-out end, described by the text, so that it is the same for every tokenizer.
 
-    - `document`: the number of the first document that it reaches into
-    - `size_bytes`: the bytes of UTF-8 that it has of that document
+    - `document`: the index of the first document that the end reaches into
+    - `size_bytes`: the UTF-8 bytes of that document that belong to the end
     """
 
     document: int
@@ -24,14 +24,14 @@ class End(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A source's tokens to train on, and those that are held out; no token is in both."""
+    """A source's training tokens and held-out tokens; no token is in both."""
 
     train: DocumentStream
     held_out: DocumentStream
 
 
 def split_at(store: TokenStore, fraction: float, cut: int | None) -> Split:
-    """The documents that are held out by the hash of their numbers; or, with a cut, all tokens from there on."""
+    """Return a split by the hash of the documents' numbers; or, with a cut, hold out all tokens from the cut on."""
     count = len(store.offsets) - 1
     if cut is None:
         out = held_out_documents(count, fraction)
@@ -41,15 +41,16 @@ def split_at(store: TokenStore, fraction: float, cut: int | None) -> Split:
 
 
 def end_cut(store: TokenStore, fraction: float, sequence_length: int) -> int | None:
-    """Where the held-out end of a source begins, or None if whole documents are held out.
+    """Return the index at which the held-out end of a source begins, or None if whole documents are held out.
 
-    Whole documents are, if they make up a window of L + 1 tokens and leave one to train on. Otherwise, with N tokens,
-    the last k L + 1 are held out, for k = max(2, round(fraction N / L)), or fewer so that a window is left to train on:
-    k windows at a stride of L, none of whose tokens is ever trained on. A source too short for k = 1 has no end.
+    Whole documents are held out if they fill a window of L + 1 tokens and leave one to train on. Otherwise, with N
+    tokens, the last k L + 1 are held out, for k = max(2, round(fraction N / L)), or fewer so that a training window
+    remains: k windows at a stride of L, none of whose tokens is ever trained on. A source too short for k = 1 has no
+    end.
 
     Args:
         store: the source's tokens.
-        fraction: how much to hold out; 0 is nothing.
+        fraction: the proportion to hold out; 0 holds out nothing.
         sequence_length: L.
     """
     documents = split_at(store, fraction, None)
@@ -62,14 +63,14 @@ def end_cut(store: TokenStore, fraction: float, sequence_length: int) -> int | N
 
 
 def end_of(store: TokenStore, cut: int, tokenizer: Tokenizer) -> End:
-    """The end from a cut on, in terms of the text."""
+    """Return the end from a cut on, described by the text."""
     document = int(np.searchsorted(store.offsets, cut, side="right")) - 1
     return End(document, int(tokenizer.token_bytes[store.tokens[cut : store.offsets[document + 1]]].sum()))
 
 
 def cut_of(store: TokenStore, end: End, tokenizer: Tokenizer) -> int:
-    """Where an end begins in a store of the same text by another tokenizer: at the first token that it has whole."""
+    """Return the index of an end in a store of the same text by another tokenizer: its first whole token."""
     start, stop = store.offsets[end.document], store.offsets[end.document + 1]
-    start = max(start, stop - end.size_bytes - 1)  # a token has a byte at least, but for the end of the document
+    start = max(start, stop - end.size_bytes - 1)  # every token except the end of the document has at least one byte
     behind = tokenizer.token_bytes[store.tokens[start:stop][::-1]].cumsum()
     return int(stop - np.searchsorted(behind, end.size_bytes, side="right"))

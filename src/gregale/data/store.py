@@ -3,12 +3,12 @@
 A store is a folder with these files:
 
 - `part-00000000.bin` and so on: the tokens, little-endian uint16 or uint32 (the smallest that holds the vocabulary);
-  `part-00000000.json` and so on: what each part holds; see `gregale.data.parts`
-- `documents.npy`: int64 [document + 1], where each document begins among all tokens, and the end of the last
-- `text_bytes.npy`: int64 [2, correction], which tokens stand for other bytes of text than their pieces have; only where
-  the tokenizer has such tokens, see `gregale.data.text_bytes`
+  `part-00000000.json` and so on: the manifest of each part; see `gregale.data.parts`
+- `documents.npy`: int64 [document + 1], the index of each document's first token, and the end of the last
+- `text_bytes.npy`: int64 [2, correction], the tokens whose bytes of text differ from those of their vocabulary entry;
+  only if the tokenizer has such tokens, see `gregale.data.text_bytes`
 - `manifest.json`: counts, types, fingerprints of the tokenizer and the source, sizes and SHA-256 of the other files and
-  of all tokens, and what could not be read, where that was to be skipped. It is written last and completes the store
+  of all tokens, and the skipped documents. It is written last and completes the store
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from gregale.data.parts import (
     part_name,
     read_chunks,
     read_part,
-    read_seal,
+    read_part_manifest,
 )
 from gregale.data.progress import Report, silent
 from gregale.data.sources import Skipped
@@ -47,30 +47,30 @@ FORMAT = 2
 DOCUMENTS_NAME = "documents.npy"
 TEXT_BYTES_NAME = "text_bytes.npy"
 MANIFEST_NAME = "manifest.json"
-TOKENS = "tokens.bin"  # names all tokens in a manifest; format 1 had a file of that name, and runs remember its SHA-256
+TOKENS = "tokens.bin"  # names all tokens in a manifest; runs record the SHA-256 of format 1's file of that name
 MAPS_AT_HAND = 64  # of parts on a disk; each takes a file descriptor
 MENDING = "Delete the folder and it will be built again."
 
 
 class PartReader:
-    """Reads the parts of a store by chunks and checks each chunk when this process first reads it.
+    """Reads the parts of a store by chunks and checks each chunk on the first read of this process.
 
     Args:
-        folder: of the store.
-        disk: keeps what is read of an object store. Parts on a disk are mapped into memory.
+        folder: the folder of the store.
+        disk: a local cache of data from an object store. Parts on a disk are mapped into memory.
     """
 
     def __init__(self, folder: StoragePath, disk: ChunkCache):
         self.folder, self._disk = folder, disk
-        self._parts: dict[int, tuple[PartManifest, bytearray]] = {}  # with which chunks were checked
+        self._parts: dict[int, tuple[PartManifest, bytearray]] = {}  # manifest, and a flag for each checked chunk
         self._map = lru_cache(MAPS_AT_HAND)(lambda number: mapped(Path(str(folder / part_name(number)))))
 
     def chunk(self, number: int, chunk: int) -> bytes | memoryview:
-        """Return a chunk of a part; raise `CorruptPart` if it is not what was sealed."""
-        seal, checked = self._part(number)
-        sha256 = seal.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
+        """Return a chunk of a part; raise `CorruptPart` if it does not match the manifest."""
+        manifest, checked = self._part(number)
+        sha256 = manifest.chunks[chunk * DIGEST : (chunk + 1) * DIGEST]
         if isinstance(self.folder, ObjectPath):
-            return self._disk.get(sha256, lambda: read_chunks(self.folder, number, seal, chunk, 1))
+            return self._disk.get(sha256, lambda: read_chunks(self.folder, number, manifest, chunk, 1))
         try:
             data = self._map(number)[chunk * parts.CHUNK_BYTES : (chunk + 1) * parts.CHUNK_BYTES]
         except FileNotFoundError:
@@ -83,8 +83,8 @@ class PartReader:
 
     def _part(self, number: int) -> tuple[PartManifest, bytearray]:
         if number not in self._parts:
-            seal = sealed(self.folder, number)
-            self._parts[number] = seal, bytearray(len(seal.chunks) // DIGEST)
+            manifest = require_manifest(self.folder, number)
+            self._parts[number] = manifest, bytearray(len(manifest.chunks) // DIGEST)
         return self._parts[number]
 
 
@@ -94,12 +94,12 @@ def mapped(path: Path) -> memoryview:
 
 
 class PartTokens:
-    """All tokens of a store, read as they are asked for.
+    """All tokens of a store, read on access.
 
     Args:
-        reader: of the parts.
-        bounds: where each part begins among the tokens, and the end of the last, int64 [part + 1].
-        dtype: of a token.
+        reader: reads the parts.
+        bounds: the index of each part's first token, and the end of the last, int64 [part + 1].
+        dtype: type of a token.
     """
 
     def __init__(self, reader: PartReader, bounds: np.ndarray, dtype: np.dtype):
@@ -108,29 +108,29 @@ class PartTokens:
     def __len__(self) -> int:
         return int(self._bounds[-1])
 
-    def __getitem__(self, places: slice | np.ndarray) -> np.ndarray:
-        """Return the tokens at some places [place]; raise `UserError` if a part is not what was sealed."""
-        if isinstance(places, slice):
-            places = np.arange(*places.indices(len(self)))
-        found, size = np.empty(len(places), self.dtype), parts.CHUNK_BYTES // self.dtype.itemsize
-        if not len(places):
+    def __getitem__(self, indices: slice | np.ndarray) -> np.ndarray:
+        """Return the tokens at some indices [index]; raise `UserError` if a part is damaged."""
+        if isinstance(indices, slice):
+            indices = np.arange(*indices.indices(len(self)))
+        found, size = np.empty(len(indices), self.dtype), parts.CHUNK_BYTES // self.dtype.itemsize
+        if not len(indices):
             return found
-        part, chunk = self._chunks(np.array([places.min(), places.max()]), size)
-        runs = [0, len(places)]  # of places in one chunk: mostly all of them
+        part, chunk = self._chunks(np.array([indices.min(), indices.max()]), size)
+        runs = [0, len(indices)]  # of indices in one chunk: usually all of them
         if part[0] != part[1] or chunk[0] != chunk[1]:
-            part, chunk = self._chunks(places, size)
+            part, chunk = self._chunks(indices, size)
             runs[1:1] = (np.flatnonzero((np.diff(part) != 0) | (np.diff(chunk) != 0)) + 1).tolist()
         with mendable(self._reader.folder):
             for start, stop in pairwise(runs):
                 data = self._reader.chunk(int(part[start]), int(chunk[start]))
                 tokens = np.frombuffer(data, self.dtype, len(data) // self.dtype.itemsize)
-                found[start:stop] = tokens[places[start:stop] - self._bounds[part[start]] - chunk[start] * size]
+                found[start:stop] = tokens[indices[start:stop] - self._bounds[part[start]] - chunk[start] * size]
         return found
 
-    def _chunks(self, places: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the part that each place lies in, and the chunk in that part, int64 [place]."""
-        part = np.searchsorted(self._bounds, places, side="right") - 1
-        return part, (places - self._bounds[part]) // size
+    def _chunks(self, indices: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the part of each index, and the chunk in that part, int64 [index]."""
+        part = np.searchsorted(self._bounds, indices, side="right") - 1
+        return part, (indices - self._bounds[part]) // size
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class TokenStore:
     """An open store.
 
     Attributes:
-        folder: where it lies.
+        folder: the folder of the store.
         tokens: ids [token].
         offsets: int64 [document + 1]; document d is `tokens[offsets[d]:offsets[d + 1]]`.
         manifest: the content of `manifest.json`.
-        corrections: the tokens that stand for other bytes of text than their pieces have.
+        corrections: the tokens whose bytes of text differ from those of their vocabulary entry.
     """
 
     folder: StoragePath
@@ -153,69 +153,69 @@ class TokenStore:
 
     @property
     def content(self) -> dict:
-        """Sizes and SHA-256 of all tokens and of the file that says where documents begin."""
+        """Return sizes and SHA-256 of all tokens and of the file of document offsets."""
         return {name: self.manifest["files"][name] for name in (TOKENS, DOCUMENTS_NAME)}
 
     @property
     def skipped(self) -> Skipped:
-        """What was left out when the store was built."""
+        """Return the documents that the build left out."""
         return Skipped(**self.manifest.get("skipped", {}))
 
     def verify(self, label: str = "checking", report: Report = silent) -> None:
         """Read every byte of every part and compare it with its checksum.
 
         Args:
-            label: of the reports.
-            report: told the bytes read so far.
+            label: label of the reports.
+            report: receives the number of bytes read.
 
         Raises:
-            UserError: a part is not what was written; names it.
+            UserError: a part is damaged; names it.
         """
         with mendable(self.folder):
-            seals = [sealed(self.folder, number) for number in range(len(self.manifest["parts"]))]
-            _, found = read_parts(self.folder, seals, lambda done, total: report(label, done, total))
+            manifests = [require_manifest(self.folder, number) for number in range(len(self.manifest["parts"]))]
+            _, found = read_parts(self.folder, manifests, lambda done, total: report(label, done, total))
         if found != self.manifest["files"][TOKENS]:
             raise UserError(f"{self.folder}: its parts are not those that the manifest describes. {MENDING}")
 
 
-def sealed(folder: StoragePath, number: int) -> PartManifest:
-    """Return the seal of a part; raise `CorruptPart` if it has none."""
-    if (seal := read_seal(folder, number)) is None:
+def require_manifest(folder: StoragePath, number: int) -> PartManifest:
+    """Return the manifest of a part; raise `CorruptPart` if it has none."""
+    if (manifest := read_part_manifest(folder, number)) is None:
         raise CorruptPart(number)
-    return seal
+    return manifest
 
 
 @contextmanager
 def mendable(folder: StoragePath) -> Iterator[None]:
-    """Say what to do about a damaged part of a complete store."""
+    """Turn `CorruptPart` in a complete store into a `UserError` that names the remedy."""
     try:
         yield
     except CorruptPart as damaged:
         raise UserError(
-            f"{folder / part_name(damaged.number)} is damaged or missing, or its seal beside it is. Delete "
+            f"{folder / part_name(damaged.number)} is damaged or missing, or its manifest beside it is. Delete "
             f"{folder / MANIFEST_NAME}, and the next run encodes this part again."
         ) from None
 
 
 def read_parts(
-    folder: StoragePath, seals: Sequence[PartManifest], read: Callable[[int, int], None]
+    folder: StoragePath, manifests: Sequence[PartManifest], read: Callable[[int, int], None]
 ) -> tuple[np.ndarray, dict]:
     """Read and check all parts of a store.
 
-    - `read(done, total)`: is told the bytes that were read
+    - `read(done, total)`: receives the number of bytes read
 
     Returns:
-        The documents' lengths, and what the manifest says of the tokens.
+        The documents' lengths, and the manifest's entry for the tokens.
 
     Raises:
-        Damaged: a part is not what was sealed.
+        CorruptPart: a part does not match its manifest.
     """
     digest, lengths = hashlib.sha256(), bytearray()
-    size, done, total = 0, 0, sum(seal.size_bytes for seal in seals)
-    for number, seal in enumerate(seals):
-        left = seal.tokens * seal.itemsize
+    size, done, total = 0, 0, sum(manifest.size_bytes for manifest in manifests)
+    for number, manifest in enumerate(manifests):
+        left = manifest.tokens * manifest.itemsize
         size += left
-        for block in read_part(folder, number, seal):
+        for block in read_part(folder, number, manifest):
             digest.update(block[:left])
             lengths.extend(block[left:])
             left = max(left - len(block), 0)
@@ -228,8 +228,8 @@ def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
     """Open a complete store; tokens are checked when they are read.
 
     Args:
-        folder: where it lies.
-        disk: keeps what is read of an object store.
+        folder: the folder of the store.
+        disk: a local cache of data from an object store.
 
     Raises:
         UserError: the store is missing, damaged or of another version; names the file.
@@ -261,7 +261,7 @@ def open_store(folder: StoragePath, disk: ChunkCache) -> TokenStore:
 
 
 def read_manifest(path: StoragePath) -> dict:
-    """A manifest that agrees with its own checksum and this program's version of the format."""
+    """Return a manifest that matches its own checksum and this program's format version."""
     try:
         manifest = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -276,56 +276,56 @@ def read_manifest(path: StoragePath) -> dict:
 
 
 def complete_store(
-    folder: StoragePath, seals: Sequence[PartManifest], description: dict, report: Report = silent
+    folder: StoragePath, manifests: Sequence[PartManifest], description: dict, report: Report = silent
 ) -> None:
-    """Read and check all parts, and write what makes them a store; the manifest comes last.
+    """Read and check all parts, and write the other files of the store; the manifest is written last.
 
     Args:
-        folder: where the parts lie.
-        seals: of all parts.
-        description: the fields of the manifest that say what the store is made of.
-        report: told the bytes of the parts that were read, as `putting together`.
+        folder: the folder of the parts.
+        manifests: the manifests of all parts.
+        description: the fields of the manifest that describe the store's source.
+        report: receives the number of bytes read, as `putting together`.
 
     Raises:
-        Damaged: a part is not what was sealed.
+        CorruptPart: a part does not match its manifest.
     """
-    said = report if len(seals) > 1 else silent  # one takes no time
-    lengths, tokens = read_parts(folder, seals, lambda done, total: said("putting together", done, total))
+    shown = report if len(manifests) > 1 else silent  # a single part takes no time
+    lengths, tokens = read_parts(folder, manifests, lambda done, total: shown("putting together", done, total))
     offsets = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
     arrays = {DOCUMENTS_NAME: offsets}
-    if all(seal.corrections is not None for seal in seals):
-        joined = Corrections.joined((seal.tokens, Corrections.unpacked(seal.corrections or "")) for seal in seals)
+    if all(each.corrections is not None for each in manifests):
+        joined = Corrections.joined((each.tokens, Corrections.unpacked(each.corrections or "")) for each in manifests)
         arrays[TEXT_BYTES_NAME] = np.stack(joined)
     manifest = {
         "format": FORMAT,
         "documents": len(offsets) - 1,
         "tokens": int(offsets[-1]),
         **description,
-        "parts": [seal.documents for seal in seals],
+        "parts": [each.documents for each in manifests],
         "files": {TOKENS: tokens} | {name: write_array(folder / name, array) for name, array in arrays.items()},
     }
     write_flushed(folder / MANIFEST_NAME, json.dumps(manifest | {"sha256": json_sha256(manifest)}, indent=1).encode())
 
 
-def write_array(place: StoragePath, array: np.ndarray) -> dict:
-    """Write an array; return what a manifest says of the file."""
+def write_array(path: StoragePath, array: np.ndarray) -> dict:
+    """Write an array; return the manifest's entry for the file."""
     file = io.BytesIO()
     np.save(file, array)
     content = file.getvalue()
-    write_flushed(place, content)
+    write_flushed(path, content)
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def write_flushed(place: StoragePath, content: bytes) -> None:
-    """Write a file or an object, whole or not at all, and wait until it is on the disk."""
-    write_bytes(place, content)
-    if not isinstance(place, ObjectPath):
-        flush(place)
-        flush(place.parent)
+def write_flushed(path: StoragePath, content: bytes) -> None:
+    """Write a file or an object atomically and wait until it is on the disk."""
+    write_bytes(path, content)
+    if not isinstance(path, ObjectPath):
+        flush(path)
+        flush(path.parent)
 
 
-def in_words(skipped: Skipped) -> list[str]:
-    """Return how many documents were left out and where the first few stand, a line each."""
+def format_skipped(skipped: Skipped) -> list[str]:
+    """Return the number of skipped documents and the locations of the first few, a line each."""
     more = skipped.count - len(skipped.first)
     count = f"{skipped.count:,} bad document(s) skipped{', the first' if more else ''}:"
     return [count, *skipped.first, *([f"and {more:,} more"] if more else [])]

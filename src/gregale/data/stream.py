@@ -1,4 +1,4 @@
-"""Documents of a store, one after the other, as one long stream of tokens."""
+"""The documents of a store as one long stream of tokens."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from gregale.data.store import TokenStore
 
 
 class DocumentStream:
-    """Some documents of a store, or what lies of them between two places, concatenated in order.
+    """Selected documents of a store, optionally only their tokens between two indices, concatenated in order.
 
     Args:
-        store: where the tokens lie; nothing is copied.
-        chosen: bool [document], which documents the stream has.
+        store: holds the tokens; nothing is copied.
+        chosen: bool [document], whether the stream has a document.
         start: the first of the store's tokens that the stream may have.
-        stop: where those end; the end of the store if not given.
+        stop: the end of those tokens; by default the end of the store.
 
     Attributes:
-        starts: int64 [chosen document + 1], where each document begins in the stream, and the end of the last.
+        starts: int64 [chosen document + 1], the index of each document in the stream, and the end of the last.
     """
 
     def __init__(self, store: TokenStore, chosen: np.ndarray, start: int = 0, stop: int | None = None):
@@ -23,24 +23,24 @@ class DocumentStream:
         numbers = np.flatnonzero(chosen & (np.diff(offsets) > 0))
         lengths = offsets[numbers + 1] - offsets[numbers]
         self.starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int64)
-        self._shifts = offsets[numbers] - self.starts[:-1]  # from place in the stream to place in the store
+        self._shifts = offsets[numbers] - self.starts[:-1]  # from index in the stream to index in the store
         self._tokens, self._corrections = store.tokens, store.corrections
 
     def __len__(self) -> int:
-        """Tokens in the stream, end-of-document tokens included."""
+        """Return the number of tokens in the stream, end-of-document tokens included."""
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens from `start` to `stop`, int32 [token], and the number of each one's document, int64 [token]."""
-        places, documents = self._places(start, stop)
-        return self._tokens[places].astype(np.int32), documents
+        """Return the tokens from `start` to `stop`, int32 [token], and each one's document index, int64 [token]."""
+        indices, documents = self._indices(start, stop)
+        return self._tokens[indices].astype(np.int32), documents
 
     def more_bytes(self, start: int, stop: int) -> np.ndarray:
-        """How many bytes of text the tokens from `start` to `stop` stand for beyond their pieces, int64 [token]."""
-        return self._corrections.at(self._places(start, stop)[0])
+        """Return the bytes of text of each token beyond its vocabulary entry, int64 [token]."""
+        return self._corrections.at(self._indices(start, stop)[0])
 
-    def _places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the store has tokens of the stream, and the number of each one's document."""
+    def _indices(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return each token's index in the store, and the index of its document."""
         first = np.searchsorted(self.starts, start, side="right") - 1
         last = np.searchsorted(self.starts, stop, side="left")
         counts = np.diff(self.starts[first : last + 1].clip(start, stop))
@@ -49,11 +49,11 @@ class DocumentStream:
 
 
 def held_out_documents(count: int, fraction: float) -> np.ndarray:
-    """Return which of a source's documents are held out, bool [document].
+    """Return whether each document of a source is held out, bool [document].
 
     A document is held out when a hash of its number (splitmix64) lies in the lowest `fraction` of all 64-bit numbers.
-    So the choice is the same on every machine and for every tokenizer, and documents added at the end of a source
-    leave those before them where they were.
+    So the choice is the same on every machine and for every tokenizer. Documents added at the end of a source do not
+    change the choice for earlier documents.
     """
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

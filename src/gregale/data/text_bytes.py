@@ -1,8 +1,8 @@
-"""How many bytes of its text each token stands for, where that is not the length of the token's own piece.
+"""Count the bytes of text of each token, where they differ from the bytes of the token's vocabulary entry ("piece").
 
-A tokenizer may put a space before a text, change characters (lower case, Unicode forms) or leave some out. Then a text
-has more or fewer bytes than its tokens' pieces. Which token stands for how many bytes is known when the text is
-encoded; a token store keeps the differences, and nothing for a tokenizer that has none.
+A tokenizer may add a space before a text, change characters (lower case, Unicode forms) or remove some. Then a text has
+more or fewer bytes than its tokens' pieces. The encoder computes the difference of each token; a token store keeps the
+differences, and nothing for a tokenizer that has none.
 """
 
 import base64
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a Split may remove some
+KEEPS_TEXT = ("Digits", "Split")  # pre-tokenizers that change no character; a Split may remove characters
 
 
 class Corrections(NamedTuple):
-    """The tokens that stand for other bytes of text than their pieces have.
+    """The tokens whose bytes of text differ from those of their pieces.
 
     Attributes:
-        places: of these tokens, ascending, int64 [correction].
+        places: the indices of these tokens, ascending, int64 [correction].
         differences: bytes of text less bytes of the piece, int64 [correction].
     """
 
@@ -28,13 +28,13 @@ class Corrections(NamedTuple):
 
     @staticmethod
     def of(differences: np.ndarray) -> "Corrections":
-        """Those of consecutive tokens, of which each has a difference [token], most of them 0."""
+        """Return the corrections of consecutive tokens with these differences [token], most of them 0."""
         places = np.flatnonzero(differences)
         return Corrections(places, differences[places])
 
     @staticmethod
     def joined(parts: Iterable[tuple[int, "Corrections"]]) -> "Corrections":
-        """Those of parts that follow one another; each comes with its number of tokens."""
+        """Return the corrections of consecutive parts; each comes with its number of tokens."""
         places, differences, first = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
         for tokens, part in parts:
             places.append(part.places + first)
@@ -43,20 +43,20 @@ class Corrections(NamedTuple):
         return Corrections(np.concatenate(places), np.concatenate(differences))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The differences of the tokens at some places, int64 [place]."""
+        """Return the differences of the tokens at some indices, int64 [index]."""
         if not len(self.places):
             return np.zeros(len(places), np.int64)
         found = np.searchsorted(self.places, places).clip(max=len(self.places) - 1)
         return np.where(self.places[found] == places, self.differences[found], 0)
 
     def packed(self) -> str:
-        """All of it as a short text."""
+        """Return the corrections as a short text."""
         rows = np.array([np.diff(self.places, prepend=0), self.differences], "<i8")
         return base64.b64encode(zlib.compress(rows.tobytes())).decode("ascii")
 
     @staticmethod
     def unpacked(text: str) -> "Corrections":
-        """What `packed` made a text of."""
+        """Return the corrections that `packed` encoded."""
         steps, differences = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i8").reshape(2, -1)
         return Corrections(steps.cumsum(), differences)
 
@@ -65,15 +65,15 @@ NONE = Corrections.of(np.zeros(0, np.int64))
 
 
 def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.ndarray) -> np.ndarray:
-    """How many bytes of a text each of its tokens stands for, int64 [token]; their sum is the text's.
+    """Return how many bytes of a text each of its tokens represents, int64 [token]; their sum is that of the text.
 
-    A token stands for the characters between the last one of the token before it and its own last one. Tokens that
-    share a character are a group. Where the pieces of a group do not have the bytes of its characters, the difference
-    is the first token's, down to 0 bytes, and then the next one's.
+    A token represents the characters between the last one of the token before it and its own last one. Tokens that
+    share a character are a group. If the pieces of a group do not have the bytes of its characters, the difference goes
+    to the first token, down to 0 bytes, and then to the next one.
 
     Args:
-        text: what was encoded.
-        offsets: the first character of each token, and the one behind its last.
+        text: the encoded text.
+        offsets: the first character of each token, and the one after its last.
         pieces: bytes of each token's piece, int64 [token].
     """
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
@@ -83,7 +83,7 @@ def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.nd
     stops = bytes_before(text)[ends[last]]
     stops[-1] = len(text.encode())
     sizes = np.diff(stops, prepend=0)
-    behind = pieces[::-1].cumsum()[::-1]  # of this token and all after it
+    behind = pieces[::-1].cumsum()[::-1]  # of this token and all later ones
     group = np.repeat(np.arange(len(begins)), np.diff(np.append(begins, len(ends))))
     after_group = np.append(behind[begins[1:]], 0)
     left = np.minimum(behind - after_group[group], sizes[group])
@@ -94,18 +94,18 @@ def bytes_of_tokens(text: str, offsets: Sequence[tuple[int, int]], pieces: np.nd
 
 
 def bytes_before(text: str) -> np.ndarray:
-    """The bytes of UTF-8 before each character and before the end of a text, int64 [character + 1]."""
+    """Return the UTF-8 bytes before each character and before the end of a text, int64 [character + 1]."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
     return np.concatenate([[0], sizes.cumsum()])
 
 
 def is_exact(tokenizer_json: dict, alphabet: Iterable[str]) -> bool:
-    """Whether every text has as many bytes as the pieces of its tokens, by what a `tokenizer.json` says.
+    """Return whether every text has as many bytes as the pieces of its tokens, according to a `tokenizer.json`.
 
     Args:
         tokenizer_json: its content.
-        alphabet: the characters that byte-level tokenizers write for the 256 bytes.
+        alphabet: the characters by which byte-level tokenizers write the 256 bytes.
     """
     model = tokenizer_json.get("model") or {}
     vocabulary = model.get("vocab") or {}
@@ -129,7 +129,7 @@ def is_exact(tokenizer_json: dict, alphabet: Iterable[str]) -> bool:
 
 
 def pre_tokenizers_of(part: dict | None) -> list[dict]:
-    """The pre-tokenizers of a `tokenizer.json`, those of a sequence one by one."""
+    """Return the pre-tokenizers of a `tokenizer.json`, with sequences flattened."""
     if part is None:
         return []
     inner = part.get("pretokenizers")

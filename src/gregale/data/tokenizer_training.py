@@ -1,4 +1,4 @@
-"""The tokenizer of a configuration, and what one is trained on: the text of all sources that is not held out."""
+"""Make the configured tokenizer; train it, if needed, on the text of all sources that is not held out."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from gregale.storage import StoragePath
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Puts the key of a source before the message of a mistake found in it."""
+    """Add the key of a source to the message of its error."""
     try:
         yield
     except UserError as error:
@@ -38,15 +38,15 @@ def naming(key: str) -> Iterator[None]:
 def training_texts(
     sources: Mapping[str, SourceConfig], fraction: float, ends: Mapping[str, End], report: Report
 ) -> Iterator[str]:
-    """The text that is not held out, over all sources.
+    """Yield the text of all sources that is not held out.
 
-    A document's number counts those that are not empty, as in the store, so that the split is the store's.
+    A document's number counts the documents that are not empty, as in the store, so that both use the same split.
 
     Args:
         sources: by name.
-        fraction: of the documents that is held out.
-        ends: by name, the sources of which an end is held out instead.
-        report: told the bytes of input read so far.
+        fraction: the proportion of documents that is held out.
+        ends: by name, the sources that have a held-out end instead.
+        report: receives the number of input bytes read.
 
     Raises:
         UserError: a source cannot be read, or there is no text.
@@ -70,7 +70,7 @@ def training_texts(
 
 
 def kept_of(documents: list[Document], first: int, fraction: float, end: End | None) -> Iterator[str]:
-    """The texts among some documents that are not held out; `first` is the number of the first."""
+    """Yield the texts of documents that are not held out; `first` is the number of the first document."""
     out = held_out_documents(first + len(documents), fraction)[first:]
     for number, (document, held) in enumerate(zip(documents, out, strict=True), first):
         text = document.content
@@ -79,7 +79,7 @@ def kept_of(documents: list[Document], first: int, fraction: float, end: End | N
 
 
 def before(text: str, number: int, end: End) -> str:
-    """What of a document's text lies before the held-out end of its source."""
+    """Return the text of a document before the held-out end of its source."""
     if number != end.document:
         return text if number < end.document else ""
     data = text.encode("utf-8")
@@ -87,13 +87,13 @@ def before(text: str, number: int, end: End) -> str:
 
 
 def make_tokenizer(config: DataConfig, cache: StoragePath, ends: Mapping[str, End], report: Report) -> Tokenizer:
-    """The configured tokenizer; a BPE is trained once, on what is not held out, and kept in the cache.
+    """Return the configured tokenizer; a BPE is trained once, without held-out text, and kept in the cache.
 
     Args:
         config: the data.
-        cache: where token stores and tokenizers lie.
+        cache: the folder of token stores and tokenizers.
         ends: the held-out ends of sources, which train no tokenizer.
-        report: told the bytes of input read so far.
+        report: receives the number of input bytes read.
     """
     if isinstance(config.tokenizer, FileConfig):
         return tokenizer_from_file(config.tokenizer)

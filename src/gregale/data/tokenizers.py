@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back, and how many bytes of text each id stands for."""
+"""Tokenizers: text to ids and back, and the number of bytes of text of each id."""
 
 import codecs
 import hashlib
@@ -27,7 +27,7 @@ TRAINED_END_OF_DOCUMENT = "<|end_of_document|>"
 
 @dataclass(frozen=True)
 class TokenizerConfig(Settings, draccus.ChoiceRegistry):
-    """Which tokenizer turns the text into ids."""
+    """The choice of the tokenizer."""
 
 
 @TokenizerConfig.register_subclass("bytes")
@@ -65,10 +65,10 @@ class Tokenizer(ABC):
 
     Attributes:
         vocabulary_size: number of ids; every id is below it.
-        end_of_document: the id that ends a document; text never encodes to it, unless `parses_special`.
-        is_exact: whether every text has as many bytes as the pieces of its tokens.
-        special_names: what special tokens are called.
-        parses_special: whether these names in a text are the tokens; of documents they are text like any other.
+        end_of_document: the id that ends a document; no text encodes to it, unless `parses_special`.
+        is_exact: whether every text has as many bytes as the vocabulary entries of its tokens.
+        special_names: the names of special tokens.
+        parses_special: whether these names in a text encode to the special tokens; in documents they are plain text.
     """
 
     vocabulary_size: int
@@ -79,14 +79,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a text, int32 [token], without an end-of-document token."""
+        """Return the ids of a text, int32 [token], without an end-of-document token."""
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `encode` gives them."""
+        """Return the ids of each text, as `encode` does."""
         return [self.encode(text) for text in texts]
 
     def encode_counted(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ids of each text, and how many bytes of it each id stands for beyond its piece, int64 [token].
+        """Return each text's ids, and the bytes of text of each id beyond its vocabulary entry, int64 [token].
 
         With `token_bytes` of the ids, these add up to the bytes of the text.
         """
@@ -94,58 +94,58 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> str:
-        """The text of ids [token]; special tokens stand for nothing, broken UTF-8 for U+FFFD."""
+        """Return the text of ids [token]; special tokens give nothing, broken UTF-8 gives U+FFFD."""
 
     @abstractmethod
     def to_json(self) -> dict:
-        """Everything about the tokenizer as JSON, for `from_json`."""
+        """Return a complete description of the tokenizer as JSON, for `from_json`."""
 
     @property
     @abstractmethod
     def vocabulary_bytes(self) -> list[bytes]:
-        """The UTF-8 bytes that each id stands for [vocabulary]; none for special tokens."""
+        """Return the UTF-8 bytes of each id [vocabulary]; empty for special tokens."""
 
     def parsing_special(self) -> "Tokenizer":
-        """The same tokenizer for prompts: names of special tokens in a text are the tokens."""
+        """Return the same tokenizer for prompts: names of special tokens encode to those tokens."""
         return self
 
     @property
     def start(self) -> tuple[int, ...]:
-        """The ids that the tokenizer's own rules put before every text; `encode` leaves them out."""
+        """Return the ids that the tokenizer's own rules put before every text; `encode` leaves them out."""
         return ()
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of UTF-8 each id's piece has, int32 [vocabulary]; 0 for special tokens.
+        """Return the number of UTF-8 bytes of each id, int32 [vocabulary]; 0 for special tokens.
 
-        Bits per byte = sum of token losses in nats / ln 2 / bytes of text that the targets stand for: those of their
-        vocabulary_bytes, and the differences that `encode_counted` found.
+        Bits per byte = sum of token losses in nats / ln 2 / bytes of the targets' text: those of their
+        `vocabulary_bytes`, and the differences of `encode_counted`.
         """
         return np.array([len(piece) for piece in self.vocabulary_bytes], np.int32)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that the tokenizer does."""
+        """Return a hash of the tokenizer's complete behaviour."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def stream(self) -> "StreamDecoder":
-        """A decoder for ids that come one at a time."""
+        """Return a decoder for ids that come one at a time."""
         return StreamDecoder(self.vocabulary_bytes)
 
 
 class StreamDecoder:
-    """Decodes ids one at a time; bytes of an unfinished character wait until the character is complete."""
+    """Decodes ids one at a time; bytes of an incomplete character wait until it is complete."""
 
     def __init__(self, token_pieces: list[bytes]):
         self._pieces = token_pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that one more id completes, often one, sometimes none."""
+        """Return the characters that one more id completes: often one, sometimes none."""
         return self._decoder.decode(self._pieces[token])
 
     def finish(self) -> str:
-        """What stands for bytes that no id completed."""
+        """Return the replacement for bytes that no id completed."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -176,19 +176,19 @@ class LibraryTokenizer(Tokenizer):
     Args:
         text: the content of a `tokenizer.json`.
         end_of_document: name of the token that ends a document.
-        place: where the content is from, for messages.
+        origin: the origin of the content, for messages.
 
     Raises:
         UserError: the content is damaged, of a kind without a byte count per token, or lacks the end-of-document token.
     """
 
-    def __init__(self, text: str, end_of_document: str, place: str):
+    def __init__(self, text: str, end_of_document: str, origin: str):
         import tokenizers
 
         try:
             self._library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more precise
-            raise UserError(f"{place}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
+            raise UserError(f"{origin}: not a tokenizer.json that the tokenizers library reads ({error}).") from error
         self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
@@ -198,12 +198,12 @@ class LibraryTokenizer(Tokenizer):
         if end is None:
             special = [token["content"] for token in self._json.get("added_tokens", [])]
             raise UserError(
-                f"{place}: no token `{end_of_document}` to end a document with. Set tokenizer.end_of_document to one "
+                f"{origin}: no token `{end_of_document}` to end a document with. Set tokenizer.end_of_document to one "
                 f"of its added tokens: {', '.join(special[:20]) or 'it has none'}."
             )
         self.end_of_document = end
         self._pieces = vocabulary_bytes.vocabulary_bytes(
-            self._json, self._library.get_vocab(with_added_tokens=True), place
+            self._json, self._library.get_vocab(with_added_tokens=True), origin
         )
         self._pieces[end] = b""
         self.vocabulary_size = len(self._pieces)
@@ -215,7 +215,7 @@ class LibraryTokenizer(Tokenizer):
         return np.fromiter(ids, np.int32, len(ids))
 
     def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # the fast one leaves out where in the text a token lies, which takes a sixth of the time
+        # the fast method computes no offsets, which take a sixth of the time
         found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.fromiter(ids := each.ids, np.int32, len(ids)) for each in found]
 
@@ -241,7 +241,7 @@ class LibraryTokenizer(Tokenizer):
     def start(self) -> tuple[int, ...]:
         for text in ("a", *self._library.get_vocab(with_added_tokens=False)):
             whole = self._library.encode(text, add_special_tokens=True)
-            if 0 in whole.sequence_ids:  # the tokens of the text itself; others have None
+            if 0 in whole.sequence_ids:  # the tokens of the text itself have 0; others have None
                 return tuple(whole.ids[: whole.sequence_ids.index(0)])
         return ()  # no text has a token
 
@@ -253,17 +253,17 @@ class LibraryTokenizer(Tokenizer):
         return self._pieces
 
 
-def from_json(saved: dict, place: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.to_json` described; `place` is named in messages."""
+def from_json(saved: dict, origin: str) -> Tokenizer:
+    """Return the tokenizer that `Tokenizer.to_json` described; messages name its `origin`."""
     if saved.get("type") == "bytes":
         return BytesTokenizer()
     if saved.get("type") == "library" and {"library", "end_of_document"} <= saved.keys():
-        return LibraryTokenizer(json.dumps(saved["library"]), saved["end_of_document"], place)
-    raise UserError(f"{place}: not a tokenizer that this program saved.")
+        return LibraryTokenizer(json.dumps(saved["library"]), saved["end_of_document"], origin)
+    raise UserError(f"{origin}: not a tokenizer that this program saved.")
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
-    """Writes the tokenizer into a folder, whole or not at all, and returns the file's place."""
+    """Write the tokenizer atomically into a folder; return the file's path."""
     path = folder / SAVED_NAME
     if isinstance(path, ObjectPath):
         path.write_bytes(json.dumps(tokenizer.to_json()).encode())
@@ -277,7 +277,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: StoragePath) -> StoragePath:
 
 
 def load_tokenizer(folder: StoragePath) -> Tokenizer:
-    """The tokenizer that `save_tokenizer` wrote; needs no corpus.
+    """Return the tokenizer that `save_tokenizer` wrote; needs no corpus.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -293,14 +293,14 @@ def load_tokenizer(folder: StoragePath) -> Tokenizer:
 
 
 def tokenizer_from_file(config: FileConfig) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`; raises UserError if it is missing or unfit."""
+    """Return the tokenizer of a `tokenizer.json`; raise UserError if it is missing or invalid."""
     path = expand(config.path, "data.tokenizer.path")
     text = read_bytes(path).decode("utf-8-sig", "replace")
     return LibraryTokenizer(text, config.end_of_document, path)
 
 
 def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE trained on texts; it has fewer ids than asked if the texts have too few pairs."""
+    """Return a byte-level BPE trained on texts; it has fewer ids than configured if the texts have too few pairs."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -318,18 +318,18 @@ def train_bpe(config: BpeConfig, texts: Iterator[str]) -> Tokenizer:
 
 
 def fewest_tokens(config: TokenizerConfig) -> int:
-    """The least number of ids that the configured tokenizer can have, without any text; but for a BPE, just how many.
+    """Return the minimum number of ids of the configured tokenizer, without any text; exact unless it is a BPE.
 
     Raises:
-        UserError: the tokenizer's file is missing or unfit.
+        UserError: the tokenizer's file is missing or invalid.
     """
     return BytesTokenizer.vocabulary_size if isinstance(config, BpeConfig) else vocabulary_size(config)
 
 
 def vocabulary_size(config: TokenizerConfig) -> int:
-    """The number of ids that the configured tokenizer will have, without any text.
+    """Return the number of ids of the configured tokenizer, without any text.
 
-    A BPE is taken to have as many as asked for; it has fewer if its texts have too few pairs.
+    For a BPE this is the configured number; it has fewer if its texts have too few pairs.
     """
     if isinstance(config, FileConfig):
         return tokenizer_from_file(config).vocabulary_size

@@ -1,4 +1,4 @@
-"""The bytes of text behind each entry of a `tokenizer.json` vocabulary."""
+"""The bytes of text of each entry of a `tokenizer.json` vocabulary."""
 
 import re
 
@@ -6,19 +6,19 @@ from gregale.errors import UserError
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 LARGEST_ID = 2**24 - 1
-SPACE_MARK = "▁"  # how SentencePiece writes a space
+SPACE_MARK = "▁"  # SentencePiece's character for a space
 
 
-def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], place: str) -> list[bytes]:
-    """The UTF-8 bytes that each id stands for [vocabulary].
+def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], origin: str) -> list[bytes]:
+    """Return the UTF-8 bytes of each id [vocabulary].
 
     Args:
         tokenizer_json: the content of the `tokenizer.json`.
         vocabulary: id of each token, added ones included.
-        place: named in messages.
+        origin: the origin of the content, for messages.
 
     Returns:
-        A list indexed by id; empty for special tokens and for ids that no token has.
+        A list indexed by id; empty for special tokens and for unused ids.
 
     Raises:
         UserError: the decoder is neither byte-level nor of the SentencePiece kind, or an id is too large.
@@ -26,7 +26,7 @@ def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], place: st
     last = max(vocabulary, key=vocabulary.__getitem__)
     if vocabulary[last] > LARGEST_ID:
         raise UserError(
-            f"{place}: the token {last!r} has the id {vocabulary[last]:,}; ids up to {LARGEST_ID:,} work, because "
+            f"{origin}: the token {last!r} has the id {vocabulary[last]:,}; ids up to {LARGEST_ID:,} work, because "
             "a model has a row for every id up to the largest. "
             f"There are {len(vocabulary):,} tokens: number them from 0."
         )
@@ -39,7 +39,7 @@ def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], place: st
     else:
         found = ", ".join(sorted(kinds)) or "none"
         raise UserError(
-            f"{place}: its decoder ({found}) does not say which bytes a token stands for; tokenizers with a ByteLevel, "
+            f"{origin}: its decoder ({found}) does not determine the bytes of a token; tokenizers with a ByteLevel, "
             "Metaspace or ByteFallback decoder work."
         )
     found = [b""] * (vocabulary[last] + 1)
@@ -52,23 +52,23 @@ def vocabulary_bytes(tokenizer_json: dict, vocabulary: dict[str, int], place: st
 
 
 def decoder_kinds(decoder: dict | None) -> set[str]:
-    """The types in a decoder, those inside a sequence included."""
+    """Return the types in a decoder, those inside a sequence included."""
     if decoder is None:
         return set()
     return {decoder["type"]}.union(*(decoder_kinds(part) for part in decoder.get("decoders", [])))
 
 
 def byte_level_reader():
-    """Reads the printable characters that byte-level tokenizers write for bytes."""
+    """Return a decoder of the printable characters by which byte-level tokenizers write bytes."""
     byte_of = byte_level_alphabet()
     return lambda token: bytes(byte_of[character] for character in token if character in byte_of)
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level tokenizers write for each byte -> the byte.
+    """Return, for each character by which byte-level tokenizers write a byte, the byte.
 
-    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (the scheme
-    of GPT-2).
+    Printable Latin-1 bytes stand for themselves, the others for the characters from U+0100 on, in order (the scheme of
+    GPT-2).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [value for value in range(256) if value not in printable]
@@ -77,6 +77,6 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def sentence_piece(token: str) -> bytes:
-    """A SentencePiece token: a mark for each space, `<0x0A>` for a byte."""
+    """Return the bytes of a SentencePiece token: a mark for each space, `<0x0A>` for a byte."""
     byte = BYTE_FALLBACK.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE_MARK, " ").encode("utf-8")

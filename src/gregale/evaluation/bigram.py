@@ -1,4 +1,4 @@
-"""The bigram model that a language model has to beat."""
+"""The bigram model, a baseline that a language model must beat."""
 
 from collections.abc import Iterable
 
@@ -15,15 +15,15 @@ def bigram_bits_per_byte(
     token_bytes: np.ndarray,
     cross_documents: bool = False,
 ) -> float:
-    """Held-out bits per byte of a bigram model counted on the training tokens.
+    """Return the held-out bits per byte of a bigram model counted on the training tokens.
 
     With N training targets, c(a, b) counts of pairs, c(a) = sum_b c(a, b), c(b) counts of targets and V tokens,
 
         p(b | a) = (c(a, b) + k p(b)) / (c(a) + k),    p(b) = (c(b) + 1) / (N + V),
 
-    that is, a Dirichlet prior around the smoothed unigram model; k is the power of two that does best on the held-out
-    text itself, a choice in the bigram model's favour. Pairs are those that an example scores: both tokens in the
-    same document, unless documents are crossed.
+    that is, a Dirichlet prior around the smoothed unigram model; k is the power of two with the best result on the
+    held-out text itself, which favours the bigram model. Pairs are those that an example scores: both tokens in one
+    document, unless examples cross documents.
 
     Args:
         training: streams to count on.
@@ -32,7 +32,7 @@ def bigram_bits_per_byte(
         cross_documents: as in `DataConfig`.
 
     Returns:
-        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of text that b stands for.
+        sum of -log2 p(b | a) over held-out pairs / sum of the bytes of text of b.
     """
     vocabulary, held_out = len(token_bytes), list(held_out)
     scored, times = unique_pairs(held_out, vocabulary, cross_documents)
@@ -56,7 +56,7 @@ def bigram_bits_per_byte(
 
 
 def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of some streams, coded as first * vocabulary + second and sorted, and how often each occurs."""
+    """Return the pairs of some streams, coded as first * vocabulary + second and sorted, and each count."""
     codes, counts = [], []
     for stream in streams:
         for first, second in read_pairs(stream, cross):
@@ -68,19 +68,19 @@ def unique_pairs(streams: Iterable[DocumentStream], vocabulary: int, cross: bool
 
 
 def read_pairs(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Blocks of neighbouring tokens (first, second), int64 [pair] each."""
+    """Yield blocks of neighbouring tokens (first, second), int64 [pair] each."""
     for tokens, kept, _ in read_blocks(stream, cross):
         yield tokens[:-1][kept].astype(np.int64), tokens[1:][kept].astype(np.int64)
 
 
 def more_bytes_of(stream: DocumentStream, cross: bool) -> int:
-    """How many bytes of text the second tokens of all pairs stand for beyond their pieces."""
+    """Return the bytes of text of the second tokens of all pairs, beyond their vocabulary entries."""
     blocks = ((kept, start + 1) for _, kept, start in read_blocks(stream, cross))
     return sum(int(stream.more_bytes(first, first + len(kept))[kept].sum()) for kept, first in blocks)
 
 
 def read_blocks(stream: DocumentStream, cross: bool) -> Iterable[tuple[np.ndarray, np.ndarray, int]]:
-    """Tokens [pair + 1], which of their pairs are scored [pair], and where they begin in the stream."""
+    """Yield tokens [pair + 1], whether each of their pairs is scored [pair], and their index in the stream."""
     for start in range(0, len(stream) - 1, READ_TOKENS):
         tokens, documents = stream.read(start, min(start + READ_TOKENS + 1, len(stream)))
         yield tokens, np.full(len(tokens) - 1, True) if cross else documents[1:] == documents[:-1], start

@@ -1,4 +1,4 @@
-"""Generation with a key/value cache: a batch of prompts, a block of tokens at a call."""
+"""Generate text with a key/value cache: a batch of prompts, a block of tokens per call."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from gregale.model.config import CompilerOptions
 from gregale.model.execution import Execution
 from gregale.model.llama import Llama
 
-BUCKET = 64  # prompts are filled up to multiples of this at least, so that few lengths are compiled
-BLOCK = 32  # most tokens that are drawn before Python is asked again
-FIRST_SLOTS = 512  # of the caches, if a text may become as long
+BUCKET = 64  # prompts are padded at least to multiples of this, so that few lengths are compiled
+BLOCK = 32  # the maximum number of tokens in one call of the program
+FIRST_SLOTS = 512  # of the caches, if a text may become that long
 
 
 class Prompt(NamedTuple):
-    """What is continued: token ids, at least one, and the seed of what is drawn after them."""
+    """A prompt: token ids, at least one, and the seed of its continuation."""
 
     tokens: Sequence[int]
     seed: int = 0
 
 
 class Rows(NamedTuple):
-    """What stays the same of a batch while its texts grow, for each row.
+    """The constants of each row of a batch.
 
-    - `first`: the place of its first token, int32 [row]
-    - `seeds`: of what is drawn, int32 [row]
+    - `first`: the index of its first token, int32 [row]
+    - `seeds`: random seeds, int32 [row]
     """
 
     first: np.ndarray
@@ -45,11 +45,11 @@ class Rows(NamedTuple):
 
 
 class Last(NamedTuple):
-    """The tokens that a block follows.
+    """The tokens before a block.
 
     - `tokens`: one of each row, int32 [row]
     - `over`: whether a row has ended, bool [row]
-    - `place`: where they stand
+    - `place`: the index of the tokens
     """
 
     tokens: np.ndarray
@@ -58,16 +58,15 @@ class Last(NamedTuple):
 
 
 class Generator:
-    """Continues prompts with models of one shape; keeps its compiled programs from one batch and model to the next.
+    """Continues prompts with models of one shape; reuses its compiled programs for later batches and models.
 
-    The rows of a batch know nothing of one another: what is drawn for a row depends on its tokens, its seed, and how
-    many tokens it already has. The shapes of a batch, by which sums are rounded, are those of its number of rows and of
-    the length to which it is filled up (`width_of`).
+    The rows of a batch are independent: the tokens drawn for a row depend on its tokens, its seed and its length. The
+    shapes of a batch, which affect rounding, follow from its number of rows and its padded length (`width_of`).
 
     - `execution`: its layout may split the batch, if it divides the rows
     - `vocabulary`: tokens that may be drawn; a model's vocabulary may be padded beyond them
     - `ends`: the tokens that end a text, at least one
-    - `options`: the compiler's
+    - `options`: the compiler's options
     """
 
     def __init__(
@@ -80,9 +79,9 @@ class Generator:
         self._widen = compiled(self._with_room, static_argnames=("slots",))
 
     def tokens(self, model: Llama, prompt: Prompt, count: int, sampling: Sampling) -> Iterator[int]:
-        """Up to `count` tokens that continue one prompt; ends early before a token that ends a text.
+        """Yield up to `count` tokens that continue one prompt; stop before a token that ends a text.
 
-        `model`: as `blocks` takes it
+        - `model`: as for `blocks`
         """
         for block in self.blocks(model, [prompt], count, sampling, repeat(BLOCK)):
             for token in block[0].tolist():
@@ -99,22 +98,22 @@ class Generator:
         sizes: Iterator[int],
         is_over: Callable[[int], bool] = lambda row: False,
     ) -> Iterator[np.ndarray]:
-        """Up to `count` tokens that continue each prompt, block by block: integers [row, token].
+        """Yield up to `count` tokens that continue each prompt, block by block: integers [row, token].
 
-        The first block has one token a row, and each of the others is drawn by one call of a program. What stands in a
-        row after a token that ends a text means nothing. It goes on until all rows have ended.
+        The first block has one token a row, and one call of a program draws each of the others. Tokens in a row after
+        one that ends a text are meaningless. Generation stops when all rows have ended.
 
         Arguments:
         - `model`: as the execution runs it; with its blocks `unstacked` no token copies weights or caches
-        - `sampling`: but for its seed; the prompts have theirs
-        - `sizes`: how many tokens each block after the first may have, 1 to `BLOCK`; does not change the tokens
-        - `is_over`: whether no more is wanted of a row, asked after each block
+        - `sampling`: its seed is ignored; the prompts have seeds
+        - `sizes`: the maximum number of tokens of each block after the first, 1 to `BLOCK`; does not change the tokens
+        - `is_over`: called after each block; returns whether a row needs no more tokens
         """
         ids, rows = filled(prompts)
-        sampling = replace(sampling, seed=0)  # a seed of its own makes no program of its own
-        known, most = ids.shape[1], ids.shape[1] + count  # tokens that are known, and that are wanted in all
+        sampling = replace(sampling, seed=0)  # so that a seed does not need its own program
+        known, max_tokens = ids.shape[1], ids.shape[1] + count  # known tokens, and the maximum of all tokens
         window = model.config.window_of_all
-        slots = slots_for(known, most, window)
+        slots = slots_for(known, max_tokens, window)
         tokens, caches = self.read(model, ids, rows, slots=slots, sampling=sampling)
         drawn, over = np.asarray(tokens)[:, None], np.zeros(len(prompts), bool)
         while True:
@@ -122,12 +121,12 @@ class Generator:
             known += drawn.shape[1]
             over |= np.isin(drawn, self._ends).any(axis=1)
             over |= [is_over(row) for row in range(len(prompts))]
-            if known == most or over.all():
+            if known == max_tokens or over.all():
                 return
-            if slots_for(known, most, window) > slots:
-                slots = slots_for(known, most, window)
+            if slots_for(known, max_tokens, window) > slots:
+                slots = slots_for(known, max_tokens, window)
                 caches = self._widen(caches, slots=slots)
-            wanted = min(next(sizes), most - known)
+            wanted = min(next(sizes), max_tokens - known)
             if window is None or slots < window:
                 wanted = min(wanted, slots + 1 - known)
             last = Last(drawn[:, -1], over, known - 1)
@@ -135,13 +134,13 @@ class Generator:
             drawn = np.asarray(block)[:, :wanted]
 
     def _read_prompts(self, model, ids, rows: Rows, slots: int, sampling: Sampling):
-        """The tokens [row] after prompts `ids` [row, position], and the caches."""
+        """Return the tokens [row] after prompts `ids` [row, position], and the caches."""
         tokens = self._execution.placed(hax.named(ids, (BATCH, POSITION)))
         logits, caches = model.prefill(tokens, hax.named(rows.first, (BATCH,)), slots, self._execution)
         return self._everywhere(self._drawn(logits, ids.shape[1] - 1, rows, sampling)), caches
 
     def _draw_block(self, model, rows: Rows, last: Last, caches, wanted, sampling: Sampling):
-        """The `wanted` tokens after the last ones, [row, BLOCK], and the caches; fewer if all rows are over."""
+        """Return the `wanted` next tokens, [row, BLOCK], and the caches; fewer if all rows are over."""
         run, first, ends = self._execution, hax.named(rows.first, (BATCH,)), jnp.asarray(self._ends)
 
         def goes_on(state):
@@ -167,9 +166,9 @@ class Generator:
         return jax.tree.map(widened, caches, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
     def _drawn(self, logits: NamedArray, place, rows: Rows, sampling: Sampling) -> jax.Array:
-        """The tokens [row] that follow those at a place; a row's seed and its position there give the randomness.
+        """Return the tokens [row] after those at an index; a row's seed and its position there give the randomness.
 
-        A device draws for its own rows: the partitioner would bring all rows together to sort one.
+        A device draws for its own rows: the partitioner would gather all rows to sort one.
         """
 
         def one(logits, seed, position):
@@ -188,7 +187,7 @@ class Generator:
 
 
 def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, Rows]:
-    """Token ids [row, place], filled up on the left, and what else the rows are."""
+    """Return token ids [row, index], padded on the left, and the constants of the rows."""
     width = max(width_of(len(prompt.tokens)) for prompt in prompts)
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
@@ -198,20 +197,21 @@ def filled(prompts: Sequence[Prompt]) -> tuple[np.ndarray, Rows]:
 
 
 def width_of(tokens: int) -> int:
-    """The length to which a prompt of so many tokens is filled up: by less than `BUCKET`, or by less than a quarter.
+    """Return the padded length of a prompt: the padding is less than `BUCKET`, or less than a quarter.
 
     So there are four lengths for each doubling, and a program for each.
     """
     return multiple_of(max(BUCKET, 1 << max(tokens.bit_length() - 3, 0)), tokens)
 
 
-def slots_for(tokens: int, most: int, window: int | None) -> int:
-    """Slots of the caches when so many tokens are known: a power of two, so that few sizes are compiled, or `most`.
+def slots_for(tokens: int, max_tokens: int, window: int | None) -> int:
+    """Return the slots of the caches for this number of tokens: a power of two, so that few sizes are compiled, or
+    `max_tokens`.
 
-    Attention goes over all slots: twice as many as there are tokens at most, or `FIRST_SLOTS`; and no more than a
-    sliding window is wide, since a slot is written again when its token has left the window.
+    Attention covers all slots: at most twice the number of tokens, or `FIRST_SLOTS`. A sliding window limits them to
+    its width, since a later token reuses the slot of a token outside the window.
     """
-    slots = min(multiple_of(BUCKET, most), max(FIRST_SLOTS, 1 << tokens.bit_length()))
+    slots = min(multiple_of(BUCKET, max_tokens), max(FIRST_SLOTS, 1 << tokens.bit_length()))
     return slots if window is None else min(slots, multiple_of(BUCKET, window))
 
 

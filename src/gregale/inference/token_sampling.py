@@ -1,4 +1,4 @@
-"""How the next token is drawn from a model's logits."""
+"""Draw the next token from a model's logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gregale.settings import Range, Settings, at_least, whole
 
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """How the next token is drawn from the model's probabilities."""
+    """The settings for drawing the next token from the model's probabilities."""
 
     temperature: float = field(
         default=0.8, metadata={"help": "randomness; 0 takes the likeliest token", "range": at_least(0)}
@@ -31,7 +31,7 @@ class Sampling(Settings):
 
 
 def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
-    """One token of those that `allowed` leaves, by their probabilities; at temperature 0 the likeliest one.
+    """Draw one token of those that `allowed` leaves, by their probabilities; at temperature 0 the likeliest one.
 
     Arguments:
     - `logits`: [vocab], float32
@@ -42,7 +42,8 @@ def draw(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
 
 
 def allowed(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """logits / temperature, then the `top_k` likeliest of these, then the nucleus of `top_p` of these; others are -inf.
+    """Return logits / temperature, restricted to the `top_k` likeliest and then to the nucleus of `top_p`; others are
+    -inf.
 
     The nucleus is the smallest set of likeliest tokens whose probabilities, among those that `top_k` leaves, add up to
     at least `top_p` (Holtzman et al., arXiv 1904.09751). This is the order of transformers' warpers.

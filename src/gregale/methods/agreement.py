@@ -1,4 +1,4 @@
-"""How far replicas agree: the cosine similarity of their pseudo-gradients, without sending any of them."""
+"""Measure the agreement of replicas: the cosine similarity of their pseudo-gradients, without sending any of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Tree = Any
 
 
 class PseudoGradient(NamedTuple):
-    """What is measured of a fragment's pseudo-gradient g = sum_k p_k g_k, with g_k = theta - theta_k, when it is sent.
+    """Measurements of a fragment's pseudo-gradient g = sum_k p_k g_k, with g_k = theta - theta_k, when it is sent.
 
-    No replica has more of theta than its share S_k of the coordinates, 1 / R of them. There it knows g_k and g, so that
-    these sums need no transfer over the axis. An array that is not split over the axis is everybody's share.
+    Each replica k has only its shard S_k of theta's coordinates, 1 / R of them. For S_k it has g_k and g, so that these
+    sums need no transfer over the axis. An array that is not split over the axis is in every shard.
     """
 
     norm: Any  # float32 scalar: |g|
@@ -30,7 +30,7 @@ class PseudoGradient(NamedTuple):
 
 
 def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
-    """`square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
+    """Return `square` and `product` of a `PseudoGradient`; nothing crosses `axis`.
 
     Arguments:
     - `own`: theta_k, with a leading [replica]; under `params`
@@ -51,7 +51,7 @@ def products(own: Tree, theta: Tree, gradient: Tree, layout: Layout, axis: str) 
 
 
 def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis: str) -> tuple[jax.Array, jax.Array]:
-    """[axis, *names] under `params`, [*names] and [*names] under `opt_state` -> [axis] and [axis]."""
+    """Turn [axis, *names] under `params` and twice [*names] under `opt_state` into [axis] and [axis]."""
     cuts = [further_split(name, layout) for name in names]
     split = layout.mesh_axes(names, layout.opt_state)
     inside = tuple(mesh_axis for mesh_axis in split if mesh_axis != axis)
@@ -79,22 +79,22 @@ def _products(own, theta, gradient, names: tuple[str, ...], layout: Layout, axis
 
 
 def cosine(measured: PseudoGradient) -> float | None:
-    """The mean cosine similarity between the replicas' pseudo-gradients; None if fewer than two of them moved.
+    """Return the mean cosine similarity of the replicas' pseudo-gradients; None if fewer than two of them moved.
 
-    It is the mean over all pairs, weighted by shares and lengths (the first form), and takes figures of single
-    replicas only (the second):
+    It is the mean over all pairs, weighted by p_k and lengths (the first form). It needs only sums of single replicas
+    (the second):
 
         cosine = sum_{j != k} p_j p_k <g_j, g_k> / sum_{j != k} p_j p_k |g_j| |g_k|
                = sum_k p_k (<g_k, g> - p_k |g_k|^2) / ((sum_k p_k |g_k|)^2 - sum_k p_k^2 |g_k|^2)
 
-    with what belongs to k taken on S_k. So for arrays that are split over the replicas it is an estimate, from 1 / R of
-    each replica's coordinates (the inner product is exact for two replicas); otherwise it is exact.
+    where the values of k are those on S_k. So for arrays that are split over the replicas it is an estimate, from 1 / R
+    of each replica's coordinates (the inner product is exact for two replicas); otherwise it is exact.
     """
     weight, square, product = (np.asarray(each, np.float64) for each in measured[1:])
     if not (weight.sum() > 0 and np.isfinite([square, product]).all()):
         return None
     share, length = weight / weight.sum(), np.sqrt(square)
     lengths = np.sum(share * length) ** 2 - np.sum((share * length) ** 2)
-    if lengths <= 1e-12 * np.sum(square):  # no pair, but for the rounding of the difference
+    if lengths <= 1e-12 * np.sum(square):  # no pair, up to the rounding of the difference
         return None
     return float(np.sum(share * (product - share * square)) / lengths)

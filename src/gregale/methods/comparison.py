@@ -1,4 +1,4 @@
-"""The methods that a configuration's own is compared with, each with its settings or their defaults."""
+"""The methods to compare with a configuration's own, each with its settings or their defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gregale.methods.schedule import Schedule
 
 @dataclass(frozen=True)
 class Compared:
-    """A method as it is compared.
+    """A method in a comparison.
 
     - `sync`: its settings; None for PSDP
     - `configured`: whether they are the configuration's own
@@ -21,13 +21,13 @@ class Compared:
     configured: bool
 
     def schedule(self, layers: int) -> Schedule:
-        """H, P and tau; PSDP joins everything in every step."""
+        """Return H, P and tau; PSDP joins everything in every step."""
         return Schedule(period=1, layers=layers) if self.sync is None else self.sync.schedule(layers)
 
     def bytes_a_step(self, parts: MethodContext, step: StepShape) -> tuple[float, float]:
-        """What a device sends over the slow axis for the parameters, on average and in a step at most.
+        """Return a device's bytes over the slow axis for the parameters: average and maximum of a step.
 
-        The axis is the one that DiLoCo would join, for PSDP too.
+        For PSDP too, the axis is the one that DiLoCo would join.
         """
         traffic = (self.sync or DilocoConfig()).diloco(parts).traffic(step)
         if self.sync is None:
@@ -36,9 +36,9 @@ class Compared:
 
 
 def compared(sync: SyncConfig, layers: int) -> dict[str, Compared]:
-    """The methods by name. What the configuration does not name has its defaults, as far as they are possible.
+    """Return the methods by name. Settings outside the configuration have their defaults, as far as these are valid.
 
-    Its period, if it has one, is everybody's.
+    If the configuration has a period, all methods use it.
     """
     period = sync.period if isinstance(sync, DilocoConfig) else DilocoConfig().period
     default = StreamingDilocoConfig()

@@ -26,30 +26,30 @@ from gregale.settings import Range, Settings, between, whole
 EVALUATED = ("outer", "average", "first_replica")
 
 OUTER = SgdConfig(learning_rate=0.7, momentum=0.9, nesterov=True, schedule=ConstantSchedule(), clip_norm=None)
-FEW_ROUNDS = 100  # between the 60 at which the plain average was better (docs/benchmarks.md) and the papers' hundreds
+FEW_ROUNDS = 100  # between 60, where the plain average was better (docs/benchmarks.md), and the papers' hundreds
 
 
 class MethodContext(NamedTuple):
-    """What a method is built of."""
+    """The inputs from which a method is built."""
 
     layout: Layout  # the whole mesh
     psdp_on: Callable[[Layout], Psdp]  # the exact PSDP step on a layout, the whole one or one replica's
-    reduce: ReduceConfig  # the codecs of what crosses the slow axis
+    reduce: ReduceConfig  # the codecs of messages over the slow axis
     steps: int  # of the run
     seed: int  # of the run
-    compiler_options: CompilerOptions | None = None  # of programs that the method compiles itself
+    compiler_options: CompilerOptions | None = None  # for programs that the method compiles itself
 
 
 class Methods(NamedTuple):
     """The methods of a run."""
 
-    psdp: Psdp  # of the warm-up, and the form through which one method's state becomes another's
+    psdp: Psdp  # for the warm-up, and to convert one method's state to another's
     chosen: Method
 
 
 @dataclass(frozen=True)
 class SyncConfig(Settings, draccus.ChoiceRegistry):
-    """How replicas are kept together, by `type`; `gone` has types of the past, and what to choose instead."""
+    """The choice by `type` of the synchronisation of replicas; `gone` has removed types and their replacements."""
 
     gone: ClassVar[dict[str, str]] = {
         "delayed_psdp": "it trained worse than PSDP in every run measured. sync.type diloco or streaming_diloco sends "
@@ -61,11 +61,11 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         return "psdp"
 
     def build(self, parts: MethodContext) -> Methods:
-        """The methods; raises `UserError` if the mesh is none for them."""
+        """Return the methods; raise `UserError` if the mesh does not suit them."""
         raise TypeError(f"{type(self).__name__} is no method of its own; choose one by its type")
 
     def island(self, parts: MethodContext) -> Island:
-        """One island of a fleet that this method joins over a network; raises `UserError` if it joins none.
+        """Return one island of a fleet that this method joins over a network; raise `UserError` if it joins none.
 
         - `parts.layout`: the island's own mesh
         """
@@ -74,7 +74,7 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         raise TypeError(f"{type(self).__name__} makes no island")
 
     def check_joins_islands(self) -> None:
-        """Raises `UserError` if this method joins no islands over a network."""
+        """Raise `UserError` if this method joins no islands over a network."""
         raise UserError(
             f"sync.type is {self.get_choice_name(type(self))!r}, which averages in every step, and each step would "
             f"wait for the network between islands. Choose sync.type diloco or streaming_diloco; inside of an island "
@@ -82,26 +82,26 @@ class SyncConfig(Settings, draccus.ChoiceRegistry):
         )
 
     def warm_up(self) -> int:
-        """Steps of PSDP before the method's own begin."""
+        """Return the steps of PSDP before the method's own begin."""
         return 0
 
     def parted_over(self, layout: Layout) -> str | None:
-        """The axis whose indices train apart, each on rows of its own; None: all make every step together."""
+        """Return the axis whose indices train separately, each on its rows; None if all make steps together."""
         del layout
         return None
 
     @property
     def evaluates_replicas(self) -> bool:
-        """Whether what is evaluated are the replicas' own parameters, so that it takes a mesh that has them."""
+        """Return whether evaluation uses the replicas' own parameters, which needs a mesh with replicas."""
         return False
 
     def config_warning(self, layout: Layout, steps: int) -> str | None:
-        """What a user may not have meant, of a method that works, in a run of so many steps."""
+        """Return a warning about valid but probably unintended settings, for a run of `steps` steps."""
         del layout, steps
         return None
 
     def remark_on_rounds(self, steps: int) -> str | None:
-        """The part of it that is about rounds; also for islands."""
+        """Return the part of the warning about rounds; also for islands."""
         del steps
         return None
 
@@ -125,7 +125,7 @@ class PsdpConfig(SyncConfig):
 @SyncConfig.register_subclass("diloco")
 @dataclass(frozen=True)
 class DilocoConfig(SyncConfig):
-    """Replicas train apart and are joined by an outer optimizer every `period` steps (arXiv 2311.08105)."""
+    """Replicas train separately; an outer optimizer joins them every `period` steps (arXiv 2311.08105)."""
 
     period: int = field(
         default=100,
@@ -160,11 +160,11 @@ class DilocoConfig(SyncConfig):
             )
 
     def build(self, parts: MethodContext) -> Methods:
-        """The replicas' own steps, and those of the warm-up, are exact: codecs are for what joins the replicas."""
+        """Build exact steps for replicas and warm-up: codecs apply only between replicas."""
         return Methods(parts.psdp_on(parts.layout), self.diloco(parts))
 
     def diloco(self, parts: MethodContext) -> Diloco:
-        """The method itself."""
+        """Return the method itself."""
         layout = parts.layout
         inner = parts.psdp_on(layout.inside(sync_axis(layout)))
         return Diloco(
@@ -180,17 +180,17 @@ class DilocoConfig(SyncConfig):
         )
 
     def island(self, parts: MethodContext) -> Island:
-        """The same, of one island with its own mesh; what islands do by themselves (absence) is not simulated."""
+        """Return the method of one island with its own mesh; actions of islands (absence) are not simulated."""
         self.check_island(parts)
         inner = parts.psdp_on(parts.layout)
         outer, schedule = self.outer_optimizer(inner, parts), self.schedule(layers_in(inner.model))
         return Island(inner, outer, schedule, self.mixing, parts.reduce, parts.compiler_options)
 
     def check_joins_islands(self) -> None:
-        """It does."""
+        """Do nothing: it joins islands."""
 
     def check_island(self, parts: MethodContext) -> None:
-        """Raises `UserError` for what only replicas in one mesh can do."""
+        """Raise `UserError` for settings that need replicas in one mesh."""
         islands = parts.layout.mesh.shape[ISLAND]
         if islands > 1:
             raise UserError(
@@ -213,7 +213,7 @@ class DilocoConfig(SyncConfig):
             )
 
     def outer_optimizer(self, inner: Psdp, parts: MethodContext) -> optax.GradientTransformation:
-        """The outer optimizer of a run."""
+        """Return the outer optimizer of a run."""
         with below("sync.outer"):
             return self.outer.build(inner.model, max(1, parts.steps // self.period)).whole()
 
@@ -228,7 +228,7 @@ class DilocoConfig(SyncConfig):
         return self.evaluate != "outer"
 
     def config_warning(self, layout: Layout, steps: int) -> str | None:
-        """What DiLoCo is with a single replica, or with few rounds, for who did not mean it."""
+        """Return a warning if DiLoCo has a single replica or few rounds."""
         if layout.mesh.shape[sync_axis(layout)] == 1:
             return (
                 f"sync.type is {self.get_choice_name(type(self))}, but mesh.replica is 1: there is no other replica to "
@@ -237,7 +237,7 @@ class DilocoConfig(SyncConfig):
         return self.remark_on_rounds(steps)
 
     def remark_on_rounds(self, steps: int) -> str | None:
-        """What was better than the default outer optimizer in runs as short as this one."""
+        """Return the settings that beat the default outer optimizer in runs as short as this one."""
         rounds = (steps - self.warmup_steps) // self.period
         if rounds >= FEW_ROUNDS or self.outer != OUTER:
             return None
@@ -249,18 +249,18 @@ class DilocoConfig(SyncConfig):
 
     @property
     def mixing(self) -> float:
-        """alpha: what a replica keeps of its own."""
+        """Return alpha, the weight of a replica's own parameters."""
         return 0.0
 
     def schedule(self, layers: int) -> Schedule:
-        """When which fragment is sent and applied, for a model of so many layers; raises `UserError`."""
+        """Return the schedule of sends and applications for a number of layers; raise `UserError`."""
         return Schedule(period=self.period, layers=layers)
 
 
 @SyncConfig.register_subclass("streaming_diloco")
 @dataclass(frozen=True)
 class StreamingDilocoConfig(DilocoConfig):
-    """DiLoCo a fragment at a time, staggered over the period and hidden behind the steps (arXiv 2501.18512)."""
+    """DiLoCo by fragments, staggered over the period and hidden behind the steps (arXiv 2501.18512)."""
 
     fragments: int = field(
         default=4, metadata={"help": "P: all that is not in layers, and P - 1 groups of layers", "range": whole(1)}

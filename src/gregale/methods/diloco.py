@@ -1,4 +1,4 @@
-"""DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (2501.18512): replicas apart, joined by an outer optimizer."""
+"""DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (2501.18512): an outer optimizer joins separate replicas."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Tree = Any
 
 
 class DilocoState(NamedTuple):
-    """What DiLoCo carries from step to step."""
+    """The state of DiLoCo between steps."""
 
     inner: PsdpState  # every array with a leading [replica]: parameters and optimizer state of each replica
     outer: OuterState  # the outer parameters, and their optimizer's state
     seen: NamedArray  # [fragment, replica] float32: weight of the tokens since the fragment was last sent
-    step: Any  # int32 scalar: steps done, which says what is due to be sent
+    step: Any  # int32 scalar: steps done, which determine the fragment to send
 
 
 def sync_axis(layout: Layout) -> str:
-    """The axis whose indices DiLoCo joins: `island` if there are several islands, else `replica`."""
+    """Return the axis whose indices DiLoCo joins: `island` if there are several islands, else `replica`."""
     return ISLAND if layout.mesh.shape[ISLAND] > 1 else REPLICA
 
 
@@ -57,7 +57,7 @@ class Diloco:
     Each replica k makes the steps of `inner`, a PSDP step on its own rows of the batch, under vmap: nothing crosses
     the axis. After H steps, for each fragment f at its own offset,
 
-        g            = theta_f - sum_k w_k theta_k,f / sum_k w_k          # SEND; w_k: tokens that replica k saw
+        g            = theta_f - sum_k w_k theta_k,f / sum_k w_k          # SEND; w_k: tokens of replica k
         theta_f      = theta_f + outer(g)
         theta_k,f    = alpha theta_k,f + (1 - alpha) theta_f              # APPLY, tau steps later
 
@@ -70,11 +70,12 @@ class Diloco:
     - `outer`: the outer optimizer, of optax; element-wise
     - `layout`: the whole mesh
     - `schedule`: H, P, tau, and which layers a fragment has
-    - `mixing`: alpha, what a replica keeps of its own when a fragment is applied
-    - `dropout`: probability that a replica is left out of a fragment's synchronisation and goes on from its own
+    - `mixing`: alpha, the weight of a replica's own parameters when a fragment is applied
+    - `dropout`: probability that a fragment's synchronisation leaves a replica out, which continues from its own
+      parameters
     - `seed`: of the dropout
-    - `reduce`: the codecs of what crosses the axis: pseudo-gradients in the first leg, outer updates in the second
-    - `evaluate`: which parameters are evaluated: `outer`, `average` or `first_replica`
+    - `reduce`: the codecs of messages over the axis: pseudo-gradients in the first phase, outer updates in the second
+    - `evaluate`: the parameters to evaluate: `outer`, `average` or `first_replica`
     """
 
     inner: Psdp
@@ -100,14 +101,14 @@ class Diloco:
         schedule: Schedule,
         mixing: float = 0.0,
     ) -> Diloco:
-        """DiLoCo of any model and loss, with optax transformations that may work on shards.
+        """Return DiLoCo of any model and loss, with optax transformations that may work on shards.
 
         Arguments:
-        - `model`, `loss`: as of `Psdp`
+        - `model`, `loss`: as for `Psdp`
         - `inner`: each replica's optimizer
-        - `outer`, `layout`, `schedule`, `mixing`: as of the class
+        - `outer`, `layout`, `schedule`, `mixing`: as for the class
 
-        Raises `UserError` if the schedule's fragments are of another number of layers than the model has.
+        Raises `UserError` if the schedule and the model have different numbers of layers.
         """
         layers = layers_in(model)
         if schedule.fragments > 1 and schedule.layers != layers:
@@ -124,28 +125,28 @@ class Diloco:
 
     @property
     def step_layout(self) -> Layout:
-        """Each replica makes its own step."""
+        """Return the layout of one replica: each replica makes its own step."""
         return self.inner.layout
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of the step's metrics: each replica makes its own step."""
+        """Return the axes of the step's metrics: each replica makes its own step."""
         return (self.axis,)
 
     @property
     def outer_layout(self) -> Layout:
-        """The layout whose `opt_state` splits the outer parameters over the axis too, as the finest split."""
+        """Return the layout whose `opt_state` also splits the outer parameters over the axis, as the finest split."""
         finest = dict.fromkeys((*self.layout.mesh_axes((EMBED,), self.layout.opt_state), self.axis))
         return replace(self.layout, opt_state={**self.layout.opt_state, EMBED: tuple(finest)})
 
     def init(self, model: Tree | None = None) -> DilocoState:
-        """The state before the first step: every replica starts from the outer parameters."""
+        """Return the state before the first step: every replica starts from the outer parameters."""
         return self.from_psdp(self.inner.init(model))
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> DilocoState:
-        """The state in which every replica goes on from a PSDP state after `step` steps."""
+        """Return the state in which every replica continues from a PSDP state after `step` steps."""
         Lanes, fragments = self.layout.axis(self.axis), self.schedule.fragments
-        start = start._replace(error=None)  # replicas do not quantise what they average inside
+        start = start._replace(error=None)  # averages inside a replica are not quantised
         inner = self.replicas.copies(start)
         outer = self.joint.begin(start.parameters)
         outer = outer._replace(optimizer=per_fragment(self.outer, outer.optimizer, fragments))
@@ -153,7 +154,7 @@ class Diloco:
         return self.reset_error(DilocoState(inner, outer, seen, jnp.full((), step, jnp.int32)))
 
     def reset_error(self, state: DilocoState) -> DilocoState:
-        """A state of any mesh with no error of quantised averages yet."""
+        """Return a state of any mesh with a zero error of quantised averages."""
         error = self.joint.reducer.init(state.outer.parameters)
         error = errors_per_fragment(error, self.schedule.fragments)
         return state._replace(outer=state.outer._replace(error=error))
@@ -162,21 +163,21 @@ class Diloco:
         return state._replace(outer=state.outer._replace(error=None))
 
     def to_psdp(self, state: DilocoState) -> PsdpState:
-        """The PSDP state that goes on from the outer parameters, with the average of the replicas' optimizer states.
+        """Return the PSDP state of the outer parameters, with the average of the replicas' optimizer states.
 
-        It has no error of quantised averages; `Psdp.reset_error` gives it one.
+        It has no error of quantised averages; `Psdp.reset_error` adds one.
         """
         sharded, gathered = (self.replicas.joined(part) for part in (state.inner.sharded, state.inner.gathered))
         return PsdpState(self.outer_parameters(state), sharded, gathered)
 
     def shardings(self, state: DilocoState) -> DilocoState:
-        """Where each array of a state lives."""
+        """Return the sharding of each array of a state."""
         seen = self.layout.shardings(state.seen, {self.axis: self.axis})
         inner, outer = self.replicas.shardings(state.inner), self.joint.shardings(state.outer)
         return DilocoState(inner, outer, seen, NamedSharding(self.layout.mesh, PartitionSpec()))
 
     def actions(self, step: int) -> Actions:
-        """What step number `step` (from 1) does beside its update."""
+        """Return the actions of step number `step` (from 1) beside its update."""
         schedule, legs = self.schedule, self.schedule.legs(step)
         if schedule.delay == 0:
             return Actions((None, None), Fragment.at(schedule, legs.send, step))
@@ -185,16 +186,16 @@ class Diloco:
         return Actions((send, apply))
 
     def step(self, state: DilocoState, batch: Tree, send: Fragment | None = None, apply: Fragment | None = None):
-        """One step of every replica on its rows of the batch; replica k has the k-th block of rows.
+        """Run one step of every replica on its rows of the batch; replica k has the k-th group of rows.
 
         Arguments:
-        - `send`: the fragment that was due after the step before; it is read from `state` as it comes in
+        - `send`: the fragment that was due after the step before; it is read from the input `state`
         - `apply`: the fragment that is due after this step
         """
         outer, figures = state.outer, None
         if send is not None:
             outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, send)
-        # A fragment that was sent earlier is read from the state that came in, so that it waits for no send.
+        # Read a fragment that was sent earlier from the input state, so that it waits for no send.
         arriving = outer if self.schedule.delay == 1 else state.outer
         inner, metrics = vmap_over(self.inner.step, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
         if apply is not None:
@@ -204,14 +205,14 @@ class Diloco:
         return DilocoState(inner, outer, seen, state.step + 1), metrics._replace(outer=figures)
 
     def synchronise(self, state: DilocoState, after: Fragment) -> tuple[DilocoState, PseudoGradient]:
-        """SEND and APPLY of a fragment at once (tau = 0)."""
+        """Run SEND and APPLY of a fragment at once (tau = 0)."""
         outer, figures = self.round.send(state.outer, state.inner.parameters, state.seen, after)
         parameters, changed = self.round.apply(state.inner.parameters, outer, after)
         inner, outer = state.inner._replace(parameters=parameters), after.put(outer, changed)
         return DilocoState(inner, outer, forget(state.seen, after), state.step), figures
 
     def lost(self, state: DilocoState, batch: Tree) -> QuantisationLoss:
-        """What quantising would lose of the replicas' differences from theta, all of them; as `Psdp.lost`."""
+        """Return the quantisation loss of the replicas' differences from theta, all of them; as `Psdp.lost`."""
         del batch
         reducer = self.joint.reducer
         assert isinstance(reducer, QuantisedReducer)
@@ -223,15 +224,15 @@ class Diloco:
         return reducer.measure(sums, jnp.float32(reducer.lanes), state.outer.error)
 
     def inspected(self, state: DilocoState, batch: Tree, probe: Probe) -> Inspected:
-        """What each replica's own step computes with, as `Psdp.inspected`; `probe` is as one replica sees it."""
+        """Return the values of each replica's own step, as `Psdp.inspected`; `probe` is for one replica's layout."""
         own = partial(self.inner.inspected, probe=probe)
         return vmap_over(own, self.axis, self.layout)(state.inner, self.replicas.rows(batch))
 
     def outer_parameters(self, state: DilocoState) -> Tree:
-        """theta under `params`, after every SEND up to the state's step.
+        """Return theta under `params`, after every SEND up to the state's step.
 
-        With tau >= 1 the one that is due after that step is computed in the next step's program only; here it is
-        computed from the replicas as they are. Of `parameters_only` nothing is due.
+        With tau >= 1 only the next step's program computes the SEND that is due after that step; here it is computed
+        from the current replicas. In a state of `eval_subset` nothing is due.
         """
         outer = state.outer
         if self.schedule.delay and state.inner is not None:
@@ -239,7 +240,7 @@ class Diloco:
         return self.joint.parameters(outer)
 
     def bytes_sent(self, step: int) -> int:
-        """Bytes that a device has sent over the axis in the first `step` steps, for parameters."""
+        """Return the bytes that a device has sent over the axis in the first `step` steps, for parameters."""
         parameters = eqx.filter(self.inner.model, is_parameter)
         total = 0
         for index in range(self.schedule.fragments):
@@ -249,11 +250,11 @@ class Diloco:
         return total
 
     def metrics(self, step: int) -> dict[str, int]:
-        """`steps_since_sync`: steps since a fragment was last sent."""
+        """Return `steps_since_sync`: steps since a fragment was last sent."""
         return {"steps_since_sync": step - self.schedule.last_sent(step)}
 
     def trees(self, state: DilocoState) -> dict[str, Tree]:
-        """One replica's parameters and optimizer state, and the outer side's."""
+        """Return one replica's parameters and optimizer state, and the outer trees."""
         inner, outer = state.inner, state.outer
         return {
             "parameters": inner.parameters,
@@ -266,8 +267,9 @@ class Diloco:
         return DilocoTraffic(self.schedule, self.joint.reducer, self.outer_layout, step)
 
     def eval_model(self, state: DilocoState) -> Tree:
-        """The model that is evaluated, as `evaluate` says: with the outer parameters, the replicas' plain average, or
-        those of the first replica."""
+        """Return the model to evaluate, by `evaluate`: with the outer parameters, the replicas' plain average, or the
+        first replica's parameters.
+        """
         if self.evaluate == "average":
             return self.inner.model_with(self.replicas.average(state.inner.parameters))
         if self.evaluate == "first_replica":
@@ -275,33 +277,33 @@ class Diloco:
         return self.inner.model_with(self.outer_parameters(state))
 
     def eval_subset(self, state: DilocoState) -> DilocoState:
-        """The part of a state that `trained` needs; the rest is None."""
+        """Return the part of a state that `eval_model` needs; the rest is None."""
         if self.evaluate != "outer":
             return DilocoState(self.inner.eval_subset(state.inner), None, None, None)  # type: ignore[arg-type]
         outer = OuterState(state.outer.parameters, None, state.outer.pending)
         return DilocoState(None, outer, None, None)  # type: ignore[arg-type]
 
     def needs_full_state(self, step: int) -> bool:
-        """Whether a fragment is due to be sent after `step` steps and waits for the next step's program."""
+        """Return whether a fragment is due after `step` steps and waits for the next step's program."""
         return self.schedule.delay > 0 and self.schedule.sent(step) is not None
 
     def replica(self, state: DilocoState, index: int) -> Tree:
-        """The model of one replica."""
+        """Return the model of one replica."""
         return self.inner.model_with(self.replicas.one(state.inner.parameters, index))
 
     @property
     def replicas(self) -> Replicas:
-        """The replicas that are kept apart."""
+        """Return the separate replicas."""
         return Replicas(self.layout, self.step_layout, self.outer_layout, self.axis)
 
     @property
     def round(self) -> Round:
-        """How a fragment is sent and applied."""
+        """Return the operations that send and apply a fragment."""
         return Round(self.layout, self.outer_layout, self.joint, self.mixing, self.dropout, self.seed)
 
     @property
     def joint(self) -> ExactOuter | QuantisedOuter:
-        """How the outer parameters are kept, sent and given back."""
+        """Return the store of the outer parameters, which also sends them."""
         layout = self.outer_layout
         if not self.reduce.quantised:
             return ExactOuter(self.outer, ExactReducer(layout, self.axis))

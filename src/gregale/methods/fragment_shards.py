@@ -1,6 +1,6 @@
-"""What the outer side of an island consists of, in the abstract: arrays by fragment and shard, with their names.
+"""The abstract outer state of an island: arrays by fragment and shard, with their names.
 
-{fragment}/theta/{path}|{place of the shard along each axis}
+{fragment}/theta/{path}|{index of the shard along each axis}
 {fragment}/optimizer/{path in the state}
 """
 
@@ -29,25 +29,25 @@ class FragmentShards(NamedTuple):
     index: int  # of the fragment
     fragment: Fragment
     tree: Tree  # the fragment's part of the parameters
-    leaves: list[ShardedLeaf]  # of it, as one device holds them
-    places: list[NamedSharding]  # of each leaf on the devices
+    leaves: list[ShardedLeaf]  # of the fragment, on one device
+    places: list[NamedSharding]  # the sharding of each leaf
     theta: dict[str, jax.ShapeDtypeStruct]  # by key of the shard
     optimizer: Tree  # the outer optimizer's state for such a dictionary
-    rows: dict[str, RowLayout]  # by key: how messages are cut
+    rows: dict[str, RowLayout]  # by key: the rows of messages
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Type and shape of every array by name."""
+        """Return type and shape of every array by name."""
         arrays = named(self.index, self.theta, self.optimizer)
         return {name: (np.dtype(array.dtype), array.shape) for name, array in arrays.items()}
 
     @property
     def size(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(dtype.itemsize * prod(shape) for dtype, shape in self.expected().values())
 
 
 def part_of(island: Island, index: int) -> FragmentShards:
-    """The fragment with this number."""
+    """Return the fragment with this number."""
     fragment, mesh = island.fragment(index), island.layout.mesh
     tree = jax.eval_shape(fragment.take, island.parameters)
     leaves = island.leaves(fragment)
@@ -61,22 +61,22 @@ def part_of(island: Island, index: int) -> FragmentShards:
 
 
 def shape_of(leaf: ShardedLeaf) -> tuple[int, ...]:
-    """Of the whole array."""
+    """Return the shape of the whole array."""
     return tuple(axis.size for axis in leaf.axes)
 
 
 def theta_name(index: int, key: str) -> str:
-    """The name of a shard of theta."""
+    """Return the name of a shard of theta."""
     return f"{index}/theta/{key}"
 
 
 def optimizer_names(index: int, optimizer: Tree) -> list[str]:
-    """The names of the optimizer's arrays, in the order of its leaves."""
+    """Return the names of the optimizer's arrays, in the order of its leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(optimizer)[0]
     return [f"{index}/optimizer/{jax.tree_util.keystr(path, simple=True, separator='.')}" for path, _ in leaves]
 
 
 def named(index: int, theta: Mapping[str, Any], optimizer: Tree) -> dict[str, Any]:
-    """The arrays of both, by name."""
+    """Return the arrays of both, by name."""
     arrays = zip(optimizer_names(index, optimizer), jax.tree.leaves(optimizer), strict=True)
     return {theta_name(index, key): array for key, array in theta.items()} | dict(arrays)

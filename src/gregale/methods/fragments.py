@@ -1,4 +1,4 @@
-"""Fragments of a tree of parameters, cut along the named `layers` axis."""
+"""Fragments of a tree of parameters, split along the named `layers` axis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FRAGMENT = "fragment"
 
 
 class Fragment(eqx.Module):
-    """Which part of a tree: an argument of compiled programs, so that fragments of one size share a program.
+    """A part of a tree: an argument of compiled programs, so that fragments of equal size share a program.
 
     - `index`: int32 scalar, the fragment's number
     - `sent`: int32 scalar, the number of steps after which it was sent
-    - `layers`: int32 [layers of the fragment]; None for the fragment of all that is not stacked over layers
-    - `whole`: whether it is everything (P = 1)
+    - `layers`: int32 [layers of the fragment]; None for the fragment of all arrays without a `layers` axis
+    - `whole`: whether it is the whole tree (P = 1)
     """
 
     index: Any
@@ -37,22 +37,22 @@ class Fragment(eqx.Module):
 
     @staticmethod
     def at(schedule: Schedule, index: int | None, sent: int) -> Fragment | None:
-        """The fragment with this number; None for None."""
+        """Return the fragment with this number; None for None."""
         if index is None:
             return None
         layers = schedule.layers_of(index) if index else None
         return Fragment(np.int32(index), np.int32(sent), layers, whole=schedule.fragments == 1)
 
     def take(self, tree: Tree) -> Tree:
-        """The fragment's part of a tree, None elsewhere.
+        """Return the fragment's part of a tree, None elsewhere.
 
-        Of arrays stacked over `layers` these are the fragment's layers, of all others the whole array, if the fragment
-        has them; of arrays with an axis `fragment` it is the fragment's own entry.
+        It has the fragment's layers of arrays stacked over `layers`, and the fragment's own entry of arrays with an
+        axis `fragment`. Other arrays are whole if they belong to the fragment.
         """
         return jax.tree.map(self._take, tree, is_leaf=is_named)
 
     def put(self, tree: Tree, part: Tree) -> Tree:
-        """The tree with the fragment's part replaced; nothing else changes by a bit."""
+        """Return the tree with the fragment's part replaced; nothing else changes by a bit."""
         return jax.tree.map(self._put, tree, part, is_leaf=is_named)
 
     def _take(self, leaf):
@@ -77,14 +77,14 @@ class Fragment(eqx.Module):
 
 
 class Alike(NamedTuple):
-    """The kinds of a schedule's fragments: those of one size share a compiled branch."""
+    """The kinds of a schedule's fragments: fragments of equal size share a compiled branch."""
 
     kind: np.ndarray  # int32 [fragment]
     layers: list[np.ndarray | None]  # by kind: int32 [fragment, layers of the kind], other fragments' rows unused
 
 
 def fragments_alike(schedule: Schedule) -> Alike:
-    """The fragments of a schedule by their numbers of layers; the one of all that is not in layers is kind 0."""
+    """Group a schedule's fragments by their numbers of layers; the one without layers is kind 0."""
     numbers = range(1, schedule.fragments)
     sizes = sorted({len(schedule.layers_of(number)) for number in numbers})
     kind, layers = (
@@ -107,7 +107,7 @@ def _layers_dimension(leaf: NamedArray) -> int:
 
 
 def per_fragment(optimizer: optax.GradientTransformation, state: Tree, fragments: int) -> Tree:
-    """An optimizer's state with what is not shaped like the parameters (its counters) once for each fragment."""
+    """Return an optimizer's state whose leaves unlike the parameters (its counters) have an axis of fragments."""
 
     def counter(leaf):
         names = (FRAGMENT, *(f"{FRAGMENT}_{dimension}" for dimension in range(leaf.ndim)))
@@ -119,13 +119,13 @@ def per_fragment(optimizer: optax.GradientTransformation, state: Tree, fragments
 
 
 def errors_per_fragment(error: ErrorState | None, fragments: int) -> ErrorState | None:
-    """The errors of quantised averages with their counter once for each fragment; None stays None."""
+    """Return the errors of quantised averages with one counter for each fragment; None stays None."""
     if error is None:
         return None
     return error._replace(steps=hax.zeros(hax.Axis(FRAGMENT, fragments), jnp.int32))
 
 
 def layers_in(tree: Tree) -> int:
-    """The number of layers that a tree's arrays are stacked over; 0 if none is."""
+    """Return the number of layers over which a tree's arrays are stacked; 0 if none is."""
     sizes = [leaf.resolve_axis(LAYERS).size for leaf in jax.tree.leaves(tree, is_leaf=is_named) if _has(leaf, LAYERS)]
     return sizes[0] if sizes else 0

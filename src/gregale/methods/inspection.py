@@ -1,4 +1,4 @@
-"""What is looked at in a step beside its loss: how large parameters, gradients and updates are, layer by layer."""
+"""Inspect a step beside its loss: the sizes of parameters, gradients and updates, layer by layer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Probe = Callable[[Tree, Tree], Tree]
 
 
 class Inspected(NamedTuple):
-    """Sums of squares, in float32, of what a step computes with: trees like the parameters, of [layers] or scalars.
+    """Sums of squares, in float32, of a step's values: trees like the parameters, of [layers] or scalars.
 
-    Where replicas train apart, each array has a leading [replica].
+    If replicas train separately, each array has a leading [replica].
     """
 
     parameters: Tree  # before the step
     gradients: Tree  # averaged, before clipping
     updates: Tree  # parameters after the step less those before
-    probed: Tree  # what the probe returned
+    probed: Tree  # the result of the probe
 
 
 def inspected(before: Tree, gradients: Tree, after: Tree, probed: Tree) -> Inspected:
-    """The sums for parameters before and after a step, and the gradients that it averaged."""
+    """Return the sums for parameters before and after a step, and its averaged gradients."""
 
     def update(new: jax.Array, old: jax.Array) -> jax.Array:
         return new.astype(jnp.float32) - old.astype(jnp.float32)
@@ -38,7 +38,7 @@ def inspected(before: Tree, gradients: Tree, after: Tree, probed: Tree) -> Inspe
 
 
 def squares(tree: Tree) -> Tree:
-    """The sum of squares of each array, over all axes but `layers`."""
+    """Return the sum of squares of each array, over all axes but `layers`."""
 
     def one(leaf) -> NamedArray:
         names = leaf.axis_names if is_named(leaf) else ()

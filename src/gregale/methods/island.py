@@ -1,6 +1,6 @@
-"""One island of DiLoCo or Streaming DiLoCo: its own mesh makes PSDP steps, a network joins it with other islands.
+"""One island of DiLoCo or Streaming DiLoCo: its own mesh runs PSDP steps, and a network joins it with other islands.
 
-The same arithmetic as `Diloco` in one mesh, but that the average is taken outside of the compiled programs:
+The arithmetic is that of `Diloco` in one mesh, but the average is computed outside of the compiled programs:
 
     island = config.sync.island(parts)               # a Method: stepper, loop, evaluation, checkpoints take it as such
     host = HostOuter(island)                         # theta and the outer optimizer, in this host's memory
@@ -54,10 +54,10 @@ Tree = Any
 
 
 class IslandState(NamedTuple):
-    """What an island carries from step to step on its devices; theta is not among it."""
+    """The state of an island on its devices between steps; it does not include theta."""
 
     psdp: PsdpState  # of its own mesh
-    error: ErrorState | None  # what the first leg has not sent yet: [island = 1, *axes] under `opt_state`
+    error: ErrorState | None  # the unsent rest of the first phase: [island = 1, *axes] under `opt_state`
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class Island:
         depart: d = theta_f - theta_k,f        message = encode(d + e)        on each device, of its own shard
         arrive: theta_k,f = keep theta_k,f + (1 - keep) theta_f
 
-    Messages are unweighted: the weights w_k are known only when all members are, and enter in `NetworkReducer`.
+    Messages are unweighted: `NetworkReducer` applies the weights w_k, which are known only when all members are.
 
     - `inner`: the PSDP step on the island's own mesh, whose axis `island` is 1
     - `outer`: the outer optimizer, of optax; element-wise
     - `schedule`: H, P, tau, and which layers a fragment has
-    - `mixing`: alpha, what an island keeps of its own when a fragment that it contributed to arrives
-    - `reduce`: the codecs of what crosses the network, and the feedback
-    - `compiler_options`: of the programs that run on the island's devices
+    - `mixing`: alpha, the weight of an island's own parameters when a fragment arrives to which it contributed
+    - `reduce`: the codecs of messages over the network, and the feedback
+    - `compiler_options`: for the programs on the island's devices
     """
 
     inner: Psdp
@@ -87,59 +87,60 @@ class Island:
     name: ClassVar[str] = "island"
     shown: ClassVar[tuple[str, ...]] = ()
 
-    # A fragment's way to the network and back.
+    # Send a fragment to the network and apply its result.
 
     def fragment(self, index: int) -> Fragment:
-        """The fragment with this number, as the argument of `depart` and `arrive`."""
+        """Return the fragment with this number, as the argument of `depart` and `arrive`."""
         fragment = Fragment.at(self.schedule, index, 0)
         assert fragment is not None
         return fragment
 
     def depart(self, state: IslandState, theta: Tree, fragment: Fragment) -> tuple[dict[str, jax.Array], ErrorState]:
-        """What this island sends of a fragment, and its error if the round is committed; the state stays as it is.
+        """Return this island's messages of a fragment, and its error if the round is committed; the state does not
+        change.
 
-        Returns the messages by the path of their array, uint8 [shards of each axis ..., rows, bytes of a row]: a
-        device has those of its own shard under `opt_state`, and encoded them. See `shards.on_host`.
+        The messages are by the path of their array, uint8 [shards of each axis ..., rows, bytes of a row]. A device
+        encodes those of its own shard under `opt_state` and holds them. See `shards.on_host`.
 
-        - `theta`: theta_f as `HostOuter.theta` brings it up
+        - `theta`: theta_f from `HostOuter.theta`
         """
         return self._depart(state.psdp.parameters, state.error, theta, fragment)
 
     def arrive(
         self, state: IslandState, theta: Tree, fragment: Fragment, keep: float, error: ErrorState | None = None
     ) -> IslandState:
-        """The state with theta_f mixed in; the state that comes in is donated.
+        """Return the state with theta_f mixed in; the input state is donated.
 
-        - `theta`: theta_f after its outer step, as `HostOuter.theta` brings it up
-        - `keep`: what is kept of the island's own: `mixing`; 1 if it did not contribute, 0 if it was healed
-        - `error`: of the `depart` whose round was committed; None: the error stays
+        - `theta`: theta_f after its outer step, from `HostOuter.theta`
+        - `keep`: the weight of the island's own parameters: `mixing`; 1 if it did not contribute, 0 if it was healed
+        - `error`: from the `depart` whose round was committed; None: the error stays
         """
         changed = self._arrive(state.psdp.parameters, state.error, theta, fragment, np.float32(keep), error)
         return IslandState(state.psdp._replace(parameters=changed[0]), changed[1])
 
     def norm(self, state: IslandState, theta: Tree, fragment: Fragment) -> jax.Array:
-        """The root mean square of the fragment's pseudo-gradient theta_f - theta_k, the same on all devices.
+        """Return the root mean square of the pseudo-gradient theta_f - theta_k, the same on all devices.
 
         - `theta`: as for `depart`
         """
         return self._norm(state.psdp.parameters, theta, fragment)
 
     def leaves(self, fragment: Fragment) -> list[ShardedLeaf]:
-        """The arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
+        """Return the arrays of a fragment's part of the parameters, as one device holds them under `opt_state`."""
         return leaves_of(jax.eval_shape(fragment.take, self.parameters), self.finest, ISLAND, replicated=False)
 
     def rows(self, leaf: ShardedLeaf) -> RowLayout:
-        """How a device cuts its shard of an array."""
+        """Return a device's rows of its shard of an array."""
         return rows_of(prod(leaf.shape), self.reduce, leaf.exact)
 
     @property
     def parameters(self) -> Tree:
-        """The model's parameters, or their abstract forms."""
+        """Return the model's parameters, or their abstract forms."""
         return eqx.filter(self.inner.model, is_parameter)
 
     @property
     def finest(self) -> Layout:
-        """The layout in which `params` splits as finely as `opt_state`: nothing is held, encoded or sent twice."""
+        """Return the layout in which `params` splits as finely as `opt_state`: nothing is stored or sent twice."""
         return replace(self.layout, params=self.layout.opt_state)
 
     @cached_property
@@ -160,7 +161,7 @@ class Island:
     def message(
         self, parameters: Tree, error: ErrorState, theta: Tree, fragment: Fragment
     ) -> tuple[dict[str, jax.Array], ErrorState]:
-        """`depart`, to be compiled: the messages, and the fragment's part of the error."""
+        """Compute `depart`, inside jit: the messages, and the fragment's part of the error."""
         finest, leaves = self.finest, self.leaves(fragment)
         own = finest.constrain(fragment.take(parameters), finest.params)
         error = next_step(fragment.take(error), self.reduce)
@@ -186,7 +187,7 @@ class Island:
         return messages, error._replace(first=updated(error.first, new))
 
     def root_mean_square(self, parameters: Tree, theta: Tree, fragment: Fragment) -> jax.Array:
-        """`norm`, to be compiled."""
+        """Compute `norm`, inside jit."""
         finest = self.finest
         own = finest.constrain(fragment.take(parameters), finest.params)
         differences = jax.tree.map(pseudo_gradient, jax.tree.leaves(theta), jax.tree.leaves(own))
@@ -196,7 +197,7 @@ class Island:
     def _encoded(
         self, leaf: ShardedLeaf, difference: jax.Array, kept: Stored | None
     ) -> tuple[jax.Array, Stored | None]:
-        """A device's message of its shard, [1 of each axis ..., rows, bytes], and the next error; None without one."""
+        """Return a device's message of its shard, [1 of each axis ..., rows, bytes], and the next error, if any."""
         rows, beta = self.rows(leaf), self.reduce.feedback.beta if self.reduce.feedback else 0.0
         values = {leaf.path: rows.to_rows(difference.astype(jnp.float32).reshape(-1))}
         errors = {} if kept is None else {leaf.path: rows.to_rows(load(kept).reshape(-1))}
@@ -216,22 +217,22 @@ class Island:
         keep: jax.Array,
         new_error: ErrorState | None,
     ) -> tuple[Tree, ErrorState]:
-        """`arrive`, to be compiled: the parameters and the error, whole."""
+        """Compute `arrive`, inside jit: the parameters and the error, whole."""
         arrived = all_gather_params(theta, self.layout)
         part = mixed_with(fragment.take(parameters), arrived, keep)
         parameters = self.layout.constrain(fragment.put(parameters, part), self.layout.params)
         return parameters, error if new_error is None else fragment.put(error, new_error)
 
-    # A method as others; its steps are those of PSDP.
+    # The interface of `Method`; its steps are those of PSDP.
 
     @property
     def layout(self) -> Layout:
-        """The mesh and the mappings."""
+        """Return the mesh and the mappings."""
         return self.inner.layout
 
     @property
     def step_layout(self) -> Layout:
-        """All replicas make a step together."""
+        """Return the whole layout: all replicas make a step together."""
         return self.inner.step_layout
 
     @property
@@ -239,15 +240,15 @@ class Island:
         return self.inner.replica_axes
 
     def init(self, model: Tree | None = None) -> IslandState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return self.from_psdp(self.inner.init(model))
 
     def from_psdp(self, start: PsdpState, step: Any = 0) -> IslandState:
-        """The state that goes on from a PSDP state."""
+        """Return the state that continues from a PSDP state."""
         return self.reset_error(IslandState(self.inner.from_psdp(start, step), None))
 
     def reset_error(self, state: IslandState) -> IslandState:
-        """A state of any mesh and codec with no error of what was sent yet."""
+        """Return a state of any mesh and codec with a zero error of sent messages."""
         error = init_error(state.psdp.parameters, self.finest, self.reduce, ISLAND)._replace(second={})
         return state._replace(error=errors_per_fragment(error, self.schedule.fragments))
 
@@ -255,48 +256,48 @@ class Island:
         return state._replace(error=None)
 
     def shardings(self, state: IslandState) -> IslandState:
-        """Where each array of a state lives."""
+        """Return the sharding of each array of a state."""
         error = None if state.error is None else error_shardings(state.error, self.finest, ISLAND)
         return IslandState(self.inner.shardings(state.psdp), error)
 
     def step(self, state: IslandState, batch: Tree) -> tuple[IslandState, StepMetrics]:
-        """One step of the island alone."""
+        """Run one step of the island alone."""
         psdp, metrics = self.inner.step(state.psdp, batch)
         return state._replace(psdp=psdp), metrics
 
     def actions(self, step: int) -> Actions:
-        """What step number `step` (from 1) does beside its update: nothing."""
+        """Return no actions beside the update."""
         return self.inner.actions(step)
 
     def synchronise(self, state: IslandState, after: Any) -> tuple[IslandState, None]:
-        """Nothing follows a step."""
+        """Do nothing after a step."""
         del after
         return state, None
 
     def to_psdp(self, state: IslandState) -> PsdpState:
-        """The PSDP state that goes on."""
+        """Return the PSDP state that continues."""
         return self.inner.to_psdp(state.psdp)
 
     def eval_model(self, state: IslandState) -> Tree:
-        """The model with the parameters that the next step computes with."""
+        """Return the model with the parameters of the next step."""
         return self.inner.eval_model(state.psdp)
 
     def eval_subset(self, state: IslandState) -> IslandState:
         return IslandState(self.inner.eval_subset(state.psdp), None)
 
     def needs_full_state(self, step: int) -> bool:
-        """Whether what is evaluated depends on more than `parameters_only`: never."""
+        """Return whether evaluation needs more than `eval_subset`: never."""
         return self.inner.needs_full_state(step)
 
     def inspected(self, state: IslandState, batch: Tree, probe: Probe) -> Inspected:
-        """What a step computes with, which is one of PSDP."""
+        """Return the values of a step, which is one of PSDP."""
         return self.inner.inspected(state.psdp, batch, probe)
 
     def metrics(self, step: int) -> dict[str, int]:
         return self.inner.metrics(step)
 
     def bytes_sent(self, step: int) -> int:
-        """Bytes over an axis of the mesh: none. What crosses the network, `NetworkReducer.bytes_sent` counts."""
+        """Return 0 bytes over an axis of the mesh. `NetworkReducer.bytes_sent` counts those over the network."""
         del step
         return 0
 
@@ -304,5 +305,5 @@ class Island:
         return self.inner.trees(state.psdp)
 
     def traffic(self, step: StepShape) -> PsdpTraffic:
-        """What the steps send inside the island; `methods/island_traffic.py` has what crosses the network."""
+        """Return the traffic of steps inside the island; `methods/island_traffic.py` has the network's."""
         return self.inner.traffic(step)

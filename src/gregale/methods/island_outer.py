@@ -1,11 +1,11 @@
-"""The outer side of an island: theta, the outer optimizer, and their exchange with devices, peers and checkpoints.
+"""The outer state of an island: theta, the outer optimizer, and their exchange with devices, peers and checkpoints.
 
 `methods/island.py` shows a whole round. Every array belongs to one fragment and one shard, lies in this host's memory
 and has a name:
 
-    {fragment}/theta/{path}|{place of the shard along each axis}
+    {fragment}/theta/{path}|{index of the shard along each axis}
     {fragment}/optimizer/{path in the state}
-    {fragment}/second/{path}|{place}/{row}/codes, scales         # only in checkpoints: the second leg's error
+    {fragment}/second/{path}|{index}/{row}/codes, scales         # only in checkpoints: the second phase's error
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ DIGEST_BYTES = 16
 
 
 class VersionedArray(NamedTuple):
-    """An array that peers may ask for."""
+    """An array that peers may request."""
 
     array: np.ndarray
     version: int  # the round of its fragment's last change
 
 
 class OuterView(NamedTuple):
-    """All arrays of a host at one moment, and the versions of their fragments: references, nothing is copied."""
+    """All arrays of a host at one moment, and the versions of their fragments: references, not copies."""
 
     held: dict[int, Arrays]  # by fragment, by name
     versions: dict[int, int]
-    errors: dict[int, tuple[str, OwnError]]  # of the second leg, by fragment, with the group whose it is
+    errors: dict[int, tuple[str, OwnError]]  # of the second phase, by fragment, with its group
 
 
 class OwnLeaves(NamedTuple):
-    """What only a member's own checkpoint has: the second leg's errors of the rows that it owns.
+    """The leaves only in a member's own checkpoint: the second phase's errors of its own rows.
 
     - `arrays`: by name
-    - `groups`: who reduced each fragment last, by its number; another group has no use for the errors
+    - `groups`: by fragment, the group that reduced it last; another group cannot use the errors
     """
 
     arrays: dict[str, np.ndarray]
@@ -67,35 +67,35 @@ NO_OWN_LEAVES = OwnLeaves({}, {})
 
 
 class Prepared(NamedTuple):
-    """A fragment after its outer step, not taken over yet."""
+    """A fragment after its outer step, not committed yet."""
 
     index: int  # of the fragment
     arrays: Arrays  # by name
     fragment_digest: bytes
-    digest: str  # of the whole outer side, if this is committed
-    finite: bool  # whether theta is; infinities or NaN would spoil every island
-    group: str  # who reduced it
-    error: OwnError  # of the second leg
+    digest: str  # of the whole outer state, if this is committed
+    finite: bool  # whether theta is finite; infinities or NaN would spread to every island
+    group: str  # the members that reduced it
+    error: OwnError  # of the second phase
 
 
 class ValidatedState(NamedTuple):
-    """Whole fragments of a peer or of a checkpoint, which fit."""
+    """Whole, valid fragments of a peer or of a checkpoint."""
 
     held: dict[int, Arrays]  # by fragment, by name
     versions: dict[int, int]
     digests: dict[int, bytes]
-    digest: str  # of the whole outer side, if they are taken over
+    digest: str  # of the whole outer state, if they are loaded
 
 
 class HostOuter:
     """theta and the outer optimizer's state of this host's shards, by fragment.
 
-    Nothing is changed in place: `prepare` makes new arrays, `commit` takes them over.
-    One thread calls `prepare`, `commit` and `load`; others may read meanwhile. In an island of many hosts all call
-    `begin`, and what brings theta to the devices, in the same order.
+    Nothing is changed in place: `prepare` makes new arrays, `commit` replaces the old ones. One thread calls `prepare`,
+    `commit` and `load`; others may read meanwhile. In an island of many hosts all hosts call `begin`, and the methods
+    that move theta to the devices, in the same order.
 
-    - `island`: whose layout, fragments and outer optimizer they are
-    - `allocate`: where arrays are kept; default: memory of this process
+    - `island`: defines layout, fragments and outer optimizer
+    - `allocate`: allocates arrays; default: memory of this process
     """
 
     def __init__(self, island: Island, allocate: Allocate = np.empty):
@@ -103,10 +103,10 @@ class HostOuter:
         self._held: dict[int, Arrays] = {}  # by fragment, by name
         self._versions: dict[int, int] = {}
         self._digests: dict[int, bytes] = {}
-        self._errors: dict[int, tuple[str, OwnError]] = {}  # with the group whose it is
+        self._errors: dict[int, tuple[str, OwnError]] = {}  # with its group
 
     def begin(self, parameters: Tree) -> None:
-        """The outer side before the first round, from the island's parameters; version 0."""
+        """Set the outer state before the first round from the island's parameters; version 0."""
         finest = self.island.finest
         taken = jax.jit(
             lambda fragment, tree: finest.constrain(fragment.take(tree), finest.params),
@@ -122,13 +122,14 @@ class HostOuter:
             self._take_over(index, *self._kept(index, theta, optimizer), version=0)
 
     def now(self) -> OuterView:
-        """The arrays as they are."""
+        """Return the current arrays."""
         return OuterView(dict(self._held), dict(self._versions), dict(self._errors))
 
     def theta(self, index: int, moment: OuterView | None = None) -> Tree:
-        """theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and `Island.arrive`.
+        """Return theta of a fragment on the island's devices under `opt_state`, for `Island.depart` and
+        `Island.arrive`.
 
-        - `moment`: as it was then; None: as it is
+        - `moment`: the view to read; None: the current one
         """
         part = self.parts[index]
         held = self._theta(index, moment)
@@ -139,11 +140,11 @@ class HostOuter:
         return jax.tree.unflatten(jax.tree.structure(part.tree, is_leaf=is_named), arrays)
 
     def reducer(self, index: int) -> NetworkReducer:
-        """The reducer of a fragment's messages."""
+        """Return the reducer of a fragment's messages."""
         return NetworkReducer(self.island.reduce, self.parts[index].rows)
 
     def compile(self) -> None:
-        """Compiles what the first round of each fragment needs on the processor; after `begin` or `load`."""
+        """Compile the processor's programs for the first round of each fragment; after `begin` or `load`."""
         for index, part in enumerate(self.parts):
             self.reducer(index).compile()
             nothing = {key: np.zeros(shard.shape, np.float32) for key, shard in part.theta.items()}
@@ -151,17 +152,17 @@ class HostOuter:
                 self._outer_step(self._theta(index), self._optimizer(index), nothing)
 
     def error(self, index: int, group: str) -> OwnError | None:
-        """What the second leg of a fragment has not sent yet; None if another group reduced it last.
+        """Return the unsent rest of a fragment's second phase; None if another group reduced it last.
 
-        `group`: names its members in the order of their ranks
+        - `group`: names its members in the order of their ranks
         """
         last, error = self._errors.get(index, ("", None))
         return error if last == group else None
 
     def prepare(self, index: int, reduced: Reduced, group: str) -> Prepared:
-        """The outer step on a fragment with the average of a reduce; nothing is changed yet.
+        """Run the outer step on a fragment with the average of a reduce; nothing changes yet.
 
-        Islands that prepare from the same bits on processors of one kind come to the same bits.
+        Islands with equal inputs and processors of one kind compute equal bits.
         """
         part, theta = self.parts[index], self._theta(index)
         optimizer = self._optimizer(index)
@@ -173,7 +174,7 @@ class HostOuter:
         return Prepared(index, arrays, own, whole, bool(finite), group, reduced.error)
 
     def commit(self, prepared: Prepared, version: int) -> None:
-        """Takes a prepared fragment over; `version`: the number of the round, from 1."""
+        """Replace a fragment by the prepared one; `version`: the number of the round, from 1."""
         self._held[prepared.index] = prepared.arrays
         self._digests[prepared.index] = prepared.fragment_digest
         self._versions[prepared.index] = version
@@ -181,13 +182,13 @@ class HostOuter:
 
     @property
     def digest(self) -> str:
-        """Of all arrays of this host: equal on islands whose outer sides are equal to the last bit."""
+        """Return a digest of all arrays of this host: equal on islands with bit-equal outer state."""
         return self._joint_digest(self._digests)
 
     def leaves(self, moment: OuterView | None = None) -> dict[str, VersionedArray]:
-        """Every array with its version, by name: what peers that heal, and checkpoints, read.
+        """Return every array with its version, by name, for peers that heal and for checkpoints.
 
-        - `moment`: as they were then; None: as they are
+        - `moment`: the view to read; None: the current one
         """
         held, versions, _ = moment or self.now()
         parts = sorted(held.items())
@@ -196,23 +197,23 @@ class HostOuter:
         }
 
     def expected(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Type and shape of every array by name, from the configuration alone: to check what a peer offers."""
+        """Return type and shape of every array by name, from the configuration, to check a peer's state."""
         return {name: kind for part in self.parts for name, kind in part.expected().items()}
 
     def load(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> None:
-        """Takes over whole fragments of a peer or a checkpoint, as they are; fragments not given stay.
+        """Load whole fragments of a peer or a checkpoint unchanged; other fragments stay.
 
         Raises `ValueError` if a fragment is incomplete, of mixed versions, or not as `expected`; nothing changes then.
         """
         self.take_over(self.check(arrays, versions))
 
     def take_over(self, offered: ValidatedState) -> None:
-        """Takes over what `check` has found good; fragments that it does not have stay."""
+        """Load a state that `check` returned; other fragments stay."""
         for index, arrays in offered.held.items():
             self._take_over(index, arrays, offered.digests[index], offered.versions[index])
 
     def check(self, arrays: Mapping[str, np.ndarray], versions: Mapping[str, int]) -> ValidatedState:
-        """What `load` would take over; raises `ValueError` where `load` would."""
+        """Return the state that `load` would load; raise `ValueError` where `load` would."""
         expected, found = self.expected(), {}
         for name, array in arrays.items():
             if name not in expected or (array.dtype, array.shape) != expected[name]:
@@ -230,18 +231,18 @@ class HostOuter:
         return ValidatedState(found, rounds, digests, self._joint_digest({**self._digests, **digests}))
 
     def own_leaves(self, moment: OuterView | None = None) -> OwnLeaves:
-        """Return what only this member's checkpoint needs.
+        """Return the leaves that only this member's checkpoint needs.
 
-        - `moment`: as it was then; None: as it is
+        - `moment`: the view to read; None: the current one
         """
         errors = (moment or self.now()).errors
         arrays = {name: array for index, (_, error) in errors.items() for name, array in _own(index, error).items()}
         return OwnLeaves(arrays, {index: group for index, (group, _) in errors.items()})
 
     def load_own(self, own: OwnLeaves) -> None:
-        """Take over `own_leaves` of a checkpoint; after `load`.
+        """Load `own_leaves` of a checkpoint; after `load`.
 
-        Raises `ValueError` if an error is not as this island's rows are; nothing changes then.
+        Raises `ValueError` if an error does not match this island's rows; nothing changes then.
         """
         found: dict[int, OwnError] = {}
         arrays = own.arrays
@@ -255,12 +256,12 @@ class HostOuter:
             offered = {name: _kind(array) for name, array in arrays.items() if name.startswith(f"{index}/")}
             wanted = OwnError(0, {place: no_error(self.parts[index].rows[place[0]].row) for place in rows})
             if offered != {name: _kind(array) for name, array in _own(index, wanted).items()}:
-                raise ValueError(f"the second leg's errors of fragment {index} are not of this island's rows")
+                raise ValueError(f"the second phase's errors of fragment {index} do not match this island's rows")
         self._errors |= {index: (own.groups[index], error) for index, error in found.items()}
 
     @cached_property
     def parts(self) -> list[FragmentShards]:
-        """The fragments in the abstract, by number."""
+        """Return the abstract fragments, by number."""
         return [part_of(self.island, index) for index in range(self.island.schedule.fragments)]
 
     @cached_property
@@ -272,18 +273,18 @@ class HostOuter:
         return jax.jit(step)
 
     def _theta(self, index: int, moment: OuterView | None = None) -> Arrays:
-        """theta of a fragment, by key."""
+        """Return theta of a fragment, by key."""
         held = (moment or self.now()).held[index]
         return {key: held[theta_name(index, key)] for key in self.parts[index].theta}
 
     def _optimizer(self, index: int) -> Tree:
-        """The optimizer's state of a fragment on this host."""
+        """Return the optimizer's state of a fragment on this host."""
         held, state = self._held[index], self.parts[index].optimizer
         arrays = [held[name] for name in optimizer_names(index, state)]
         return jax.tree.unflatten(jax.tree.structure(state), arrays)
 
     def _kept(self, index: int, theta: Tree, optimizer: Tree) -> tuple[Arrays, bytes]:
-        """Copies of these arrays by name, in memory that `allocate` gives, and their digest."""
+        """Return copies of these arrays by name, in memory from `allocate`, and their digest."""
         kept = {}
         for name, array in named(index, theta, optimizer).items():
             kept[name] = self._allocate(array.shape, np.dtype(array.dtype))
@@ -301,7 +302,7 @@ class HostOuter:
 
 
 def _own(index: int, error: OwnError) -> Arrays:
-    """The arrays of a second leg's error, by name."""
+    """Return the arrays of a second phase's error, by name."""
     arrays: Arrays = {f"{index}/second/steps": np.array(error.steps, np.int64)}
     for (key, row), stored in error.rows.items():
         arrays |= {f"{index}/second/{key}/{row}/{name}": array for name, array in stored._asdict().items()}
@@ -313,7 +314,7 @@ def _kind(array: np.ndarray) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Of a fragment's arrays with their names."""
+    """Return the digest of a fragment's arrays with their names."""
     found = blake2b(digest_size=DIGEST_BYTES)
     for name, array in sorted(arrays.items()):
         found.update(name.encode())

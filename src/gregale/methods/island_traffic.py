@@ -1,4 +1,4 @@
-"""What an island sends over the network, and the memory that it takes beside its steps, in closed form."""
+"""The network traffic of an island and its memory beside its steps, in closed form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class IslandTraffic:
-    """An island among others that all contribute; nothing is allocated.
+    """The traffic of one of several islands that all contribute; nothing is allocated.
 
-    Figures are of the devices that this process addresses: of one host, where a plan simulates one.
+    Values count the devices that this process addresses: those of one host in a plan that simulates one.
 
     - `island`: the method
     - `members`: R, islands
@@ -31,25 +31,25 @@ class IslandTraffic:
     members: int
 
     def bytes_sent(self, index: int) -> int:
-        """Bytes that one host sends in a round of a fragment: of the member that sends most, (R - 1) / R of each leg.
+        """Return one host's maximum of bytes sent in a round of a fragment, over members: (R - 1) / R of each phase.
 
-        As many arrive.
+        It receives as many.
         """
         return max(self._reducers[index].bytes_sent(self.members, rank) for rank in range(self.members))
 
     def bytes_a_period(self) -> int:
-        """Bytes that one host sends in H steps: each fragment once."""
+        """Return the bytes that one host sends in H steps: each fragment once."""
         return sum(self.bytes_sent(index) for index in self._fragments)
 
     def seconds(self, index: int, bytes_per_second: float) -> float:
-        """A fragment's two legs over a link of a host that carries so much each way at the same time."""
+        """Return the time of a fragment's two phases over a host's link with this bandwidth each way."""
         return self.bytes_sent(index) / bytes_per_second
 
     def hiding_steps(self, number: int, lockstep: bool = False) -> int:
-        """Steps behind which round `number` is on its way before its island waits for it.
+        """Return the number of steps between the send of round `number` and its island's wait for it.
 
-        With tau = 0, or in lockstep, tau. Else those until the next round is due: an island takes a late round where
-        it arrives, and waits only where the next one would depart.
+        It is tau if tau = 0, or in lockstep. Otherwise it is the steps until the next round is due: an island applies a
+        late round on arrival, and waits only at the next send.
         """
         schedule = self.island.schedule
         if lockstep or schedule.delay == 0:
@@ -57,7 +57,7 @@ class IslandTraffic:
         return schedule.round_step(number + 1) - schedule.round_step(number)
 
     def period_seconds(self, step_seconds: float, bytes_per_second: float, lockstep: bool = False) -> float:
-        """What H steps of `step_seconds` take with their rounds, one at a time, over such a link:
+        """Return the time of H steps of `step_seconds` with their rounds, one at a time, over such a link:
 
         H s + sum_n max(0, seconds(fragment of n) - hiding_steps(n) s)
         """
@@ -68,26 +68,26 @@ class IslandTraffic:
         return schedule.period * step_seconds + waited
 
     def host_bytes(self) -> int:
-        """What theta and the outer optimizer's state take of host memory between rounds."""
+        """Return the host memory of theta and the outer optimizer's state between rounds."""
         return sum(part.size for part in self._host.parts)
 
     def host_bytes_in_flight(self) -> int:
-        """The most that a round takes of host memory beside them.
+        """Return a round's maximum of additional host memory.
 
-        The fragment's next version, its message, its average in float32, and buffers of the buckets under way: those of
-        the first legs from all others, and of the second legs of two waves.
+        It holds the fragment's next version, its message, its average in float32, and buffers of the buckets in
+        transfer: those of the first phases from all others, and of the second phases of two waves.
         """
         return max(self._in_flight(index) for index in self._fragments)
 
     def device_bytes(self) -> int:
-        """What a device holds between rounds beside PSDP's state: the first leg's error."""
+        """Return a device's memory between rounds beside PSDP's state: the first phase's error."""
         abstract = jax.eval_shape(self.island.init)
         return bytes_on_device(with_shardings(abstract.error, self.island.shardings(abstract).error))
 
     def device_bytes_in_flight(self) -> int:
-        """The most that a round takes of a device's memory beside them: one fragment of theta and its message.
+        """Return a round's maximum of additional device memory: one fragment of theta and its message.
 
-        While the round is under way the fragment's next error, and at its ends theta's fragment as `params` has it.
+        During the round it also holds the fragment's next error, and at its ends theta's fragment under `params`.
         """
         return max(self._on_device(index) for index in self._fragments)
 

@@ -1,4 +1,4 @@
-"""The outer parameters of DiLoCo: where they are kept, and how a fragment of them is sent and arrives."""
+"""The outer parameters of DiLoCo: their storage, and the operations that send and apply a fragment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Tree = Any
 
 
 class OuterState(NamedTuple):
-    """The outer parameters and what belongs to them, of the whole model or of a fragment."""
+    """The outer parameters and their optimizer's state, of the whole model or of a fragment."""
 
     parameters: Tree  # theta
     optimizer: Tree  # the outer optimizer's state, under `opt_state`
-    pending: Tree = None  # quantised: updates that no replica has yet, under `opt_state`
-    error: Tree = None  # quantised: what both legs have not sent yet
+    pending: Tree = None  # quantised: updates that no replica has applied, under `opt_state`
+    error: Tree = None  # quantised: the unsent rest of both phases
 
 
 class Sent(NamedTuple):
@@ -35,19 +35,19 @@ class Sent(NamedTuple):
 
 
 def pseudo_gradient(theta: jax.Array, own: jax.Array) -> jax.Array:
-    """What the outer optimizer takes for a gradient, of an array: where `own`, of one or the mean of all, is behind."""
+    """Return the outer optimizer's gradient of an array: theta less `own`, of one replica or the mean of all."""
     return theta - own
 
 
 def outer_step(optimizer: optax.GradientTransformation, theta: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
-    """theta += outer(g): theta and the optimizer's state after the outer step, of the same part as the gradient."""
+    """Return theta + outer(g) and the optimizer's state after the outer step, of the same part as the gradient."""
     updates, state = optimizer.update(gradient, state, theta)
     return optax.apply_updates(theta, updates), state
 
 
 @dataclass(frozen=True)
 class ExactOuter:
-    """theta lies under `opt_state`, 1 / replicas of it on a device; replicas send and get parameters in float32.
+    """theta is under `opt_state`, 1 / replicas of it on a device; replicas send and receive parameters in float32.
 
         SEND: g = theta - sum_k w_k theta_k / sum_k w_k;  theta += outer(g)     one reduce-scatter
         ARRIVE: theta, under `params`                                           one all-gather
@@ -60,24 +60,24 @@ class ExactOuter:
     reducer: ExactReducer
 
     def begin(self, theta: Tree) -> OuterState:
-        """The outer side before the first step, from parameters under `params`."""
+        """Return the outer state before the first step, from parameters under `params`."""
         theta = _under_opt_state(theta, self.reducer.layout)
         return OuterState(theta, self.optimizer.init(theta))
 
     def shardings(self, outer: OuterState) -> OuterState:
-        """Where each array lives."""
+        """Return the sharding of each array."""
         layout = self.reducer.layout
         return layout.shardings(outer, layout.opt_state)
 
     def placed(self, outer: OuterState) -> OuterState:
-        """Inside jit: each array where it lives, so that the compiler does not gather what it need not."""
+        """Inside jit: constrain each array to its sharding, so that the compiler gathers nothing unnecessarily."""
         return _under_opt_state(outer, self.reducer.layout)
 
     def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
-        """The outer step on a fragment.
+        """Run the outer step on a fragment.
 
         Arguments:
-        - `outer`: of the fragment, as all below
+        - `outer`: of the fragment, as all arguments below
         - `own`: theta_k, [replica, ...]
         - `weights`: w_k, [replica]; `weight`: their sum
         """
@@ -92,11 +92,11 @@ class ExactOuter:
         return Sent(OuterState(*outer_step(self.optimizer, theta, outer.optimizer, gradient)), gradient, theta)
 
     def arrive(self, outer: OuterState) -> tuple[Tree, OuterState]:
-        """theta of a fragment under `params`, and what changed of it: nothing."""
+        """Return theta of a fragment under `params`, and its changed outer state: none."""
         return self.parameters(outer), _unchanged(outer)
 
     def parameters(self, outer: OuterState) -> Tree:
-        """theta under `params`: gathered over the slow axis first, so that islands send no more than they have to."""
+        """Return theta under `params`: gathered over the slow axis first, so that islands send the minimum."""
         layout = self.reducer.layout
         shard = layout.constrain(outer.parameters, sending_layout(layout, self.reducer.axis).params)
         return all_gather_params(shard, layout)
@@ -104,14 +104,14 @@ class ExactOuter:
 
 @dataclass(frozen=True)
 class QuantisedOuter:
-    """Every replica holds theta; differences from it and updates of it are sent, through codecs.
+    """Every replica holds theta; replicas send differences from it and updates of it, through codecs.
 
-        SEND: g = sum_k w_k (theta - theta_k) / sum_k w_k;  u = outer(g)        first leg
-        ARRIVE: theta += u                                                      second leg
+        SEND: g = sum_k w_k (theta - theta_k) / sum_k w_k;  u = outer(g)        first phase
+        ARRIVE: theta += u                                                      second phase
 
-    Differences are small and have a scale of their own; parameters in 4 bits would be useless. u waits under
-    `opt_state` from SEND to ARRIVE, so that each leg is hidden in a step of its own. All replicas decode the same
-    bytes, so theta is the same everywhere to the last bit.
+    Differences are small and have their own scale; parameters in 4 bits would be useless. u waits under `opt_state`
+    from SEND to ARRIVE, so that each phase overlaps with its own step. All replicas decode the same bytes, so theta is
+    the same everywhere to the last bit.
 
     - `optimizer`, `reducer`: as of `ExactOuter`
     """
@@ -140,7 +140,7 @@ class QuantisedOuter:
 
     def send(self, outer: OuterState, own: Tree, weights: NamedArray, weight: jax.Array) -> Sent:
         layout = self.reducer.layout
-        # Placed before it is used in shards: else the compiler takes the fragment in shards and gathers it again.
+        # Constrain it before its use in shards: otherwise the compiler splits the fragment and gathers it again.
         theta = layout.constrain(outer.parameters, layout.params)
 
         def differences(own: Tree, weight: NamedArray) -> Tree:
@@ -160,23 +160,23 @@ class QuantisedOuter:
         return theta, OuterState(theta, _unchanged(outer.optimizer), nothing, error)
 
     def parameters(self, outer: OuterState) -> Tree:
-        """theta under `params`, with the updates that no replica has yet, gathered in float32."""
+        """Return theta under `params`, with the updates that no replica has applied, gathered in float32."""
         layout = self.reducer.layout
         shards = _under_opt_state((outer.parameters, outer.pending), layout)
         return layout.constrain(jax.tree.map(jnp.add, *shards), layout.params)
 
 
 def sending_layout(layout: Layout, axis: str) -> Layout:
-    """The layout in which messages cross `axis`: `params` splits arrays as far as `opt_state` does without it.
+    """Return the layout of messages over `axis`: `params` splits arrays as far as `opt_state` does without it.
 
-    With islands, each replica inside one sends its own part, and they put the parts together over the faster axis.
+    With islands, each replica inside one sends its own part; they gather the parts over the faster axis.
     """
     inside = tuple(each for each in layout.mesh_axes((EMBED,), layout.opt_state) if each != axis)
     return replace(layout, params={**layout.params, EMBED: inside})
 
 
 def _unchanged(tree: Tree) -> Tree:
-    """None for every array: `Fragment.put` leaves it as it is."""
+    """Return None for every array: `Fragment.put` does not change it."""
     return jax.tree.map(lambda _: None, tree, is_leaf=is_named)
 
 

@@ -1,4 +1,4 @@
-"""PSDP (replica-FSDP): gradients are averaged over `replica` once a step, the optimizer runs on the shards."""
+"""PSDP (replica-FSDP): gradients are averaged over `replica` once a step; the optimizer runs on the shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def same(tree: Tree) -> Tree:
 
 
 def either(condition: jax.Array, new: Tree, old: Tree) -> Tree:
-    """One of two trees, by a scalar."""
+    """Return one of two trees, by a scalar."""
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
@@ -39,15 +39,15 @@ class Psdp:
 
         grads   = (sum over replica of buffers) / (sum over replica of weights), under opt_state
         updates = optimizer(grads), under opt_state
-        params  = params + (updates given back to params)
+        params  = params + (updates gathered to params)
 
-    - `model`: gives the structure; may be abstract (`eqx.filter_eval_shape`), its floating-point arrays are trained
+    - `model`: defines the structure, may be abstract (`eqx.filter_eval_shape`); its floating-point arrays are trained
     - `loss`: loss(model, batch) -> (sum of losses, sum of weights)
     - `optimizer`: see `gregale.optim.Optimizer`; `Optimizer.of(tx)` makes one of any optax transformation
     - `layout`: the mesh and the mappings
-    - `microbatches`: parts of a replica's batch, computed one after the other
+    - `microbatches`: parts of a replica's batch, computed in sequence
     - `prepare`: applied to the parameters once a step, before the microbatches (`gather: per_step` gathers them here)
-    - `reduce`: the codecs of what crosses `replica`: gradients in the first leg, updates in the second
+    - `reduce`: the codecs of messages over `replica`: gradients in the first phase, updates in the second
     """
 
     model: Tree
@@ -63,18 +63,18 @@ class Psdp:
 
     @property
     def step_layout(self) -> Layout:
-        """All replicas make a step together."""
+        """Return the whole layout: all replicas make a step together."""
         return self.layout
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of the step's metrics: none, all replicas make one step together."""
+        """Return no axes of the step's metrics: all replicas make one step together."""
         return ()
 
     def init(self, model: Tree | None = None) -> PsdpState:
-        """The state before the first step, from the arrays of `model` (default: `self.model`).
+        """Return the state before the first step, from the arrays of `model` (default: `self.model`).
 
-        Call it under `jax.jit`, best with the model's own initialisation, to have everything made in shards.
+        Call it under `jax.jit`, best with the model's own initialisation, to create all arrays in shards.
         """
         layout = self.layout
         parameters = eqx.filter(self.model if model is None else model, is_parameter)
@@ -84,11 +84,11 @@ class Psdp:
         return self.reset_error(PsdpState(parameters, layout.constrain(sharded, layout.opt_state), gathered))
 
     def reset_error(self, state: PsdpState) -> PsdpState:
-        """A state of any mesh and codec with no error of quantised averages yet."""
+        """Return a state of any mesh and codec with a zero error of quantised averages."""
         return state._replace(error=self.reducer.init(state.parameters))
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Where each array of a state lives."""
+        """Return the sharding of each array of a state."""
         layout = self.layout
         return PsdpState(
             parameters=layout.shardings(state.parameters, layout.params),
@@ -98,20 +98,20 @@ class Psdp:
         )
 
     def step(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, StepMetrics]:
-        """One step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch.
+        """Run one step on a batch: named arrays with an axis `batch`, or plain arrays whose first axis is the batch.
 
-        A step whose loss or gradient is not finite leaves the state as it was.
+        A step whose loss or gradient is not finite does not change the state.
         """
         moved, _, metrics = self._moved(state, batch)
         return either(metrics.finite, moved, state), metrics
 
     def inspected(self, state: PsdpState, batch: Tree, probe: Probe) -> Inspected:
-        """What `step` computes with; for a program of its own."""
+        """Return the values of `step`, in a separate program."""
         moved, grads, _ = self._moved(state, batch)
         return inspected(state.parameters, grads, moved.parameters, probe(self.eval_model(state), batch))
 
     def _moved(self, state: PsdpState, batch: Tree) -> tuple[PsdpState, Tree, StepMetrics]:
-        """The state moved by a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
+        """Return the state after a batch, finite or not, the averaged gradients under `opt_state`, and the metrics."""
         sums, reducer = self.sums(state, batch), self.reducer
         weight, loss = reducer.totals(sums.weight, sums.loss)
         loss = loss / weight
@@ -122,13 +122,13 @@ class Psdp:
         return moved, grads, StepMetrics(loss, weight, norm, finite)
 
     def sums(self, state: PsdpState, batch: Tree) -> Accumulated:
-        """The gradients of a batch, each replica's by itself."""
+        """Return the gradients of a batch, separate for each replica."""
         return accumulate(self._loss, state.parameters, batch, self.layout, self.microbatches, self.prepare)
 
     def update(self, state: PsdpState, grads: Tree) -> tuple[Tree, PsdpState, jax.Array]:
-        """What the optimizer makes of averaged gradients, both under `opt_state`.
+        """Run the optimizer on averaged gradients under `opt_state`.
 
-        Returns the updates, the state with the optimizer's own moved on, and the norm of the gradients.
+        Returns the updates under `opt_state`, the state with the optimizer's next state, and the norm of the gradients.
         """
         layout = self.layout
         norm = self.reducer.norm(grads)
@@ -138,7 +138,7 @@ class Psdp:
         return updates, state._replace(sharded=sharded), norm
 
     def apply(self, state: PsdpState, updates: Tree) -> PsdpState:
-        """Updates under `opt_state` are given back to `params` and added to the parameters."""
+        """Gather updates from `opt_state` to `params` and add them to the parameters."""
         layout = self.layout
         updates, error = self.reducer.all_gather_params(updates, state.error)  # type: ignore[arg-type]
         updates, gathered = self.optimizer.gathered.update(updates, state.gathered, state.parameters)
@@ -146,7 +146,7 @@ class Psdp:
         return state._replace(parameters=layout.constrain(parameters, layout.params), gathered=gathered, error=error)
 
     def lost(self, state: PsdpState, batch: Tree) -> QuantisationLoss:
-        """What quantising would lose of the gradients of a batch; for a program of its own, with `reduce` quantised."""
+        """Return the quantisation loss of a batch's gradients, in a separate program, with `reduce` quantised."""
         reducer = self.reducer
         assert isinstance(reducer, QuantisedReducer)
         sums = self.sums(state, batch)
@@ -154,33 +154,33 @@ class Psdp:
         return reducer.measure(sums.gradients, weight, state.error)
 
     def actions(self, step: int) -> Actions:
-        """What step number `step` (from 1) does beside its update: nothing."""
+        """Return no actions beside the update."""
         del step
         return Actions()
 
     def synchronise(self, state: PsdpState, after: Any) -> tuple[PsdpState, None]:
-        """Nothing follows a step."""
+        """Do nothing after a step."""
         del after
         return state, None
 
     def from_psdp(self, start: PsdpState, step: Any) -> PsdpState:
-        """The state that goes on from another PSDP state."""
+        """Return the state that continues from another PSDP state."""
         del step
         return self.reset_error(start)
 
     def to_psdp(self, state: PsdpState) -> PsdpState:
-        """The state itself; what goes on from it begins without an error of quantised averages."""
+        """Return the state without the error of quantised averages."""
         return self.without_error(state)
 
     def without_error(self, state: PsdpState) -> PsdpState:
         return state._replace(error=None)
 
     def bytes_sent(self, step: int) -> int:
-        """Bytes that a device has sent over `replica` in the first `step` steps, for gradients and updates."""
+        """Return a device's bytes over `replica` in the first `step` steps, for gradients and updates."""
         return step * self.reducer.bytes_sent(eqx.filter(self.model, is_parameter))
 
     def metrics(self, step: int) -> dict[str, int]:
-        """What else there is to tell: nothing."""
+        """Return no further metrics."""
         del step
         return {}
 
@@ -191,25 +191,25 @@ class Psdp:
         return PsdpTraffic(self.reducer, self.model, step)
 
     def eval_model(self, state: PsdpState) -> Tree:
-        """The model with the state's parameters."""
+        """Return the model with the state's parameters."""
         return self.model_with(state.parameters)
 
     def model_with(self, parameters: Tree) -> Tree:
-        """The model with these parameters."""
+        """Return the model with these parameters."""
         return eqx.combine(parameters, self._static)
 
     def eval_subset(self, state: PsdpState) -> PsdpState:
-        """The part of a state that `trained` needs; the rest is None."""
+        """Return the part of a state that `eval_model` needs; the rest is None."""
         return PsdpState(state.parameters, None, None)
 
     def needs_full_state(self, step: int) -> bool:
-        """Whether what is evaluated depends on more than `parameters_only`: never."""
+        """Return whether evaluation needs more than `eval_subset`: never."""
         del step
         return False
 
     @property
     def reducer(self) -> Reducer:
-        """How gradients are averaged and updates given back."""
+        """Return the reducer of gradients and updates."""
         return reducer_of(self.reduce, self.layout)
 
     @property

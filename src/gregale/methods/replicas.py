@@ -1,4 +1,4 @@
-"""Trees with a leading axis of replicas that train apart: made, cut, placed, averaged, and one of them taken out."""
+"""Trees with a leading axis of replicas that train separately: create, cut, shard, average and select them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas of a mesh that a method keeps apart.
+    """The separate replicas of a method on a mesh.
 
     - `layout`: the whole mesh
-    - `inside`: as one replica sees it
+    - `inside`: the layout of one replica
     - `outer`: the layout whose `opt_state` splits over the axis too
-    - `axis`: the axis whose indices they are
+    - `axis`: the axis of the replicas
     """
 
     layout: Layout
@@ -38,11 +38,11 @@ class Replicas:
         return self.layout.axis(self.axis)
 
     def copies(self, tree: Tree) -> Tree:
-        """[...] -> [replica, ...]: the same for each."""
+        """Turn [...] into [replica, ...]: the same for each."""
         return vmap_over(lambda _: tree, self.axis, self.layout)(hax.zeros(self.Lanes))
 
     def rows(self, batch: Tree) -> Tree:
-        """[batch, ...] -> [replica, batch / replica, ...]; no row moves."""
+        """Turn [batch, ...] into [replica, batch / replica, ...]; no row moves."""
         mapping = {**self.layout.compute, **self.inside.compute}
 
         def one(leaf):
@@ -56,7 +56,7 @@ class Replicas:
         return jax.tree.map(one, batch, is_leaf=is_named)
 
     def shardings(self, state: PsdpState) -> PsdpState:
-        """Where each array of the replicas' own PSDP states lives."""
+        """Return the sharding of each array of the replicas' own PSDP states."""
 
         def per_replica(tree, mapping):
             places = self.layout.shardings(tree, {**mapping, self.axis: self.axis})
@@ -70,7 +70,7 @@ class Replicas:
         )
 
     def one(self, tree: Tree, index: int) -> Tree:
-        """[replica, ...] -> [...] under `params`: one replica's."""
+        """Turn [replica, ...] into one replica's [...] under `params`."""
 
         def of_one(leaf):
             return leaf[self.axis, index] if is_named(leaf) else leaf[index]
@@ -78,12 +78,12 @@ class Replicas:
         return self.layout.constrain(jax.tree.map(of_one, tree, is_leaf=is_named), self.layout.params)
 
     def average(self, tree: Tree) -> Tree:
-        """[replica, ...] -> [...] under `params`: the plain average."""
+        """Turn [replica, ...] into the plain average [...] under `params`."""
         mean = reduce_replicas(tree, self.Lanes.size, self.outer, self.axis)
         return all_gather_params(self.layout.constrain(mean, self.layout.opt_state), self.layout)
 
     def joined(self, optimizer: Tree) -> Tree:
-        """[replica, ...] -> [...] under `opt_state`: the average of optimizer states; counters are the first's."""
+        """Turn [replica, ...] into the average [...] of optimizer states under `opt_state`; counters are the first."""
 
         def one(leaf):
             array = leaf.array if is_named(leaf) else leaf

@@ -1,4 +1,4 @@
-"""One fragment's outer round: what the replicas send, the outer step, and how its result enters each of them."""
+"""The outer round of one fragment: the replicas' send, the outer step, and the application of its result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Tree = Any
 class Round:
     """SEND and APPLY of a fragment (DESIGN section 4).
 
-        SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens that replica k saw
+        SEND:  g = theta_f - sum_k w_k theta_k,f / sum_k w_k;  theta_f += outer(g)     w_k: tokens of replica k
         APPLY: theta_k,f = alpha theta_k,f + (1 - alpha) theta_f
 
     - `layout`: the whole mesh
     - `outer_layout`: of the outer parameters
-    - `joint`: how the outer parameters are kept, sent and given back
+    - `joint`: stores the outer parameters, sends and gathers them
     - `mixing`: alpha
     - `dropout`: probability that a replica is left out
     - `seed`: of the dropout
@@ -45,18 +45,18 @@ class Round:
 
     @property
     def axis(self) -> str:
-        """The axis whose indices are joined."""
+        """Return the axis whose indices are joined."""
         return self.joint.reducer.axis
 
     def send(
         self, outer: OuterState, own: Tree, seen: NamedArray, fragment: Fragment
     ) -> tuple[OuterState, PseudoGradient]:
-        """The outer side after the fragment's outer step, and its pseudo-gradient's figures.
+        """Return the outer state after the fragment's outer step, and the measurements of its pseudo-gradient.
 
         Arguments:
-        - `outer`: the whole outer side
+        - `outer`: the whole outer state
         - `own`: theta_k of the whole model, [replica, ...]
-        - `seen`: [fragment, replica], see `DilocoState`; without a token since the last time nothing changes
+        - `seen`: [fragment, replica], see `DilocoState`; without a token since the last send nothing changes
         """
         joint = self.joint
         weights = seen[FRAGMENT, fragment.index] * self.taking_part(fragment)
@@ -72,7 +72,7 @@ class Round:
     def send_due(
         self, schedule: Schedule, outer: OuterState, own: Tree, seen: NamedArray, step: jax.Array
     ) -> OuterState:
-        """The outer side after the SEND that is due after `step` steps; as it is, if none is.
+        """Return the outer state after the SEND that is due after `step` steps; unchanged if none is.
 
         `step` is an int32 scalar of the device, so all kinds of fragments are compiled and one is chosen.
         """
@@ -91,7 +91,7 @@ class Round:
         return jax.lax.switch(kind, branches)
 
     def apply(self, parameters: Tree, outer: OuterState, fragment: Fragment) -> tuple[Tree, OuterState]:
-        """Each replica's parameters with the fragment mixed with theta's, and what changed of its outer side."""
+        """Return each replica's parameters mixed with theta's fragment, and the changes of its outer state."""
         layout = self.layout
         arrived, changed = self.joint.arrive(fragment.take(outer))
         arrived = layout.constrain(arrived, layout.params)
@@ -104,7 +104,7 @@ class Round:
         return layout.constrain(fragment.put(parameters, mixed_all), layout.params), changed
 
     def taking_part(self, fragment: Fragment) -> NamedArray:
-        """[replica] float32: 1 for a replica that takes part in this synchronisation, 0 for one that is left out."""
+        """Return 1 for each replica in this synchronisation, 0 for one that is left out, [replica] float32."""
         Lanes = self.layout.axis(self.axis)
         if self.dropout == 0:
             return hax.ones(Lanes)
@@ -113,12 +113,12 @@ class Round:
 
 
 def mixed_with(own: Tree, arrived: Tree, keep: jax.Array) -> Tree:
-    """keep own + (1 - keep) arrived: what a replica, or an island, goes on from."""
+    """Return keep own + (1 - keep) arrived: the next parameters of a replica or an island."""
     return jax.tree.map(lambda own, new: keep * own + (1 - keep) * new, own, arrived)
 
 
 def forget(seen: NamedArray, fragment: Fragment | None) -> NamedArray:
-    """`seen` with nothing seen since a fragment was sent."""
+    """Return `seen` with zero tokens for a fragment that was sent."""
     if fragment is None:
         return seen
     return NamedArray(seen.array.at[fragment.index].set(0), seen.axis_names)

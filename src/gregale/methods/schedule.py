@@ -1,4 +1,4 @@
-"""When each fragment of Streaming DiLoCo is sent and applied: pure functions of the step (arXiv 2501.18512)."""
+"""The steps at which each fragment of Streaming DiLoCo is sent and applied, as functions (arXiv 2501.18512)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATTERNS = ("sequential", "strided")
 
 
 class StepFragments(NamedTuple):
-    """The numbers of the fragments that a step sends and applies; None for none."""
+    """The indices of the fragments that a step sends and applies; None for none."""
 
     send: int | None
     apply: int | None
@@ -21,10 +21,10 @@ class StepFragments(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The outer schedule: P fragments, each sent every H steps exactly, and applied tau steps later.
+    """The outer schedule: P fragments, each sent exactly every H steps and applied tau steps later.
 
-    Fragment 0 is everything that is not stacked over layers, fragments 1 to P - 1 are groups of layers; with P = 1
-    fragment 0 is everything (DiLoCo). In the order of sending the groups of layers come first.
+    Fragment 0 has all arrays without a `layers` axis, fragments 1 to P - 1 are groups of layers; with P = 1 fragment 0
+    has all arrays (DiLoCo). The groups of layers are sent first.
 
     - `period`: H, steps between two sends of a fragment
     - `fragments`: P
@@ -61,52 +61,52 @@ class Schedule:
             raise UserError(f"sync.pattern is {self.pattern!r}; valid choices: {', '.join(PATTERNS)}.")
 
     def offset(self, fragment: int) -> int:
-        """The remainder modulo H of the steps at which a fragment is sent: floor(place * H / P)."""
+        """Return the remainder modulo H of the steps of a fragment's sends: floor(index in send order * H / P)."""
         place = self.fragments - 1 if fragment == 0 else fragment - 1
         return place * self.period // self.fragments
 
     def sent(self, step: int) -> int | None:
-        """The fragment that is sent after `step` steps, if any."""
+        """Return the fragment that is sent after `step` steps, if any."""
         if step <= 0:
             return None
         due = (fragment for fragment in range(self.fragments) if step % self.period == self.offset(fragment))
         return next(due, None)
 
     def applied(self, step: int) -> int | None:
-        """The fragment that is applied after `step` steps, if any: the one that was sent `delay` steps before."""
+        """Return the fragment that is applied after `step` steps, if any: it was sent `delay` steps before."""
         return self.sent(step - self.delay)
 
     def legs(self, step: int) -> StepFragments:
-        """What step number `step` (from 1) computes: with tau >= 1 it sends what was due after the step before it."""
+        """Return the fragments of step number `step` (from 1): with tau >= 1 it sends the previous step's."""
         if self.delay == 0:
             return StepFragments(self.sent(step), self.sent(step))
         return StepFragments(self.sent(step - 1), self.applied(step))
 
     def sends(self, fragment: int, step: int) -> int:
-        """How often a fragment was sent in the first `step` steps."""
+        """Return the number of sends of a fragment in the first `step` steps."""
         offset = self.offset(fragment)
         return (step - offset) // self.period + (offset > 0) if step >= offset else 0
 
     def last_sent(self, step: int) -> int:
-        """The last step of the first `step` after which a fragment was sent; 0 if there was none."""
+        """Return the last of the first `step` steps after which a fragment was sent; 0 if there was none."""
         return next((s for s in range(step, max(0, step - self.period), -1) if self.sent(s) is not None), 0)
 
     def rounds(self, steps: int) -> int:
-        """How many fragments are sent in the first `steps` steps: rounds 0, 1, 2, ... of islands."""
+        """Return the number of sends in the first `steps` steps: rounds 0, 1, 2, ... of islands."""
         return sum(self.sends(fragment, steps) for fragment in range(self.fragments))
 
     def round_step(self, number: int) -> int:
-        """After how many steps round `number` is due; 0 for the round before the first."""
+        """Return the number of steps after which round `number` is due; 0 for the round before the first."""
         periods, place = divmod(number + 1, self.fragments)
         return periods * self.period + place * self.period // self.fragments
 
     def round_fragment(self, number: int) -> int:
-        """The fragment that round `number` sends."""
+        """Return the fragment that round `number` sends."""
         place = (number + 1) % self.fragments
         return 0 if place == self.fragments - 1 else place + 1
 
     def layers_of(self, fragment: int) -> np.ndarray:
-        """The layers of a fragment > 0, int32, ascending; sizes differ by at most one."""
+        """Return the layers of a fragment > 0, int32, ascending; sizes differ by at most one."""
         groups = self.fragments - 1
         if self.pattern == "strided":
             return np.arange(fragment - 1, self.layers, groups, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What methods send, in closed form: by step, and on average over a period."""
+"""The traffic of methods in closed form: by step, and on average over a period."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ WITH_LEGS = {(True, False): "send", (False, True): "apply", (True, True): "send_
 
 @dataclass(frozen=True)
 class PsdpTraffic:
-    """What PSDP sends: the same in every step.
+    """The traffic of PSDP, the same in every step.
 
     - `reducer`: over `replica`
-    - `model`: whose parameters are averaged
+    - `model`: its parameters are averaged
     - `step`: the model's sizes
     """
 
@@ -52,7 +52,7 @@ class PsdpTraffic:
 
     @property
     def averages(self) -> list[Transfer] | None:
-        """What averaging gradients and giving updates back sends; None if it is done in float32."""
+        """Return the transfers to average gradients and gather updates; None if they are float32."""
         reducer = self.reducer
         return step_messages(reducer, self.model) if isinstance(reducer, QuantisedReducer) else None
 
@@ -69,10 +69,10 @@ class PsdpTraffic:
 
 @dataclass(frozen=True)
 class DilocoTraffic:
-    """What DiLoCo sends to join its replicas; their steps are exact, and send what a replica's own sends.
+    """The traffic of DiLoCo between its replicas; their own steps are exact, with a replica's own traffic.
 
-    - `schedule`: when which fragment is sent and applied
-    - `reducer`: over the axis that is joined
+    - `schedule`: the steps at which fragments are sent and applied
+    - `reducer`: over the axis of the replicas
     - `layout`: of the outer parameters
     - `step`: the model's sizes
     """
@@ -89,13 +89,13 @@ class DilocoTraffic:
         return self.schedule.period
 
     def steps(self) -> Iterator[tuple[int, StepFragments]]:
-        """The steps of a period, each with its legs; not of the first one, in which not everything has begun."""
+        """Yield the steps of a period with their fragments; not the first period, which is incomplete."""
         return ((step, self.schedule.legs(step)) for step in range(2 * self.period, 3 * self.period))
 
     def kinds(self) -> dict[str, StepKind]:
-        """`synchronise`: SEND and APPLY after a step (tau = 0); `send`, `apply`, `send_and_apply`: in a step.
+        """Return `synchronise`: SEND and APPLY after a step (tau = 0); `send`, `apply`, `send_and_apply`: in a step.
 
-        Where fragments differ in size, the step is the one that sends most of its kind.
+        If fragments differ in size, the step is the one that sends most of its kind.
         """
         found: dict[str, tuple[int, StepFragments]] = {}
         for number, legs in self.steps():
@@ -111,22 +111,22 @@ class DilocoTraffic:
         return [transfer for _, legs in self.steps() for transfer in self.transfers(legs)]
 
     def transfers(self, legs: StepFragments) -> list[Transfer]:
-        """Everything that the legs send, as the audit finds it in the compiled program."""
+        """Return all transfers of these fragments, as the audit finds them in the compiled program."""
         send = [] if legs.send is None else self._send(self.part(legs.send))
         return send if legs.apply is None else send + self._apply(self.part(legs.apply))
 
     def bytes_over_axis(self, legs: StepFragments) -> float:
-        """What a device sends over the slow axis for the parameters in these legs, as `Diloco.bytes_sent` counts it."""
+        """Return a device's bytes over the slow axis for these fragments, as `Diloco.bytes_sent`."""
         send, apply = (None if leg is None else self.part(leg) for leg in legs)
         return self._over_axis(send, apply)
 
     def bytes_a_step(self) -> tuple[float, float]:
-        """What a device sends over the slow axis for the parameters: average of a period, and largest step."""
+        """Return a device's bytes over the slow axis for the parameters: average and maximum of a step."""
         sent = [self.bytes_over_axis(legs) for _, legs in self.steps()]
         return sum(sent) / len(sent), max(sent)
 
     def bytes_if_every_step(self) -> float:
-        """What a device would send over the slow axis to reduce and give back everything: what PSDP does each step."""
+        """Return a device's bytes over the slow axis to reduce and gather everything, as PSDP does."""
         whole = replace(self.step, layout=self.layout)
         return self._over_axis(whole, whole)
 
@@ -151,18 +151,18 @@ class DilocoTraffic:
         reducer = self.reducer
         if not isinstance(reducer, QuantisedReducer):
             return apply_transfers(part)
-        # With islands, the replicas inside one put their parts together, in float32.
+        # With islands, the replicas inside one gather their parts, in float32.
         inside = replace(part, layout=replace(part.layout, opt_state=reducer.layout.params))
         return kept(part, [*give_back_messages(reducer, part.weights), *given_back(inside)])
 
     def part(self, fragment: int) -> StepShape:
-        """The sizes of a fragment, where the outer parameters live."""
+        """Return the sizes of a fragment under the layout of the outer parameters."""
         layers = self.schedule.layers_of(fragment) if fragment else ()
         return self._parts[fragment == 0, len(layers)]
 
     @cached_property
     def _parts(self) -> dict[tuple[bool, int], StepShape]:
-        """Fragments of as many layers have the same sizes."""
+        """Return a cache of sizes: fragments with equal numbers of layers have the same sizes."""
         schedule, found = self.schedule, {}
         for index in range(schedule.fragments):
             fragment = Fragment.at(schedule, index, 0)

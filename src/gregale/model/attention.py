@@ -17,7 +17,7 @@ from gregale.model.layer_kinds import Kind, by_kind
 from gregale.model.norm import RmsNorm
 from gregale.model.rotary import rotate
 
-ORDER = (BATCH, POSITION, ..., "head_size")  # of the arrays that attention takes
+ORDER = (BATCH, POSITION, ..., "head_size")  # of attention's input arrays
 
 
 class Attention(eqx.Module):
@@ -54,9 +54,10 @@ class Attention(eqx.Module):
         )
 
     def project(self, x: NamedArray, positions: NamedArray, kind: Kind, execution: Execution):
-        """Rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize].
+        """Return rotated queries and keys, and values: [Batch, Position, Heads or KvHeads, HeadSize].
 
-        Attention divides scores by the root of a head's size; queries are scaled so that it is that of `score_width`.
+        Attention divides scores by the root of a head's size; queries are scaled so that the divisor is the root of
+        `score_width`.
         """
         c = self.config
         q, k, v = (execution.kernels.project(layer, x) for layer in (self.query, self.key, self.value))
@@ -70,14 +71,14 @@ class Attention(eqx.Module):
     def __call__(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
     ) -> NamedArray:
-        """[Batch, Position, Embed] -> the same; a token sees tokens of its own segment at or before its place."""
+        """Map [Batch, Position, Embed] to the same; a token sees tokens of its own segment at or before its index."""
         q, k, v = self.project(x, positions, kind, execution)
         return named(self.attended(q, k, v, segments, kind, execution), "attention_out")
 
     def largest_logits(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray | None, kind: Kind, execution: Execution
     ) -> NamedArray:
-        """The largest logits of the same, before they are capped: float32 [Batch, KvHeads]."""
+        """Return the largest logits of the same call, before the cap: float32 [Batch, KvHeads]."""
         q, k, _ = (a.rearrange(ORDER) for a in self.project(x, positions, kind, execution))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
@@ -89,20 +90,20 @@ class Attention(eqx.Module):
     def prefill(
         self, x: NamedArray, positions: NamedArray, segments: NamedArray, slots: int, kind: Kind, execution: Execution
     ) -> tuple[NamedArray, Cache]:
-        """The same for prompts, and the cache that `decode` goes on with."""
+        """Return attention's output for prompts, and the cache for `decode`."""
         q, k, v = self.project(x, positions, kind, execution)
         return self.attended(q, k, v, segments, kind, execution), Cache.of_prompt(k, v, slots, execution)
 
     def decode(
         self, x: NamedArray, cache: Cache, turn: DecodeStep, kind: Kind, execution: Execution
     ) -> tuple[NamedArray, Cache]:
-        """The same for one token of each row, which follows those in the cache: [Batch, Position 1, Embed]."""
+        """Return attention's output for one token of each row after the cached ones: [Batch, Position 1, Embed]."""
         q, k, v = self.project(x, turn.positions, kind, execution)
         attended, cache = cache.attend(q, k, v, turn, execution, self.config.score_softcap)
         return execution.kernels.project(self.out, attended), cache
 
     def attended(self, q, k, v, segments: NamedArray | None, kind: Kind, execution: Execution) -> NamedArray:
-        """Causal attention of a whole sequence, and its output projection: [Batch, Position, Embed]."""
+        """Return causal attention of a whole sequence after its output projection: [Batch, Position, Embed]."""
         q, k, v = (a.rearrange(ORDER) for a in (q, k, v))
         ids = None if segments is None else segments.rearrange((BATCH, POSITION)).array
 
@@ -114,7 +115,7 @@ class Attention(eqx.Module):
 
 
 def linear(In, Out, scale: float, key, bias: bool = False) -> Linear:
-    """A linear layer with normal weights of standard deviation `scale`, [*In, *Out]."""
+    """Return a linear layer with normal weights of standard deviation `scale`, [*In, *Out]."""
     layer = Linear.init(In, Out, key=key, use_bias=bias, out_first=False)
     weight = hax.random.normal(key, layer.weight.axes) * scale
     return eqx.tree_at(lambda layer: layer.weight, layer, weight)

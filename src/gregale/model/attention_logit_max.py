@@ -1,17 +1,17 @@
-"""How large the logits of attention are, which kernels never hold."""
+"""The largest logits of attention, which kernels never hold in memory."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-QUERIES = 256  # whose logits are held at a time
+QUERIES = 256  # whose logits are in memory at a time
 
 
 def largest_logits(q: jax.Array, k: jax.Array, segments: jax.Array | None, window: int | None) -> jax.Array:
-    """The largest q . k / sqrt(head size) among the pairs of tokens that attend: float32 [batch, kv_heads].
+    """Return the largest q . k / sqrt(head size) of the pairs of tokens that attend: float32 [batch, kv_heads].
 
-    Arguments: as of `Attend`. Nothing crosses a device where the batch or the heads are split.
+    Arguments: as for `Attend`. Nothing is sent between devices that split the batch or the heads.
     """
     length, kv_heads, width = k.shape[1:]
     block = min(QUERIES, length)
@@ -29,6 +29,6 @@ def largest_logits(q: jax.Array, k: jax.Array, segments: jax.Array | None, windo
         return jnp.maximum(largest, jnp.max(jnp.where(attends, logits, -jnp.inf), axis=(2, 3, 4))), None
 
     none = jnp.full((k.shape[0], kv_heads), -jnp.inf, jnp.float32)
-    # The last block begins early enough to be whole: it repeats queries, of which the largest is the same.
+    # The last block begins early enough to be whole: it repeats queries, which does not change the largest.
     starts = jnp.minimum(jnp.arange(0, length, block), length - block)
     return jax.lax.scan(of_block, none, starts)[0]

@@ -1,4 +1,4 @@
-"""Model configurations by their `type`, and the one that stands for what a model of the hub says of itself."""
+"""Model configurations by their `type`, and the one that takes its shape from a model of the hub."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ModelConfig(Settings, draccus.ChoiceRegistry):
         return "llama"
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        """Configuration key -> (meaning, axis) of every axis that a mesh may split, but for the vocabulary."""
+        """Return configuration key -> (meaning, axis) of every axis that a mesh may split, except the vocabulary."""
         return {}
 
     @property
     def head_width(self) -> int:
-        """Width of an attention head; 0: there is no attention."""
+        """Return the width of an attention head; 0 without attention."""
         return 0
 
     @property
     def score_cap(self) -> float | None:
-        """What bounds the scores of attention; None: nothing does."""
+        """Return the limit of attention scores; None if there is none."""
         return None
 
 

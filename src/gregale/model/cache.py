@@ -1,8 +1,8 @@
 """The key/value cache of generation: written in place, a slot a token.
 
-The rows of a batch have texts of different lengths. They end at the same place, and before a row's first token is
-filling (it is filled up on the left), so that all of them write the same slot. A place is counted from the filling on,
-a token's position from the row's first token on: position = place - first.
+The rows of a batch have texts of different lengths. They end at the same index: rows are padded on the left, so that
+all of them write the same slot. An index counts from the padding on, a token's position from the row's first token on:
+position = index - first.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ AS_GIVEN = (BATCH, POSITION, "kv_heads", "head_size")  # keys and values of a la
 
 
 class DecodeStep(eqx.Module):
-    """Where the tokens of one call of `decode` stand, one of each row; the same for all layers.
+    """The position in the cache of the tokens of one `decode` call, one of each row; the same for all layers.
 
-    With fewer slots than places, which only a sliding window allows, a token overwrites the one that left the window:
-    that of place p is in slot p modulo the slots.
+    With fewer slots than indices, which only a sliding window allows, a token overwrites the one that left the window:
+    the token at index p is in slot p modulo the slots.
     """
 
-    slot: jax.Array  # the one to be written
+    slot: jax.Array  # the slot to write
     positions: NamedArray  # integers [Batch, Position 1]
-    seen: NamedArray  # whether a slot, after the write, holds what the token sees: [Batch, Slot]
+    seen: NamedArray  # whether the token sees a slot after the write: [Batch, Slot]
 
     @staticmethod
     def at(place, first: NamedArray, slots: int, window: int | None) -> DecodeStep:
-        """That of the tokens at a place.
+        """Return the step of the tokens at an index.
 
         Arguments:
-        - `first`: the place of each row's first token, integers [Batch]
-        - `window`: how many tokens are seen, itself included; None: all
+        - `first`: the index of each row's first token, integers [Batch]
+        - `window`: the number of tokens that a token sees, itself included; None: all
         """
         Slot = Axis(SLOT, slots)
         slot = place % slots
         back = slot - hax.arange(Slot)
-        back = hax.where(back < 0, back + slots, back)  # how many places before this one
+        back = hax.where(back < 0, back + slots, back)  # the distance to this index
         reach = place - first
         reach = reach if window is None else hax.minimum(reach, window - 1)
         positions = (place - first).broadcast_axis(Axis(POSITION, 1)).rearrange((BATCH, POSITION))
@@ -54,13 +54,13 @@ class DecodeStep(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """Keys and values of one layer's tokens so far.
+    """The keys and values of one layer's tokens so far.
 
     On each device both are [Cell, Slot, HeadSize], a cell for each of its rows and key/value heads, or with one cell
-    [Slot, HeadSize]; the global arrays are those of the devices one after another. A cell's slots lie side by side, as
-    attention reads them, and the products of attention take the arrays as they are; so XLA writes a token's slot in
-    place. Were there anything between the write and a product, be it the dropping of an axis of size 1, it would become
-    another write, into a copy of all slots. Slots after the last token hold nothing of use, and attention masks them.
+    [Slot, HeadSize]; the global arrays are those of the devices one after another. A cell's slots are adjacent, as
+    attention reads them, and the products of attention take the arrays unchanged; so XLA writes a token's slot in
+    place. Any operation between the write and a product, even the removal of an axis of size 1, becomes another write,
+    into a copy of all slots. Attention masks the slots after the last token.
     """
 
     key: jax.Array
@@ -69,13 +69,13 @@ class Cache(eqx.Module):
 
     @staticmethod
     def of_prompt(key: NamedArray, value: NamedArray, slots: int, execution: Execution) -> Cache:
-        """Those of prompts, [Batch, Position, KvHeads, HeadSize]; of more tokens than `slots` the last ones."""
+        """Return the cache of prompts, [Batch, Position, KvHeads, HeadSize]; of their last `slots` tokens if more."""
         on = Devices(execution)
         keep = on.sharded(lambda new: _kept(new, slots), (on.of_keys,), on.of_cells)
         return Cache(keep(key.rearrange(AS_GIVEN).array), keep(value.rearrange(AS_GIVEN).array), slots)
 
     def with_room(self, slots: int, execution: Execution) -> Cache:
-        """The same with room for `slots` tokens in all."""
+        """Return the same cache with room for `slots` tokens in all."""
         on = Devices(execution)
         widen = on.sharded(lambda old: _with_room(old, slots), (on.of_cells,), on.of_cells)
         return Cache(widen(self.key), widen(self.value), slots)
@@ -89,14 +89,14 @@ class Cache(eqx.Module):
         execution: Execution,
         cap: float | None = None,
     ) -> tuple[NamedArray, Cache]:
-        """softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
+        """Compute softmax(q . k / sqrt(head size)) . v of one token of each row, which is written first.
 
-        Returns what it attends to, and the cache with its key and value.
+        Returns the result, and the cache with its key and value.
 
         Arguments:
         - `query`: [Batch, Position 1, Heads, HeadSize]
         - `key`, `value`: [Batch, Position 1, KvHeads, HeadSize]
-        - `cap`: what bounds the scores, by tanh; None: nothing
+        - `cap`: the limit of the scores, by tanh; None: no limit
         """
         on = Devices(execution)
         attend = on.sharded(
@@ -114,7 +114,7 @@ class Cache(eqx.Module):
 
 
 class Devices:
-    """How the arrays of attention lie on the devices, each of which works on its own rows and heads."""
+    """The split of attention's arrays over devices; each device computes its own rows and heads."""
 
     def __init__(self, execution: Execution):
         self._layout = layout = execution.layout
@@ -129,11 +129,11 @@ class Devices:
 
 
 def slots_of(caches) -> int:
-    """The slots of the caches of a model's layers, stacked or in a tuple."""
+    """Return the slots of the caches of a model's layers, stacked or in a tuple."""
     return (caches[0] if isinstance(caches, tuple) else caches).slots
 
 
-# What a device does with its rows and heads.
+# The computation of a device for its rows and heads.
 
 
 def _attend(cap: float | None, keys, values, query, key, value, seen, slot):
@@ -151,14 +151,14 @@ def _attend(cap: float | None, keys, values, query, key, value, seen, slot):
 
 
 def _cells(new: jax.Array) -> jax.Array:
-    """[row, position, kv head, channel] -> [cell, position, channel], or [position, channel] of one cell."""
+    """Turn [row, position, kv head, channel] into [cell, position, channel], or [position, channel] of one cell."""
     rows, positions, heads, size = new.shape
     cells = new.swapaxes(1, 2).reshape(rows * heads, positions, size)
     return cells[0] if len(cells) == 1 else cells
 
 
 def _kept(new: jax.Array, slots: int) -> jax.Array:
-    """The cells of prompts; of more tokens than slots the last ones, each in its slot."""
+    """Return the cells of prompts; of more tokens than slots the last ones, each in its slot."""
     cells = _cells(new)
     if (over := cells.shape[-2] - slots) > 0:
         cells = jnp.roll(cells[..., over:, :], over, axis=-2)

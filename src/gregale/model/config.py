@@ -1,4 +1,4 @@
-"""Model configurations: what a model of the Llama family is, and how it is computed."""
+"""Model configurations: the architecture of a model of the Llama family, and its computation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 class Logits(NamedTuple):
-    """What becomes of the products with the head.
+    """The treatment of the products with the head.
 
-    - `cap`: bounds them by tanh; None: nothing does
-    - `rows`: of the head that are tokens; those after them fill it up, and have no logits. None: all
+    - `cap`: limits them by tanh; None: no limit
+    - `rows`: rows of the head that are tokens; later rows are padding, without logits. None: all
     """
 
     cap: float | None = None
@@ -36,9 +36,9 @@ class Logits(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What may differ between the layers of a stack.
+    """The differences between the layers of a stack.
 
-    - `window`: tokens that a token sees, itself included; None: all before it
+    - `window`: the number of tokens that a token sees, itself included; None: all earlier tokens
     - `rotary_base`, `rotary_scaling`: see the keys of these names
     """
 
@@ -52,7 +52,7 @@ class LayerKind(NamedTuple):
 class LlamaConfig(Sizes):
     """The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3 (dense) and OLMo 2 are settings of these fields."""
 
-    # What only `GemmaConfig` makes settings of.
+    # Only `GemmaConfig` has settings for these.
     activation: ClassVar[str] = "silu"
     norm_offset: ClassVar[float] = 0.0
     score_width: ClassVar[float | None] = None
@@ -146,17 +146,17 @@ class LlamaConfig(Sizes):
 
     @property
     def window_of_all(self) -> int | None:
-        """The window that every layer has; None: some layer has none."""
+        """Return the window of all layers; None if some layer has none."""
         return None if self.full_layers else self.sliding_window
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The different kinds of layers, in the order in which they first come."""
+        """Return the different kinds of layers, in the order of their first layers."""
         return tuple(dict.fromkeys(map(self._kind, range(self.layers))))
 
     @property
     def kind_numbers(self) -> tuple[int, ...]:
-        """Of each layer its kind, as a place in `kinds`."""
+        """Return the kind of each layer, as an index in `kinds`."""
         kinds = self.kinds
         return tuple(kinds.index(self._kind(layer)) for layer in range(self.layers))
 
@@ -168,7 +168,7 @@ class LlamaConfig(Sizes):
         return LayerKind(self.sliding_window, self.window_rotary_base, None)
 
     def normalised_together(self, Heads: Axis) -> tuple[Axis, ...] | None:
-        """The axes of the queries' or keys' norm, of so many heads; None: they are not normalised."""
+        """Return the axes of the queries' or keys' norm; None if they are not normalised."""
         if not self.qk_norm:
             return None
         return (Heads, self.HeadSize) if self.qk_norm_over == "heads" else (self.HeadSize,)
@@ -177,7 +177,7 @@ class LlamaConfig(Sizes):
 @ModelConfig.register_subclass("gemma")
 @dataclass(frozen=True)
 class GemmaConfig(LlamaConfig):
-    """Llamas with what Gemma 2 and 3 have beside; their norms are `around`."""
+    """The Llama family with the additions of Gemma 2 and 3; their norms are `around`."""
 
     activation: str = field(
         default="silu",
@@ -238,7 +238,7 @@ GATHER = ("per_layer", "per_step")
 
 @dataclass(frozen=True)
 class ComputeConfig(Settings):
-    """How a model is computed; none of it changes what is computed but for rounding."""
+    """The computation of a model; it changes the results only by rounding."""
 
     renamed_keys: ClassVar = {"rules": "autodiff_rules"}
 

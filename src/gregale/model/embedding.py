@@ -19,20 +19,20 @@ from gregale.model.execution import Execution
 
 
 def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArray:
-    """Rows `ids` of the table: [..., position] -> [..., position, embed].
+    """Return rows `ids` of the table: [..., position] -> [..., position, embed].
 
     Written per device in `jax.shard_map`: ids over `data`, table rows over `model`. Left to the partitioner, the
-    gradient's scatter crosses `replica` in every microbatch. Of two forms, `axes.vocabulary.exchanges_rows` takes the
-    one that sends less:
+    gradient's scatter crosses `replica` in every microbatch. `axes.vocabulary.exchanges_rows` chooses the form that
+    sends less:
 
-    - rows are exchanged: a device looks up its columns of all tokens of the devices it shares the table with, and an
-      all-to-all makes whole rows of them; gradients go back by another one and are added to the device's columns
-    - the table is gathered, and the gradient of all of it is summed over `data` (a reduce-scatter, or what the compiler
-      makes of it)
+    - rows are exchanged: a device looks up its columns for all tokens of the devices that share the table, and an
+      all-to-all completes the rows; another one returns the gradients, which are added to the device's columns
+    - the table is gathered, and the gradient of all of it is summed over `data` (a reduce-scatter, or the compiler's
+      replacement)
 
-    In both, rows found are added over `model`. With `Execution.weights_ready` the table has been gathered, and only the
-    way back is chosen. Gradients are added up in float32: a frequent token gets thousands of addends, which bfloat16
-    would drop.
+    In both, the rows are summed over `model`. With `Execution.weights_ready` the table is gathered already, and only
+    the backward form is chosen. Gradients are summed in float32: a frequent token has thousands of addends, which
+    bfloat16 would drop.
 
     Arguments:
     - `table`: [vocab, embed], as a parameter; gathered already with `weights_ready`
@@ -48,7 +48,7 @@ def embed(table: NamedArray, ids: NamedArray, execution: Execution) -> NamedArra
 
 @dataclass(frozen=True)
 class Lookup:
-    """The shapes and places of one call of `embed`."""
+    """The shapes and shardings of one call of `embed`."""
 
     Vocab: Axis
     Embed: Axis
@@ -59,32 +59,32 @@ class Lookup:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the tokens."""
+        """Return the mesh axes that split the tokens."""
         return self.layout.mesh_axes(self.tokens, self.layout.compute)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the rows of the table."""
+        """Return the mesh axes that split the rows of the table."""
         return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
 
     @property
     def column_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the columns of the table as a parameter."""
+        """Return the mesh axes that split the columns of the table as a parameter."""
         return self.layout.mesh_axes((self.Embed,), self.layout.params)
 
     @property
     def shared(self) -> bool:
-        """Whether devices with other columns have other tokens; else they have the same, as where text is drawn."""
+        """Return whether devices with other columns have other tokens; in generation they have the same."""
         return bool({*self.column_axes} & {*self.token_axes})
 
     @property
     def devices(self) -> int:
-        """Devices that have the columns of a row between them."""
+        """Return the number of devices that together have the columns of a row."""
         return self.size(self.column_axes)
 
     @property
     def rows(self) -> int:
-        """Rows of the table on a device."""
+        """Return the rows of the table on a device."""
         return self.Vocab.size // self.size(self.row_axes)
 
     @property
@@ -111,12 +111,12 @@ class Lookup:
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def local_rows(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where each id's row is among those of this device, and whether it is among them."""
+        """Return the index of each id's row on this device, and whether the device has it."""
         local = ids - jax.lax.axis_index(self.row_axes) * self.rows if self.row_axes else ids
         return local, (local >= 0) & (local < self.rows)
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
-        """[..., columns]: of this device's rows and columns; zeros where another device has the row."""
+        """Return [..., columns] of this device's rows and columns; zeros for rows of other devices."""
         local, held = self.local_rows(ids)
         return jnp.where(held[..., None], table.at[local].get(mode="clip"), 0)
 
@@ -124,13 +124,13 @@ class Lookup:
         return jax.lax.psum(found, self.row_axes) if self.row_axes else found
 
     def scatter(self, ids: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """The gradient by this device's rows: [rows, columns], float32."""
+        """Return the gradient by this device's rows: [rows, columns], float32."""
         local, held = self.local_rows(ids)
         zeros = jnp.zeros((self.rows, cotangent.shape[-1]), jnp.float32)
         return zeros.at[jnp.where(held, local, self.rows)].add(cotangent.astype(jnp.float32), mode="drop")
 
 
-# The lookup where the table is whole.
+# The lookup in a whole table.
 
 
 def _from_whole(lookup: Lookup, table, ids):
@@ -167,12 +167,12 @@ def _spec_of_all(lookup: Lookup) -> PartitionSpec:
 
 
 def _others(lookup: Lookup) -> tuple[str, ...]:
-    """Mesh axes that split the tokens and not the columns."""
+    """Return the mesh axes that split the tokens and not the columns."""
     return tuple(axis for axis in lookup.token_axes if axis not in lookup.column_axes)
 
 
 def _from_columns(lookup: Lookup, table, ids, shape: tuple[int, ...]):
-    """`shape`: of the ids on a device."""
+    """Look up rows from columns; `shape` is that of the ids on a device."""
     devices, axes = lookup.devices, lookup.column_axes
 
     def local(table, ids):

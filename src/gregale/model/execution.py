@@ -1,4 +1,4 @@
-"""How a model is run: where its arrays live, in which precision, what its layers save."""
+"""The execution of a model: the sharding and precision of its arrays, and the values that its layers save."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from gregale.model.kernels.kernels import ATTENTION_NAME, Kernels
 from gregale.model.kernels.reference import PLAIN
 from gregale.model.layer_kinds import Kind, Stretch, cut, joined, kind_constants, stretches
 
-# Names that a block gives to its intermediates (`jax.ad_checkpoint.checkpoint_name`); remat policies speak of them.
+# Names of a block's intermediates (`jax.ad_checkpoint.checkpoint_name`), which remat policies use.
 PROJECTIONS = ["query", "key", "value", ATTENTION_NAME, "attention_out", "gate", "up", "mlp_out"]
 
-CARRY, WEIGHTS = "layer_input", "layer_weights"  # the names of what goes into a layer
+CARRY, WEIGHTS = "layer_input", "layer_weights"  # the names of a layer's inputs
 
-CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # what spares the attention a second forward pass
+CONTEXT = ScanCheckpointPolicy(save_block_internals=[ATTENTION_NAME])  # avoids a second forward pass of attention
 
 REMAT_POLICIES = {
     "none": ScanCheckpointPolicy(disable=True),
@@ -40,7 +40,7 @@ REMAT_POLICIES = {
     "offload": ScanCheckpointPolicy(save_carries="offload"),
 }
 
-TO_HOST = ("offload", "context_offload")  # policies that move what they save to the host's memory
+TO_HOST = ("offload", "context_offload")  # policies that move saved values to the host's memory
 
 # Layers unrolled in the scan over layers. On CPU the loop's slices and copies cost more than the compile time saves.
 UNROLL = {"cpu": 4}
@@ -55,15 +55,15 @@ Block = Callable[[NamedArray, Any, Kind, Any, "Execution"], NamedArray]
 
 @dataclass(frozen=True)
 class Execution:
-    """Everything a model needs to know about where and how it runs, passed to it explicitly.
+    """The settings for running a model, passed to it explicitly.
 
-    - `layout`: mesh and mappings, as one replica sees them
+    - `layout`: mesh and mappings of one replica
     - `dtype`: of activations and gathered weights
-    - `remat`: name of the policy for what a layer saves
+    - `remat`: name of the policy for a layer's saved values
     - `unroll`: layers unrolled in the scan over layers
     - `kernels`: the form of the model's operations
-    - `loss_block`: tokens whose logits are held at a time on a device
-    - `weights_ready`: the weights that come in are gathered already, so none is gathered again
+    - `loss_block`: tokens whose logits are in memory at a time on a device
+    - `weights_ready`: the input weights are gathered already, so none is gathered again
     - `stack`: runs a stack of layers, `stack(block, x, weights, rows)`; None: they are scanned
     """
 
@@ -91,10 +91,10 @@ class Execution:
         window: int | None,
         cap: float | None = None,
     ) -> jax.Array:
-        """Causal self-attention, see `Attend`; a kernel runs on each device, with its rows and its heads.
+        """Compute causal self-attention, see `Attend`; a kernel runs on each device, with its rows and its heads.
 
-        The partitioner would bring all operands of a kernel together. Axes that are mapped around this (`replica`, and
-        a pipeline's `stage` and `data`) stay where they lie.
+        The partitioner would gather all operands of a kernel. Axes that are mapped outside of this call (`replica`, and
+        a pipeline's `stage` and `data`) stay split.
         """
         if not self.kernels.opaque:
             return self.kernels.attend(q, k, v, segments, window, cap)
@@ -112,10 +112,10 @@ class Execution:
         return run(q, k, v, segments)
 
     def run_layers(self, block: Block, kinds: tuple[int, ...], x: NamedArray, weights, rows) -> NamedArray:
-        """`x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
+        """Run `x = block(x, weights[i], kinds[i], rows, execution)` for every i along the layers.
 
         Arguments:
-        - `kinds`: of every layer, as a place in `LlamaConfig.kinds`
+        - `kinds`: of every layer, as an index in `LlamaConfig.kinds`
         - `weights`: named arrays with the leading axis `layers`, ungathered
         - `rows`: named arrays [batch, ...], the same for all layers (positions, segment ids, dropout keys); not
           differentiated
@@ -130,9 +130,9 @@ class Execution:
         return x
 
     def scan_layers(self, block: Callable, kinds: tuple[int, ...], carry, weights, *more):
-        """`carry, out_i = block(carry, weights[i], kinds[i], *more[i])` over the layers; the carry and stacked outs.
+        """Run `carry, out_i = block(carry, weights[i], kinds[i], *more[i])`; return the carry and stacked outs.
 
-        Of tuples, which have one tree a layer, the outs are a tuple.
+        For tuples, with one tree per layer, the outs are a tuple.
         """
         if isinstance(weights, tuple):
             outs = []
@@ -147,7 +147,7 @@ class Execution:
         return carry, joined(outs)
 
     def _scan_stretch(self, block: Callable, part: Stretch, carry, layers):
-        """The same over one stretch; each layer of its pattern saves by the policy what it would alone."""
+        """Scan one stretch; each layer of its pattern saves by the policy the same values as alone."""
         policy, Layers = REMAT_POLICIES[self.remat], Axis(LAYERS, part.repeats)
         unroll = min(max(1, self.unroll // len(part.pattern)), part.repeats)
         if len(part.pattern) == 1:
@@ -176,10 +176,10 @@ class Execution:
 
 
 def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Execution:
-    """The execution that a configuration asks for on the mesh of `layout`, which is seen from inside a replica.
+    """Return the execution of a configuration on the mesh of `layout`, which is the layout of one replica.
 
-    Raises `UserError` if the attention that is asked for does not fit the devices or the model, or if the compiler
-    cannot unroll what the policy does.
+    Raises `UserError` if the configured attention does not fit the devices or the model, or if the compiler cannot
+    unroll the policy's transfers.
     """
     device = layout.mesh.devices.flat[0]
     unroll = config.unroll or UNROLL.get(device.platform, 1)
@@ -202,5 +202,5 @@ def execution(config: ComputeConfig, layout: Layout, model: ModelConfig) -> Exec
 
 
 def named(x: NamedArray, name: str) -> NamedArray:
-    """Gives an intermediate the name by which remat policies know it."""
+    """Name an intermediate for remat policies."""
     return NamedArray(checkpoint_name(x.array, name), x.axis_names)

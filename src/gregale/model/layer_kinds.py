@@ -1,7 +1,7 @@
 """Layers of several kinds in one stack, such as those with a sliding window and those without.
 
-A layer's kind decides on the program: a kernel is made for one window. So a stack is cut into stretches in which a
-pattern of kinds repeats, and a scan over a stretch has a whole pattern in its body, each layer with its own program.
+A layer's kind determines its program: a kernel has one window. So a stack is cut into stretches in which a pattern of
+kinds repeats. A scan over a stretch has a whole pattern in its body, each layer with its own program.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gregale.axes.layout import LAYERS
 from gregale.model.config import LlamaConfig
 
 Kind = NamedArray | int
-"""A layer's place in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
+"""A layer's index in `LlamaConfig.kinds`; an array without axes in a pipeline, whose stages have different layers."""
 
 
 class Stretch(NamedTuple):
-    """Layers whose kinds are those of `pattern`, `repeats` times over."""
+    """Layers with the kinds of `pattern`, repeated `repeats` times."""
 
     pattern: tuple[int, ...]
     repeats: int
@@ -33,7 +33,7 @@ class Stretch(NamedTuple):
 
 
 def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
-    """The kind of every layer as an array along `layers`, by the name `kind`; nothing for one kind."""
+    """Return the kind of every layer as an array along `layers`, named `kind`; nothing for one kind."""
     if len(set(kinds)) == 1:
         return {}
     return {"kind": NamedArray(jnp.asarray(kinds, jnp.int32), (LAYERS,))}
@@ -41,7 +41,7 @@ def kind_constants(kinds: tuple[int, ...]) -> dict[str, NamedArray]:
 
 @cache
 def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
-    """The stretches that a stack is scanned in, by the kinds of its layers: few, with few layers in their patterns."""
+    """Return the stretches of a stack by the kinds of its layers: few, with few layers in their patterns."""
     best: list[tuple[Stretch, ...]] = [()]
     for end in range(1, len(kinds) + 1):
         found = [
@@ -55,9 +55,9 @@ def stretches(kinds: tuple[int, ...]) -> tuple[Stretch, ...]:
 
 
 def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
-    """Of each stretch a tree for each place of its pattern, of arrays [repeats, ...]; of trees of arrays [layers, ...].
+    """Return, for each stretch and each index of its pattern, a tree of arrays [repeats, ...] from [layers, ...].
 
-    Gradients are put together as they were cut apart, each array once.
+    Gradients are joined in the same way, each array once.
     """
     leaves, structure = jax.tree.flatten(stacked)
     by_leaf = [_cut(leaf, parts) for leaf in leaves]
@@ -68,7 +68,7 @@ def cut(stacked: Any, parts: Sequence[Stretch]) -> list[list[Any]]:
 
 
 def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
-    """[layers, ...] -> by stretch and place [repeats, ...]."""
+    """Turn [layers, ...] into [repeats, ...] by stretch and index."""
 
     def places(array: jax.Array, part: Stretch) -> list[jax.Array]:
         if len(part.pattern) == 1:
@@ -81,7 +81,7 @@ def _cut(array: jax.Array, parts: Sequence[Stretch]) -> list[list[jax.Array]]:
 
 
 def joined(pieces: Sequence[Sequence[Any]]) -> Any:
-    """The inverse of `cut`."""
+    """Invert `cut`."""
 
     def whole(*places: jax.Array) -> jax.Array:
         if len(places) == 1:
@@ -95,9 +95,9 @@ def joined(pieces: Sequence[Sequence[Any]]) -> Any:
 
 
 def by_kind(config: LlamaConfig, kind: Kind, function: Callable[..., Any], *arguments) -> Any:
-    """`function(the layer's kind, *arguments)`, which has to give the same shapes for all kinds.
+    """Return `function(the layer's kind, *arguments)`, which must have the same shapes for all kinds.
 
-    Where the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is taken.
+    If the kind is an array, under the `vmap` over a pipeline's stages, all kinds are computed and one is selected.
     """
     if isinstance(kind, NamedArray):
         return jax.lax.switch(kind.array, [partial(function, each) for each in config.kinds], *arguments)

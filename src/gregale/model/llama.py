@@ -26,7 +26,7 @@ from gregale.model.target_log_probs import target_scores
 
 
 def gated(activation: str, kernels: Kernels):
-    """The product (gate, up) -> activation(gate) * up."""
+    """Return the product (gate, up) -> activation(gate) * up."""
     return {"silu": kernels.swiglu, "gelu": kernels.geglu}[activation]
 
 
@@ -103,7 +103,7 @@ class Block(eqx.Module):
         return x + self._fed(x, execution), cache
 
     def attends_to(self, x, execution: Execution) -> NamedArray:
-        """What attention takes of the stream."""
+        """Return the input of attention."""
         return self._taken(self.attention_norm, x, execution)
 
     def _attended(self, attended, execution: Execution) -> NamedArray:
@@ -114,11 +114,11 @@ class Block(eqx.Module):
         return self._given(self.mlp_norm, self.mlp_out_norm, fed, execution)
 
     def _taken(self, norm: RmsNorm, x: NamedArray, execution: Execution) -> NamedArray:
-        """What half a layer takes of the stream."""
+        """Return the input of half a layer."""
         return x if self.config.norms == "after" else norm(x, execution)
 
     def _given(self, norm: RmsNorm, out_norm: RmsNorm | None, x: NamedArray, execution: Execution) -> NamedArray:
-        """What half a layer adds to the stream."""
+        """Return the output that half a layer adds to the stream."""
         last = norm if self.config.norms == "after" else out_norm
         return x if last is None else last(x, execution)
 
@@ -145,11 +145,11 @@ class Llama(eqx.Module):
         )
 
     def hidden(self, tokens, positions, segments, execution: Execution) -> NamedArray:
-        """The normalised output of the last block: [Batch, Position] -> [Batch, Position, Embed].
+        """Return the normalised output of the last block: [Batch, Position] -> [Batch, Position, Embed].
 
         Arguments:
         - `tokens`: integers [Batch, Position]
-        - `positions`: integers [Batch, Position], each token's place in its document
+        - `positions`: integers [Batch, Position], each token's index in its document
         - `segments`: integers [Batch, Position]; attention stays inside a segment. None: one segment
         """
         x = execution.placed(self._embedded(tokens, execution))
@@ -166,7 +166,7 @@ class Llama(eqx.Module):
         return x * self.config.hidden**0.5 if self.config.scaled_embedding else x
 
     def output_head(self, execution: Execution) -> NamedArray:
-        """The gathered head [Embed, Vocab]."""
+        """Return the gathered head [Embed, Vocab]."""
         head = self.embedding if self.head is None else self.head
         Embed = self.config.Embed
         return execution.gathered(head).rearrange((Embed, ...))
@@ -174,17 +174,17 @@ class Llama(eqx.Module):
     def scores(
         self, batch: dict[str, NamedArray], vocabulary: int, execution: Execution
     ) -> tuple[NamedArray, NamedArray]:
-        """The log-likelihood (nats, float32) of every target, and whether it is the likeliest: [Batch, Position] each.
+        """Return each target's log-likelihood (nats, float32) and whether it is the likeliest: [Batch, Position] each.
 
-        - `batch`: as of `loss`; its mask is left out of account
-        - `vocabulary`: rows of the tables that are tokens; those that fill them up are none
+        - `batch`: as for `loss`; its mask is ignored
+        - `vocabulary`: rows of the tables that are tokens; the others are padding
         """
         hidden = self.hidden(batch["tokens"], batch["positions"], batch.get("segment_ids"), execution)
         head, cap = self.output_head(execution), self.config.logit_softcap
         return target_scores(hidden, head, batch["targets"], vocabulary, execution, cap)
 
     def loss(self, batch: dict[str, NamedArray], execution: Execution) -> tuple[jax.Array, jax.Array]:
-        """Sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
+        """Return the sum of the masked next-token losses (nats) and the sum of the mask, both float32 scalars.
 
         `batch` has `tokens`, `targets`, `loss_mask`, `positions` and, if attention stays inside documents,
         `segment_ids`, each [Batch, Position].
@@ -196,7 +196,7 @@ class Llama(eqx.Module):
         return loss, hax.sum(mask).scalar()
 
     def attention_logit_maxima(self, batch: dict[str, NamedArray], execution: Execution) -> NamedArray:
-        """The largest attention logit of each layer on a batch as of `loss`: float32 [Layers]."""
+        """Return the largest attention logit of each layer on a batch as for `loss`: float32 [Layers]."""
         positions, segments = batch["positions"], batch.get("segment_ids")
 
         def block(x, weights, kind):
@@ -210,7 +210,7 @@ class Llama(eqx.Module):
         return hax.max(largest, axis=(BATCH, self.config.KvHeads.name))  # type: ignore[arg-type]
 
     def unstacked(self) -> Llama:
-        """The same with a tuple of blocks, one a layer: a program reads them where they lie, and cuts none out."""
+        """Return the model with a tuple of blocks, one per layer: a program reads them without slicing."""
 
         def block(i: int) -> Block:
             return jax.tree.map(lambda leaf: leaf[LAYERS, i], self.blocks, is_leaf=is_named)
@@ -220,15 +220,14 @@ class Llama(eqx.Module):
     def prefill(
         self, tokens: NamedArray, first: NamedArray, slots: int, execution: Execution
     ) -> tuple[NamedArray, Any]:
-        """Logits [Batch, Vocab] (float32) for what follows prompts that all end with the last of `tokens`.
+        """Return logits [Batch, Vocab] (float32) of the token after prompts that all end with the last of `tokens`.
 
-        Returns the logits and the caches of the layers, with `slots` slots each: stacked if the blocks are, else a
-        tuple.
+        It also returns the caches of the layers, with `slots` slots each: stacked if the blocks are, else a tuple.
 
         Arguments:
-        - `tokens`: integers [Batch, Position]; what lies before a row's first token is filling, which nothing sees
-        - `first`: the place of each row's first token, integers [Batch]
-        - `slots`: as many as there are tokens at least, or as the sliding window of all layers is wide
+        - `tokens`: integers [Batch, Position]; tokens before a row's first token are padding, which no token sees
+        - `first`: the index of each row's first token, integers [Batch]
+        - `slots`: at least the number of tokens, or the width of the sliding window of all layers
         """
         x = self._embedded(tokens, execution)
         Position = x.resolve_axis(POSITION)
@@ -244,9 +243,10 @@ class Llama(eqx.Module):
     def decode(
         self, tokens: NamedArray, caches, place, first: NamedArray, execution: Execution
     ) -> tuple[NamedArray, Any]:
-        """Logits [Batch, Vocab] (float32) for what follows `tokens` [Batch, Position 1], which stand at a place.
+        """Return logits [Batch, Vocab] (float32) of the token after `tokens` [Batch, Position 1], which are at an
+        index.
 
-        The caches hold the places before; returns the logits and the caches with this one. `first` is as for `prefill`.
+        The caches hold the earlier indices; the returned caches include this one. `first` is as for `prefill`.
         """
         x = self._embedded(tokens, execution)
         turns = [DecodeStep.at(place, first, slots_of(caches), kind.window) for kind in self.config.kinds]
@@ -261,7 +261,7 @@ class Llama(eqx.Module):
         return self.logits(execution.gathered(self.norm)(x, execution), execution)
 
     def logits(self, hidden: NamedArray, execution: Execution) -> NamedArray:
-        """Of what `hidden` gives: [..., Embed] -> [..., Vocab], float32."""
+        """Return the logits of `hidden`: [..., Embed] -> [..., Vocab], float32."""
         head, (cap, rows) = self.output_head(execution), self.config.logits
         found = hax.dot(hidden, head, axis=self.config.Embed, preferred_element_type=jnp.float32)
         found = execution.placed(found)
@@ -274,5 +274,5 @@ def norm(config: LlamaConfig) -> RmsNorm:
 
 
 def parameter_count(model) -> int:
-    """Number of values in all parameters of a model; works on abstract ones."""
+    """Return the number of values in all parameters of a model; works on abstract ones."""
     return sum(leaf.size for leaf in jax.tree.leaves(model) if is_parameter(leaf))

@@ -1,4 +1,4 @@
-"""The next-token loss, computed in blocks of tokens so that the full logits are never held."""
+"""The next-token loss, computed in blocks of tokens so that the full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def next_token_loss(
     execution: Execution,
     logits: Logits = ALL,
 ) -> jax.Array:
-    """Sum over tokens of weight * -log softmax(logits)[target] with logits = hidden . head, a float32 scalar.
+    """Return the sum over tokens of weight * -log softmax(logits)[target] with logits = hidden . head, a float32
+    scalar.
 
-    Written per device in `jax.shard_map`: a device's tokens go through the head in blocks of `execution.loss_block`,
-    with the vocabulary split over `model`. When gradients are wanted, those by the logits are taken in the same pass,
-    while a block's logits are there, and kept in the compute dtype for a group of blocks, see
-    `axes.vocabulary.loss_blocks`; two products make of them the gradients by `hidden` and by `head`. So logits are
-    computed once, those of one block are held in float32, and the head's gradient is not read and written for each
-    block. Sent are three numbers a token over `model` for the softmax, the gradient of `hidden` over `model` and that
-    of `head` over `data`, once each; nothing over `replica`.
+    Written per device in `jax.shard_map`: a device's tokens pass through the head in blocks of `execution.loss_block`,
+    with the vocabulary split over `model`. If gradients are needed, the same pass computes those by the logits of each
+    block. They stay in the compute dtype for a group of blocks, see `axes.vocabulary.loss_blocks`; then two products
+    give the gradients by `hidden` and by `head`. So logits are computed once, only one block's are in memory in
+    float32, and the head's gradient is not read and written for each block. The transfers are three numbers a token
+    over `model` for the softmax, the gradient of `hidden` over `model` and that of `head` over `data`, once each;
+    nothing over `replica`.
 
     Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocab)
     - `weights`: [batch, position], float; 0 leaves a token out
-    - `logits`: what is made of hidden . head
+    - `logits`: the treatment of hidden . head
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
@@ -54,7 +55,7 @@ def next_token_loss(
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """The shapes and places of one call of `next_token_loss`."""
+    """The shapes and shardings of one call of `next_token_loss`."""
 
     tokens: tuple[Axis, ...]
     Embed: Axis
@@ -72,7 +73,7 @@ class HeadLoss:
         return self.layout.mesh_axes((self.Vocab,), self.layout.compute)
 
     def sharded(self, function, out_specs):
-        """`function(hidden, head, targets, weights)` for each device."""
+        """Run `function(hidden, head, targets, weights)` on each device."""
         layout = self.layout
         tokens = layout.spec(self.tokens, layout.compute)
         hidden = layout.spec((*self.tokens, self.Embed), layout.compute)
@@ -81,7 +82,9 @@ class HeadLoss:
         return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def cut(self, hidden, targets, weights):
-        """A device's tokens, [groups, blocks, block, embed] and [groups, blocks, block] twice; weight 0 fills up."""
+        """Return a device's tokens, [groups, blocks, block, embed] and twice [groups, blocks, block]; padding has
+        weight 0.
+        """
         count = targets.size
         blocks = loss_blocks(count, self.Embed.size, hidden.dtype.itemsize, self.block)
 
@@ -92,7 +95,7 @@ class HeadLoss:
         return cut(hidden.reshape(-1, self.Embed.size)), cut(targets.reshape(-1)), cut(weights.reshape(-1))
 
     def of_block(self, hidden, head, targets, weights):
-        """Loss of one block, and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
+        """Return the loss of one block and its gradient by hidden . head: scalar, [block, vocab shard], float32."""
         axes = self.vocab_mesh_axes
         cap, rows = self.logits
         bounded = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), cap)
@@ -133,7 +136,7 @@ def _loss_forward(spec: HeadLoss, hidden, head, targets, weights):
             loss, by_logits = jax.lax.scan(block, loss, rows)
             by_logits = by_logits.reshape(-1, by_logits.shape[-1])
             by_hidden = jnp.dot(by_logits, head.T, preferred_element_type=jnp.float32).astype(hidden.dtype)
-            # In this order the gathered head is not needed any more when its gradient is made.
+            # In this order the gathered head is not needed any more when its gradient is computed.
             by_hidden, by_logits = jax.lax.optimization_barrier((by_hidden, by_logits))
             tokens = rows[0].reshape(-1, spec.Embed.size)
             by_head += jnp.dot(tokens.T, by_logits, preferred_element_type=jnp.float32)

@@ -22,11 +22,11 @@ class RmsNorm(eqx.Module):
 
     @staticmethod
     def init(Over: Axis | tuple[Axis, ...], config: LlamaConfig) -> RmsNorm:
-        """One that multiplies by 1."""
+        """Return a norm with multiplier 1."""
         return RmsNorm(hax.full(Over, 1 - config.norm_offset, jnp.float32), config.norm_epsilon, config.norm_offset)
 
     def __call__(self, x: NamedArray, execution: Execution) -> NamedArray:
-        """[..., *Over] -> the same, in the dtype of `x`; the mean is that of all of its axes together."""
+        """Map [..., *Over] to the same in the dtype of `x`; the mean is over all of these axes together."""
         over = self.weight.axes
         x = x.rearrange((..., *over))
         weight = self.weight if self.offset == 0 else self.weight + self.offset

@@ -1,4 +1,4 @@
-"""From a model's configuration to its class."""
+"""The model class of a model configuration."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ MODELS: dict[type[ModelConfig], Any] = {LlamaConfig: Llama, GemmaConfig: Llama}
 
 
 def init_model(config: ModelConfig, Vocab: Axis, key):
-    """The model with its initial weights; under `jax.jit` or `jax.eval_shape` nothing is made in one piece."""
+    """Return the model with its initial weights; under `jax.jit` or `jax.eval_shape` arrays are created in shards."""
     return MODELS[type(config)].init(config, Vocab, key)

@@ -15,9 +15,9 @@ from gregale.model.scaling import RotaryScaling
 
 
 def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> np.ndarray:
-    """Angle a position for each pair of a head's channels, in radians: `base ** (-i / half_size)`, float32 [half].
+    """Return the radians per position of each channel pair: `base ** (-i / half_size)`, float32 [half].
 
-    With `scaling`, the part of a frequency that is not kept turns `factor` times slower.
+    With `scaling`, the part of a frequency that is not kept is divided by `factor`.
     """
     frequency = base ** (-np.arange(half_size, dtype=np.float64) / half_size)
     if scaling is not None:
@@ -29,18 +29,18 @@ def frequencies(half_size: int, base: float, scaling: RotaryScaling | None) -> n
 def rotate(
     x: NamedArray, positions: NamedArray, config: LlamaConfig, kernels: Kernels = PLAIN, kind: Kind = 0
 ) -> NamedArray:
-    """Turns channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
+    """Turn channel pairs (i, i + half) of `x` by position * frequency_i; computed in float32.
 
     Arguments:
     - `x`: [..., position, ..., head_size]
     - `positions`: integer positions, on axes that `x` has
-    - `kind`: the layer's, whose base and scaling are taken
+    - `kind`: the layer's kind, which has the base and the scaling
     """
     HeadSize = config.HeadSize
     of_kinds = [frequencies(HeadSize.size // 2, each.rotary_base, each.rotary_scaling) for each in config.kinds]
     frequency = jnp.stack(of_kinds)[kind.array] if isinstance(kind, NamedArray) else jnp.asarray(of_kinds[kind])
     others = x.rearrange((..., HeadSize)).axes[:-1]
-    # Axes of size 1 where `positions` has none of x's: broadcast by name, the sines would be held once a head.
+    # Add axes of size 1 for axes of x that `positions` lacks: broadcast by name would store the sines for each head.
     shared = [axis for axis in others if axis in positions.axes]
     sizes = [axis.size if axis in shared else 1 for axis in others]
     angle = positions.rearrange(shared).array.reshape(*sizes, 1).astype(jnp.float32) * frequency

@@ -1,4 +1,4 @@
-"""Rotary frequencies stretched to a longer context: the choices of `model.rotary_scaling`."""
+"""Rotary frequencies scaled to a longer context: the choices of `model.rotary_scaling`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEANING = Fixed("the saved parameters were trained for this one, and would silen
 
 @dataclass(frozen=True)
 class RotaryScaling(Settings, draccus.ChoiceRegistry):
-    """A stretching of the rotary frequencies to a longer context than the model was first trained on."""
+    """A scaling of the rotary frequencies to a longer context than that of the model's first training."""
 
     factor: float = field(
         default=8.0, metadata={"help": "how much longer the context becomes", "range": above(0), "fixed": MEANING}
@@ -29,13 +29,15 @@ class RotaryScaling(Settings, draccus.ChoiceRegistry):
 
     @abstractmethod
     def kept(self, frequency: np.ndarray) -> np.ndarray:
-        """The share, 0 to 1, of each frequency (radians a position) that stays; the rest is divided by `factor`."""
+        """Return the fraction, 0 to 1, of each frequency (radians per position) that stays; the rest is divided by
+        `factor`.
+        """
 
 
 @RotaryScaling.register_subclass("linear")
 @dataclass(frozen=True)
 class LinearScaling(RotaryScaling):
-    """Position interpolation (arXiv 2306.15595): every frequency turns `factor` times slower."""
+    """Position interpolation (arXiv 2306.15595): every frequency is divided by `factor`."""
 
     def kept(self, frequency: np.ndarray) -> np.ndarray:
         return np.zeros_like(frequency)
@@ -44,7 +46,7 @@ class LinearScaling(RotaryScaling):
 @RotaryScaling.register_subclass("llama3")
 @dataclass(frozen=True)
 class Llama3Scaling(RotaryScaling):
-    """Llama 3.1's: long waves are stretched, short ones kept, and those between interpolated."""
+    """Llama 3.1's scaling: low frequencies are scaled, high ones kept, and those between interpolated."""
 
     low_frequency_factor: float = field(
         default=1.0,

@@ -1,4 +1,4 @@
-"""The sizes of a decoder: its configuration keys, and the named axes that they make."""
+"""The sizes of a decoder: its configuration keys and named axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gregale.settings import whole
 
 @dataclass(frozen=True)
 class Sizes(ModelConfig):
-    """What decides on the shapes of the parameters of a decoder-only model."""
+    """The settings that determine the parameter shapes of a decoder-only model."""
 
     layers: int = field(
         default=12,
@@ -143,7 +143,7 @@ class Sizes(ModelConfig):
         return Axis("mlp", self.mlp)
 
     def split_axes(self) -> dict[str, tuple[str, Axis]]:
-        """Configuration key -> (meaning, axis) of every axis that a mesh may split."""
+        """Return configuration key -> (meaning, axis) of every axis that a mesh may split."""
         return {
             "model.hidden": ("the width of the residual stream", self.Embed),
             "model.heads": ("the query heads", self.Heads),

@@ -1,4 +1,4 @@
-"""The log-likelihood of each target, computed in blocks of tokens so that the full logits are never held."""
+"""The log-likelihood of each target, computed in blocks of tokens so that the full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def target_scores(
     execution: Execution,
     cap: float | None = None,
 ) -> tuple[NamedArray, NamedArray]:
-    """log softmax(hidden . head)[target] in float32, and whether the target is the likeliest token: [batch, position].
+    """Return log softmax(hidden . head)[target], float32, and whether it is the likeliest token: [batch, position].
 
     Of tokens that are equally likely the first is the likeliest. Written per device like `next_token_loss`: a device's
-    tokens go through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four numbers
-    a token are sent over `model`.
+    tokens pass through the head in blocks of `execution.loss_block`, with the vocabulary split over `model`; four
+    numbers a token are sent over `model`.
 
     Arguments:
     - `hidden`: [batch, position, embed]
     - `head`: [embed, vocab], gathered over `data`
     - `targets`: [batch, position], integers in [0, vocabulary)
-    - `vocabulary`: the first so many columns of the head are tokens, and the others have the probability 0
-    - `cap`: what bounds the logits, by tanh; None: nothing
+    - `vocabulary`: the number of first columns of the head that are tokens; the others have the probability 0
+    - `cap`: the limit of the logits, by tanh; None: no limit
     """
     Embed, Vocab = head.axes
     hidden = hidden.rearrange((..., Embed))
@@ -53,10 +53,10 @@ def target_scores(
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What one device computes.
+    """The computation of one device.
 
     - `vocabulary`: columns of the whole head that are tokens
-    - `block`: tokens whose logits are held at a time
+    - `block`: tokens whose logits are in memory at a time
     """
 
     Vocab: Axis
@@ -66,7 +66,7 @@ class HeadScores:
     cap: float | None = None
 
     def __call__(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[batch, position, embed], [embed, vocab shard], [batch, position] -> [batch, position] twice."""
+        """Map [batch, position, embed], [embed, vocab shard], [batch, position] to [batch, position] twice."""
         count = targets.size
         size = min(self.block, count)
         blocks = -(-count // size)
@@ -83,17 +83,17 @@ class HeadScores:
         return whole(scores), whole(likeliest)
 
     def of_block(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Log-likelihood and likeliest, [block] each."""
+        """Return the log-likelihood and whether it is the likeliest, [block] each."""
         axes, width = self.layout.mesh_axes((self.Vocab,), self.layout.compute), head.shape[1]
         logits = capped(jnp.dot(hidden, head, preferred_element_type=jnp.float32), self.cap)
         first: Any = jax.lax.axis_index(axes) * width if axes else 0
         columns = first + jnp.arange(width)
         logits = jnp.where(columns < self.vocabulary, logits, -jnp.inf)
-        own_top, own_place = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
+        own_top, own_index = jnp.max(logits, axis=-1), first + jnp.argmax(logits, axis=-1)
         top = jax.lax.pmax(own_top, axes) if axes else own_top
-        place = jnp.where(own_top == top, own_place, self.Vocab.size)  # NaN is nowhere
-        place = jax.lax.pmin(place, axes) if axes else place
+        index = jnp.where(own_top == top, own_index, self.Vocab.size)  # NaN has no index
+        index = jax.lax.pmin(index, axes) if axes else index
         at_target = jnp.where(targets[:, None] == columns, logits, 0)
         sums = (jnp.exp(logits - top[:, None]).sum(-1), at_target.sum(-1))
         total, at_target = jax.lax.psum(sums, axes) if axes else sums
-        return at_target - top - jnp.log(total), place == targets
+        return at_target - top - jnp.log(total), index == targets

@@ -1,4 +1,4 @@
-"""The norm of a gradient, and clipping by it."""
+"""The norm of a gradient, and clipping by the norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import optax
 
 
 def global_norm(tree) -> jax.Array:
-    """The L2 norm over all elements of all arrays of a tree, summed in float32. Returns a float32 scalar."""
+    """Return the L2 norm over all elements of all arrays of a tree, summed in float32: a float32 scalar."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 

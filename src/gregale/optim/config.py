@@ -1,4 +1,4 @@
-"""The choice of an optimizer, and what it builds."""
+"""The choice of an optimizer, and its construction."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Decaying = Literal["matrices", "all"]
 class Optimizer:
     """An optimizer in two parts, for updates that are computed in shards and gathered over a slow link.
 
-    - `sharded` sees gradients, state and parameters under `opt_state`, sharded over (data, replica). Pass the norm of
-      the gradients as `gradient_norm=` if it is known already; otherwise `sharded` takes it when it clips.
-    - `gathered` sees the updates after they were gathered over `replica`, and parameters under `params`. It holds what
-      needs whole matrices, and its state is only scalars. For element-wise optimizers it is the identity.
+    - `sharded` sees gradients, state and parameters under `opt_state`, sharded over (data, replica). Pass a known norm
+      of the gradients as `gradient_norm=`; otherwise `sharded` computes it to clip.
+    - `gathered` sees the updates after the gather over `replica`, and parameters under `params`. It does the work that
+      needs whole matrices; its state is only scalars. For element-wise optimizers it is the identity.
     - `learning_rate`: step -> learning rate, for reports; nan if it is not known
 
     The parts have separate states: `sharded.init(parameters)`, `gathered.init(parameters)`.
@@ -38,18 +38,18 @@ class Optimizer:
 
     @classmethod
     def of(cls, transformation: optax.GradientTransformation) -> Optimizer:
-        """Any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
+        """Wrap any optax transformation whose updates may be computed on shards (element-wise, or by norms)."""
         identity = optax.with_extra_args_support(optax.identity())
         return cls(optax.with_extra_args_support(transformation), identity, optax.constant_schedule(float("nan")))
 
     def whole(self) -> optax.GradientTransformationExtraArgs:
-        """Both parts in one, for a caller whose updates are not gathered in between."""
+        """Return both parts in one, for a caller that does not gather updates in between."""
         return optax.chain(self.sharded, self.gathered)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings, draccus.ChoiceRegistry):
-    """What all optimizers share: `update = -learning_rate(t) * (direction + weight_decay * parameter)`.
+    """The common settings of all optimizers: `update = -learning_rate(t) * (direction + weight_decay * parameter)`.
 
     Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter, 1711.05101).
     """
@@ -97,13 +97,13 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
     def build(
         self, parameters, steps: int, layout: Layout | None = None, matrix_axes_of: MatrixAxesOf = matrix_axes
     ) -> Optimizer:
-        """The optimizer for these parameters.
+        """Return the optimizer for these parameters.
 
         Arguments:
-        - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read, and what
-          is not trained is passed over
+        - `parameters`: tree of NamedArrays or plain arrays, or their `ShapeDtypeStruct`s; only axes are read; untrained
+          leaves are skipped
         - `steps`: length of the run, for the schedule
-        - `layout`: where the parameters live, for an optimizer that needs whole matrices; None outside of a mesh
+        - `layout`: the parameters' layout, for an optimizer that needs whole matrices; None outside of a mesh
         - `matrix_axes_of`: parameter -> the two sides of the matrix, or None (see `gregale.optim.matrices`)
 
         Raises `UserError` if the schedule does not fit the run.
@@ -118,12 +118,12 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return replace(Optimizer.of(sharded), learning_rate=schedule)
 
     def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
-        """What `gathered` of the optimizer sends in a step, in closed form; the arguments are those of `build`."""
+        """Return the transfers of `gathered` in a step, in closed form; the arguments are those of `build`."""
         del parameters, layout, matrix_axes_of
         return []
 
     def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
-        """What `gathered` takes on a device beside the updates that it is given, in closed form; 0 if next to nothing.
+        """Return a device's memory for `gathered` beside its input updates, in closed form; 0 if negligible.
 
         The arguments are those of `build`.
         """
@@ -131,7 +131,7 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return 0
 
     def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
-        """FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
+        """Return the FLOPs of the matrix products of `gathered` on a device, in closed form; 0 if there are none.
 
         The arguments are those of `build`.
         """
@@ -139,19 +139,19 @@ class OptimizerConfig(Settings, draccus.ChoiceRegistry):
         return 0
 
     def build_schedule(self, peak: float, steps: int) -> optax.Schedule:
-        """The schedule step -> learning rate of a run of so many steps."""
+        """Return the schedule step -> learning rate of a run of this length."""
         with below("schedule"):
             return self.schedule.build(peak, steps)
 
     def direction(self) -> optax.GradientTransformation:
-        """Gradients -> the direction to go against, before weight decay and learning rate."""
+        """Return the map from gradients to the descent direction, before weight decay and learning rate."""
         raise TypeError(f"{type(self).__name__} has no direction of its own; choose an optimizer by its type")
 
     def clip(self) -> optax.GradientTransformation:
         return optax.identity() if self.clip_norm is None else clip_by_norm(self.clip_norm)
 
     def add_decay(self, parameters, matrix_axes_of: MatrixAxesOf) -> optax.GradientTransformation:
-        """Adds `weight_decay * parameter` to the direction of the parameters that decay."""
+        """Add `weight_decay * parameter` to the direction of the parameters that decay."""
         if not self.weight_decay:
             return optax.identity()
         mask = map_parameters(lambda leaf: self.decay == "all" or decays(leaf, matrix_axes_of), parameters)

@@ -1,4 +1,4 @@
-"""Which parameters are matrices: they decay, and Muon orthogonalises them. Decided by axis names, never by paths."""
+"""Select the parameters that are matrices: they decay, and Muon orthogonalises them. Axis names decide, not paths."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MatrixAxesOf = Callable[[NamedArray | jax.Array], MatrixAxes | None]
 
 
 def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
-    """The sides of a parameter, or None for what is not a matrix: norm scales, biases, embeddings, output heads.
+    """Return the sides of a parameter, or None if it is not a matrix: norm scales, biases, embeddings, output heads.
 
     With names: `embed` is one side, all axes but `layers` are the other, and the side that comes first is the input:
     `[layers, embed, mlp]` maps embed to mlp, `[layers, heads, head_size, embed]` maps (heads, head_size) to embed. An
-    array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads, head_size]`), is no
-    matrix. A model with other names passes a function of its own. Without names: an array with exactly two axes.
+    array with a `vocab` axis, and one without an `embed` axis (an attention bias `[layers, heads, head_size]`), is not
+    a matrix. A model with other names passes its own function. Without names: an array with exactly two axes.
     """
     if not isinstance(leaf, NamedArray):
         return MatrixAxes((0,), (1,)) if leaf.ndim == 2 else None
@@ -42,7 +42,7 @@ def matrix_axes(leaf: NamedArray | jax.Array) -> MatrixAxes | None:
 
 
 def decays(leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf = matrix_axes) -> bool:
-    """Whether weight decay is meant for this parameter: matrices, embeddings and heads; not scales and biases."""
+    """Return whether weight decay applies to this parameter: matrices, embeddings and heads; not scales and biases."""
     if matrix_axes_of(leaf) is not None:
         return True
     if not isinstance(leaf, NamedArray):
@@ -51,5 +51,5 @@ def decays(leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf = matrix_a
 
 
 def map_parameters(function, parameters):
-    """A tree with `function(leaf)` in the place of every parameter, named or plain; None for what is not trained."""
+    """Return a tree with `function(leaf)` for every parameter, named or plain; None for untrained leaves."""
     return jax.tree.map(function, eqx.filter(parameters, is_parameter), is_leaf=is_named)

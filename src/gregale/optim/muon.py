@@ -1,4 +1,4 @@
-"""Muon, cut in two: the momentum works on shards, the orthogonalisation on gathered matrices."""
+"""Muon in two parts: the momentum works on shards, the orthogonalisation on gathered matrices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MuonConfig(OptimizerConfig):
     """Muon for matrices, AdamW for embeddings, head, scales and biases (Jordan, 2024; Liu et al., 2502.16982).
 
     `m = beta * m + (1 - beta) * g; direction = scale * orthogonal(m)`, with Newton-Schulz iterations over each layer's
-    matrix. Run on shards, every iteration would send matrix products over `replica`; so the momentum is `sharded`,
-    the rest is `gathered`, and Muon sends over `replica` what AdamW sends.
+    matrix. On shards, every iteration would send matrix products over `replica`. So the momentum is `sharded`, the rest
+    is `gathered`, and Muon sends the same bytes over `replica` as AdamW.
 
     `scale` is `rms * sqrt(max(inputs, outputs))`, which gives updates the size of AdamW's, so that both share learning
     rate and weight decay; with `rms: null` it is `sqrt(max(1, outputs / inputs))`.
@@ -75,23 +75,23 @@ class MuonConfig(OptimizerConfig):
         )
 
     def transfers(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> list[Transfer]:
-        """Every matrix is brought together inside of a replica, and its update spread again."""
+        """Return the transfers that gather every matrix inside a replica and spread its update again."""
         matrices = _matrices(parameters, matrix_axes_of)
         return [transfer for leaf, sides in matrices for transfer in exchanges(leaf, sides, layout)]
 
     def update_bytes(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
-        """The updates of all matrices, in shards, and the iterations on the parameter with the largest."""
+        """Return the bytes of all matrices' updates, in shards, and of the iterations on the largest parameter."""
         matrices = _matrices(parameters, matrix_axes_of)
         shards = bytes_on_device(layout.abstract([leaf for leaf, _ in matrices], layout.params))
         return shards + max((iteration_bytes(leaf, sides, layout) for leaf, sides in matrices), default=0)
 
     def update_flops(self, parameters, layout: Layout, matrix_axes_of: MatrixAxesOf = matrix_axes) -> int:
-        """The iterations on the whole matrices that a device has; every replica makes them all."""
+        """Return the FLOPs of the iterations on the whole matrices of a device; every replica repeats them all."""
         matrices = _matrices(parameters, matrix_axes_of)
         return self.iterations * sum(iteration_flops(leaf, sides, layout) for leaf, sides in matrices)
 
     def orthogonal(self, leaf: NamedArray | jax.Array, matrix_axes_of: MatrixAxesOf, layout: Layout | None):
-        """`scale * orthogonal(leaf)` for every matrix of a stack."""
+        """Return `scale * orthogonal(leaf)` for every matrix of a stack."""
         sides = matrix_axes_of(leaf)
         assert sides is not None, "only matrices are labelled for Muon"
         fan_in, fan_out = (prod(_size(leaf, axis) for axis in side) for side in sides)
@@ -101,7 +101,7 @@ class MuonConfig(OptimizerConfig):
 
 
 def _matrices(parameters, matrix_axes_of: MatrixAxesOf) -> list[tuple[NamedArray, MatrixAxes]]:
-    """The named matrices, which a mesh splits, with their sides."""
+    """Return the named matrices, which a mesh splits, with their sides."""
     leaves = [leaf for leaf in jax.tree.leaves(parameters, is_leaf=is_named) if isinstance(leaf, NamedArray)]
     return [(leaf, sides) for leaf in leaves if (sides := matrix_axes_of(leaf)) is not None]
 
@@ -113,7 +113,7 @@ def _size(leaf: NamedArray | jax.Array, axis: str | int) -> int:
 
 
 def _partition(labels, transformations) -> optax.GradientTransformationExtraArgs:
-    # optax would call the tree of labels if it is a module with a `__call__`.
+    # optax calls the tree of labels if it is a module with a `__call__`.
     return optax.partition(transformations, lambda _: labels)
 
 
@@ -123,7 +123,7 @@ class MomentumState(NamedTuple):
 
 
 def scale_by_momentum(beta: float, nesterov: bool) -> optax.GradientTransformation:
-    """The moving average `m = beta * m + (1 - beta) * g`, corrected for its start at zero.
+    """Return the moving average `m = beta * m + (1 - beta) * g`, corrected for its start at zero.
 
     With `nesterov` the result is `beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)`, t counted from 1
     (Dozat, 2016): the momentum inside optax's Muon.

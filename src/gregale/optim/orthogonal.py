@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations on whole matrices, shared out over the fast axes of a mesh."""
+"""Newton-Schulz iterations on whole matrices, distributed over the fast axes of a mesh."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz (Jordan, 2024)
 def orthogonalise(
     leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None, iterations: int, epsilon: float
 ) -> NamedArray | jax.Array:
-    """Every matrix of `leaf` with its singular values brought close to 1 (Jordan, 2024), in the shape of `leaf`.
+    """Return every matrix of `leaf` with its singular values near 1 (Jordan, 2024), in the shape of `leaf`.
 
-    With a `layout`, a named array comes and goes as shards of `params`. The matrices of a stack are shared out: an
-    all-to-all over the mesh axes that split a matrix brings whole ones to each device, which iterates on them alone,
-    and an all-to-all brings the shards back. Nothing crosses `replica`. Left to itself, the partitioner splits each
-    product over all axes that are free, `replica` among them.
+    With a `layout`, a named array enters and leaves as shards of `params`. The devices divide the matrices of a stack.
+    An all-to-all over the mesh axes that split a matrix brings whole matrices to each device, which iterates alone.
+    Another all-to-all returns the shards. Nothing crosses `replica`. Without this, the partitioner splits each product
+    over all free axes, including `replica`.
 
     Arguments:
     - `leaf`: [*batch, *inputs, *outputs] in any order of axes
-    - `sides`: which axes are inputs and outputs; all others are batch axes
+    - `sides`: the axes of inputs and outputs; all others are batch axes
     - `layout`: the mesh and the mappings; None outside of a mesh
     """
     named = isinstance(leaf, NamedArray)
@@ -59,14 +59,14 @@ def orthogonalise(
 
 
 def exchanges(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> list[Transfer]:
-    """What `orthogonalise` sends, in closed form, the same on every backend: all-to-alls of float32, there and back.
+    """Return the transfers of `orthogonalise` in closed form, the same on every backend: all-to-alls of float32.
 
     There is one each way for every axis of the matrix that is split, over its mesh axes. With `devices` the product of
     the sizes of all these mesh axes, and `matrices` the stack on a device, the bytes of each are
 
         4 * inputs * outputs * ceil(matrices / devices)
 
-    So they do not fall with more devices than matrices: zero matrices fill up the stack.
+    So more devices than matrices do not reduce them: zero matrices fill up the stack.
     """
     matrices, inputs, outputs = _iterated_on(leaf, sides, layout)
     size = FLOAT32 * matrices * inputs * outputs
@@ -77,7 +77,7 @@ def exchanges(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> list[Trans
 
 
 def iteration_bytes(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
-    """Bytes that an iteration takes on a device: matrices before and after it, `x x^T` and the polynomial of that.
+    """Return a device's bytes for an iteration: matrices before and after it, `x x^T` and its polynomial.
 
     `4 * 2 * (inputs * outputs + min(inputs, outputs)^2)` for each matrix.
     """
@@ -86,7 +86,7 @@ def iteration_bytes(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
 
 
 def iteration_flops(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
-    """FLOPs of an iteration on a device: `a = x x^T` [n, n], `a a`, and a polynomial of both by `x` [n, m].
+    """Return a device's FLOPs of an iteration: `a = x x^T` [n, n], `a a`, and a polynomial of both by `x` [n, m].
 
     With n = min(inputs, outputs) and m the other: `4 n^2 m + 2 n^3` for each matrix, those of zeros too.
     """
@@ -96,7 +96,7 @@ def iteration_flops(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> int:
 
 
 def _iterated_on(leaf: NamedArray, sides: MatrixAxes, layout: Layout) -> tuple[int, int, int]:
-    """The whole matrices that a device iterates on, some of which may be zero; their inputs; their outputs."""
+    """Return the number of whole matrices on a device, some of them zero; their inputs; their outputs."""
     inputs, outputs = (prod(leaf.resolve_axis(str(axis)).size for axis in side) for side in sides)
     devices = _devices(layout, [axes for _, axes in _split(leaf, sides, layout)])
     batch = [axis for axis in leaf.axes if axis.name not in sides.inputs + sides.outputs]
@@ -109,7 +109,7 @@ def _devices(layout: Layout, mesh_axes: Iterable[tuple[str, ...]]) -> int:
 
 
 def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | None) -> list[tuple[int, tuple[str, ...]]]:
-    """The axes of [matrices, *inputs, *outputs] that the mesh splits, by their places, each with its mesh axes."""
+    """Return the indices of the axes of [matrices, *inputs, *outputs] that the mesh splits, with their mesh axes."""
     if layout is None or not isinstance(leaf, NamedArray):
         return []
     mesh_axes = [layout.mesh_axes([str(axis)], layout.params) for side in sides for axis in side]
@@ -117,7 +117,7 @@ def _split(leaf: NamedArray | jax.Array, sides: MatrixAxes, layout: Layout | Non
 
 
 def _bring_together(stack: jax.Array, split: list) -> jax.Array:
-    """[matrices, *sides in shards] -> [matrices / devices, *sides whole]; zero matrices fill up the last devices."""
+    """Turn [matrices, *sides in shards] into [matrices / devices, *whole sides]; zero matrices fill up the last."""
     devices = prod(jax.lax.axis_size(axes) for _, axes in split)
     stack = jnp.pad(stack, [(0, -stack.shape[0] % devices)] + [(0, 0)] * (stack.ndim - 1))
     for axis, mesh_axes in split:
@@ -126,17 +126,17 @@ def _bring_together(stack: jax.Array, split: list) -> jax.Array:
 
 
 def _spread_again(stack: jax.Array, split: list) -> jax.Array:
-    """The inverse of `_bring_together`, but for the zero matrices, which stay."""
+    """Invert `_bring_together`, except that zero matrices stay."""
     for axis, mesh_axes in reversed(split):
         stack = jax.lax.all_to_all(stack, mesh_axes, split_axis=axis, concat_axis=0, tiled=True)
     return stack
 
 
 def _newton_schulz(stack: jax.Array, iterations: int, epsilon: float) -> jax.Array:
-    """[matrices, inputs, outputs]: with no momentum of its own, optax's transformation is the iteration alone.
+    """Iterate on [matrices, inputs, outputs]: without momentum, optax's transformation is only the iteration.
 
-    With coefficients for each iteration it is a loop. Unrolled, as it is with one set of them, the compiler keeps the
-    products of all iterations, and of all parameters at the same time.
+    Coefficients for each iteration make it a loop. With one set of them it is unrolled, and the compiler keeps the
+    products of all iterations, and of all parameters, at the same time.
     """
     transformation = scale_by_muon(
         ns_coeffs=(COEFFICIENTS,) * iterations,

@@ -15,10 +15,10 @@ LONGEST = float(LARGEST_WHOLE)  # steps, which may also be given as a fraction
 
 @dataclass(frozen=True)
 class ScheduleConfig(Settings, draccus.ChoiceRegistry):
-    """How the learning rate moves over a run: up during the warmup, then the shape that `type` names.
+    """The learning rate over a run: a warmup, then the shape that `type` names.
 
-    In the warmup of w steps the rate at step t (counted from 0) is `peak * (t + 1) / (w + 1)`, so that no step is
-    wasted on a rate of zero; step w has the peak.
+    In the warmup of w steps the rate at step t (counted from 0) is `peak * (t + 1) / (w + 1)`, so that no step has a
+    rate of zero; step w has the peak.
     """
 
     warmup: float = field(
@@ -35,7 +35,7 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         return "cosine"
 
     def build(self, peak: float, steps: int) -> optax.Schedule:
-        """The schedule step -> learning rate.
+        """Return the schedule step -> learning rate.
 
         Arguments:
         - `peak`: the learning rate after the warmup
@@ -57,17 +57,17 @@ class ScheduleConfig(Settings, draccus.ChoiceRegistry):
         return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), body], [warmup])
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
-        """The shape after the warmup: `steps` steps of a run of `in_steps_of`."""
+        """Return the shape after the warmup: `steps` steps of a run of `in_steps_of`."""
         raise TypeError(f"{type(self).__name__} has no shape of its own; choose a schedule by its type")
 
 
 def in_steps(length: float, steps: int) -> int:
-    """A length in steps; below 1 it is a fraction of a run of `steps` steps."""
+    """Return a length in steps; below 1 it is a fraction of a run of `steps` steps."""
     return round(length * steps) if length < 1 else round(length)
 
 
 def _final(default: float):
-    """The field that two shapes and the last part of a third share, each with a default of its own."""
+    """Return the field that several shapes share, with a default for each."""
     return field(
         default=default,
         metadata={
@@ -81,7 +81,7 @@ def _final(default: float):
 @ScheduleConfig.register_subclass("constant")
 @dataclass(frozen=True)
 class ConstantSchedule(ScheduleConfig):
-    """The peak, all along."""
+    """The peak, constant."""
 
     def after_warmup(self, peak: float, steps: int, in_steps_of: int) -> optax.Schedule:
         return optax.constant_schedule(peak)

@@ -1,1 +1,1 @@
-"""A model of the timeline of a run over slow links: compute, transfers, and what waits for what."""
+"""A timeline model of a run over slow links: compute, transfers and waits."""

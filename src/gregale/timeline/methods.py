@@ -1,4 +1,4 @@
-"""The methods as schedules: which layers are sent when, how many bytes, and which step waits for them.
+"""The methods as schedules: the layers, step and bytes of each transfer, and the step that waits for it.
 
 Steps count from 1, layers from 1 (nearest the input), fragments from 0.
 """
@@ -29,7 +29,7 @@ class Transfer:
         bytes_per_parameter: size on the wire, the mean of the reduction's two halves (scatter and gather).
         delay_steps: tau; the forward of a layer at step + 1 + tau waits for its reduction.
         microbatch: the pass of that step, from 1.
-        after_pass: released when the whole backward pass is over, in place of after the layer's own node.
+        after_pass: released at the end of the backward pass instead of after the layer's own node.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When a method communicates.
+    """The communication steps of a method.
 
     Attributes:
         steps: length of the simulated run.
@@ -74,12 +74,12 @@ Schedule = Callable[[Workload, Cadence, float], list[Transfer]]
 
 
 def all_layers(workload: Workload) -> tuple[int, ...]:
-    """Every layer, in the order in which the backward pass finishes them."""
+    """Return every layer, in the order in which the backward pass finishes them."""
     return tuple(range(workload.layers, 0, -1))
 
 
 def data_parallel(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """Gradients of every layer after every pass: with microbatches, the conventional accumulation."""
+    """Send gradients of every layer after every pass: with microbatches, the conventional accumulation."""
     return [
         Transfer(step, all_layers(workload), bytes_per_parameter, microbatch=microbatch)
         for step in range(1, cadence.steps + 1)
@@ -88,10 +88,10 @@ def data_parallel(workload: Workload, cadence: Cadence, bytes_per_parameter: flo
 
 
 def psdp(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """Gradient buffers of every layer once a step, when the last microbatch is over.
+    """Send gradient buffers of every layer once a step, at the end of the last microbatch.
 
-    The buffers are summed in a loop over microbatches, so no layer is ready before the loop ends; layer 1 goes first,
-    since the next forward needs it first.
+    The buffers are summed in a loop over microbatches, so no layer is ready before the loop ends. Layer 1 is sent
+    first, since the next forward needs it first.
     """
     layers = all_layers(workload)[::-1]
     return [
@@ -101,7 +101,7 @@ def psdp(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> li
 
 
 def diloco(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """Pseudo-gradients of every layer at every H-th step (arXiv 2311.08105)."""
+    """Send pseudo-gradients of every layer at every H-th step (arXiv 2311.08105)."""
     return [
         Transfer(step, all_layers(workload), bytes_per_parameter, microbatch=workload.microbatches)
         for step in range(cadence.period_steps, cadence.steps + 1, cadence.period_steps)
@@ -109,13 +109,13 @@ def diloco(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> 
 
 
 def streaming(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """One strided fragment at a time (arXiv 2501.18512).
+    """Send one strided fragment at a time (arXiv 2501.18512).
 
     Of P = ceil(layers / fragment_layers) fragments, fragment i holds the layers l with (l - 1) mod P = i and is sent at
     the steps that are (i + 1) * floor(H / (P + 1)) into a period.
 
     Raises:
-        UserError: there are more fragments than fit into a period.
+        UserError: a period is too short for all fragments.
     """
     fragments = -(-workload.layers // cadence.fragment_layers)
     spacing = cadence.period_steps // (fragments + 1)
@@ -136,7 +136,7 @@ def streaming(workload: Workload, cadence: Cadence, bytes_per_parameter: float) 
 
 
 def streaming_overlap(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """Streaming whose fragments are needed tau steps later than sent."""
+    """Send as `streaming`; fragments are needed tau steps after they are sent."""
     return [
         Transfer(sent.step, sent.layers, sent.bytes_per_parameter, cadence.overlap_steps, sent.microbatch)
         for sent in streaming(workload, cadence, bytes_per_parameter)
@@ -144,7 +144,7 @@ def streaming_overlap(workload: Workload, cadence: Cadence, bytes_per_parameter:
 
 
 def islands(workload: Workload, cadence: Cadence, bytes_per_parameter: float) -> list[Transfer]:
-    """Streaming between islands, which take a late fragment where it arrives and wait where the next one departs.
+    """Send as `streaming` between islands; an island applies a fragment on arrival and waits for it at the next send.
 
     So a fragment may take the steps until then, floor(H / (P + 1)), whatever tau is.
     """
@@ -155,13 +155,13 @@ def islands(workload: Workload, cadence: Cadence, bytes_per_parameter: float) ->
 
 @dataclass(frozen=True)
 class Method:
-    """A schedule with the codec that it uses unless told otherwise.
+    """A schedule with its default codec.
 
     Attributes:
         schedule: the transfers, from a workload, a cadence and the bytes per parameter.
         codec: wire format, a name in `PAYLOADS`.
         label: name for tables.
-        gather_codec: wire format of the second half, when it is not the codec's.
+        gather_codec: wire format of the second half, if it differs from the codec's.
     """
 
     schedule: Schedule
@@ -170,7 +170,7 @@ class Method:
     gather_codec: str | None = None
 
     def bytes_per_parameter(self, codec: str | None = None) -> float:
-        """Mean bytes of a parameter in the two halves of its reduction, with the method's own codec or another."""
+        """Return the mean bytes of a parameter in the two halves of its reduction, with a codec or the default."""
         scattered = PAYLOADS[codec or self.codec].bytes_per_parameter
         gathered = PAYLOADS[self.gather_codec].bytes_per_parameter if self.gather_codec else scattered
         return (scattered + gathered) / 2
@@ -184,7 +184,7 @@ METHODS = {
     "streaming_overlap_4bit": Method(streaming_overlap, "4bit", "Streaming DiLoCo, overlap, 4 bits"),
     "islands": Method(islands, "float32", "Islands, streaming"),
     "islands_4bit": Method(islands, "int4", "Islands, streaming, 4 bits"),
-    # PSDP's optimizer takes the scattered gradients; what is gathered are its updates, and no codec touches those.
+    # PSDP's optimizer takes the scattered gradients. The gathered values are its updates, which no codec encodes.
     "psdp": Method(psdp, "float32", "PSDP", gather_codec="float32"),
     "loco": Method(psdp, "int4", "PSDP with LoCo, 4 bits", gather_codec="float32"),
 }

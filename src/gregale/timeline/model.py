@@ -1,4 +1,4 @@
-"""What one site computes, a stack of equal layers with a step time; and the ring of links between equal sites."""
+"""The compute of one site, a stack of equal layers with a step time; and the ring of links between equal sites."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from gregale.errors import UserError
 
 @dataclass(frozen=True)
 class Workload:
-    """A model of equal layers, and how long a site computes for one step of it.
+    """A model of equal layers, and the compute time of one step at a site.
 
     A step is `microbatches` passes. A pass has one node a layer for the forward, one for the backward with respect to
     activations (none for layer 1, below which nothing is trained), and one for the backward with respect to parameters.
-    All nodes last equally long:
+    All nodes take the same time:
 
     node_seconds = step_seconds / (3 * layers * microbatches)
 
@@ -41,17 +41,17 @@ class Workload:
 
     @property
     def node_seconds(self) -> float:
-        """Seconds of one node, the unit of the timeline."""
+        """Return the seconds of one node, the unit of the timeline."""
         return self.step_seconds / (3 * self.layers * self.microbatches)
 
     @property
     def nodes_per_pass(self) -> int:
-        """Nodes of one forward and backward pass."""
+        """Return the nodes of one forward and backward pass."""
         return 3 * self.layers - 1
 
     @property
     def parameters_per_layer(self) -> float:
-        """Parameters of one layer."""
+        """Return the parameters of one layer."""
         return self.parameters / self.layers
 
 
@@ -72,8 +72,8 @@ class Ring:
     link_seconds  = 2 (n - 1) / n * 8 * payload_bytes / bandwidth
     delay_seconds = 2 (n - 1) * latency_seconds
 
-    The links are busy for link_seconds and the result is there delay_seconds later; during the delay the links carry
-    the next payload.
+    The links are busy for link_seconds and the result arrives delay_seconds later. During the delay the links carry the
+    next payload.
 
     Attributes:
         sites: n, the sites on the ring.
@@ -84,14 +84,14 @@ class Ring:
     latency_seconds: float = 0.0
 
     def sent_bytes(self, payload_bytes: float) -> float:
-        """Bytes that each site sends to average a payload."""
+        """Return the bytes that each site sends to average a payload."""
         return 2 * (self.sites - 1) / self.sites * payload_bytes
 
     def link_seconds(self, payload_bytes: float, bits_per_second: np.ndarray) -> np.ndarray:
-        """Seconds, [bandwidth], that a payload keeps the links busy at each bandwidth, [bandwidth]."""
+        """Return the seconds that a payload keeps the links busy, [bandwidth], at each bandwidth, [bandwidth]."""
         return 8 * self.sent_bytes(payload_bytes) / bits_per_second
 
     @property
     def delay_seconds(self) -> float:
-        """Seconds from the end of the sending to the arrival."""
+        """Return the seconds from the end of the sending to the arrival."""
         return 2 * (self.sites - 1) * self.latency_seconds

@@ -1,9 +1,9 @@
-"""The timeline itself: event times of compute and transfers, exact, for all bandwidths at once.
+"""Compute the exact event times of compute and transfers, for all bandwidths at once.
 
-All sites are equal and start together, so one compute resource and one link stand for all of them. A pass is the
+All sites are equal and start together, so one compute resource and one link represent all of them. A pass is the
 forward of layers 1 to L, then the backward of layers L to 1. A reduction starts when it is released and the link is
 free (first in, first out), and the forwards that need it wait for its arrival. Nothing else waits, so all event times
-follow from the schedule by additions and maxima; no clock is stepped.
+follow from the schedule by additions and maxima.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ from gregale.timeline.model import Ring, Workload
 
 @dataclass(frozen=True)
 class Run:
-    """What came out, for every bandwidth.
+    """The result for every bandwidth.
 
     Attributes:
         compute_seconds: time each site spent in compute.
-        total_seconds: [bandwidth] until the last compute is over and the last reduction has arrived.
+        total_seconds: [bandwidth] until the last compute ends and the last reduction arrives.
         sent_bytes: bytes that each site sent.
     """
 
@@ -32,12 +32,12 @@ class Run:
 
     @property
     def utilisation(self) -> np.ndarray:
-        """[bandwidth] compute time / total time."""
+        """Return compute time / total time, [bandwidth]."""
         return self.compute_seconds / self.total_seconds
 
 
 class _Timeline:
-    """How far compute and link are."""
+    """The current times of compute and link."""
 
     def __init__(self, workload: Workload, ring: Ring, gbit_per_second: np.ndarray):
         self.workload, self.ring = workload, ring
@@ -46,11 +46,11 @@ class _Timeline:
         self.link_free = np.zeros(len(gbit_per_second))
         self.last_arrival = np.zeros(len(gbit_per_second))
         self.sent_bytes = 0.0
-        # By step: (layer, arrival [bandwidth]) that its forward waits for.
+        # By step: each layer and arrival [bandwidth] that the forward waits for.
         self.waits: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
 
     def forward(self, step: int) -> None:
-        """The forward of all layers; a layer with an arrival due at this step waits for it."""
+        """Add the forward of all layers; a layer with an arrival due at this step waits for it."""
         done = 0
         for layer, arrival in sorted(self.waits.pop(step, []), key=lambda wait: wait[0]):
             self.clock += (layer - 1 - done) * self.workload.node_seconds
@@ -59,7 +59,7 @@ class _Timeline:
         self.clock += (self.workload.layers - done) * self.workload.node_seconds
 
     def backward(self, step: int, transfers: Sequence[Transfer]) -> None:
-        """The backward of all layers, and the reductions that it releases."""
+        """Add the backward of all layers and the reductions that it releases."""
         for nodes, layer, transfer in self.releases(transfers):
             start = np.maximum(self.clock + nodes * self.workload.node_seconds, self.link_free)
             payload_bytes = transfer.bytes_per_parameter * self.workload.parameters_per_layer
@@ -70,7 +70,7 @@ class _Timeline:
         self.clock += (2 * self.workload.layers - 1) * self.workload.node_seconds
 
     def releases(self, transfers: Sequence[Transfer]) -> list[tuple[int, int, Transfer]]:
-        """(nodes of backward until ready, layer, transfer) in the order of the link's queue."""
+        """Return (nodes of backward until ready, layer, transfer) in the order of the link's queue."""
         layers = self.workload.layers
         end = 2 * layers - 1
         found = [
@@ -87,11 +87,11 @@ def simulate(
     """Run `steps` steps of a schedule and drain the link.
 
     Args:
-        workload: what a site computes in a step.
+        workload: the compute of one site in a step.
         transfers: the schedule.
         ring: the sites and their links.
         gbit_per_second: [bandwidth] bandwidths between sites.
-        steps: steps to take.
+        steps: number of steps.
     """
     by_pass = defaultdict(list)
     for transfer in transfers if ring.sites > 1 else ():

@@ -1,4 +1,4 @@
-"""The bandwidth that each method needs for a compute utilisation, read off a grid as in the paper."""
+"""The bandwidth that each method needs for a compute utilisation, from a grid as in the paper."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def run_schedule(
     bytes_per_parameter: float,
     gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND,
 ) -> Run:
-    """Simulate a method by name, with so many bytes a parameter on the wire, the mean of the two halves.
+    """Simulate a method by name with a number of bytes per parameter on the wire, the mean of the two halves.
 
     Raises:
         UserError: the schedule does not fit.
@@ -48,7 +48,7 @@ def run_schedule(
 def needed_bandwidths(
     utilisation: np.ndarray, gbit_per_second: np.ndarray = GRID_GBIT_PER_SECOND, goals: Sequence[float] = UTILISATIONS
 ) -> list[float | None]:
-    """For each goal the first bandwidth of the grid at which the utilisation reaches it, None if none does."""
-    # A run that never waits reaches 1 only up to rounding.
+    """Return, for each goal, the grid's first bandwidth that reaches this utilisation; None if none does."""
+    # A run without waits reaches 1 only up to rounding.
     reached = [np.flatnonzero(utilisation >= goal - 1e-12) for goal in goals]
     return [float(gbit_per_second[at[0]]) if at.size else None for at in reached]

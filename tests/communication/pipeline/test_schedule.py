@@ -139,7 +139,7 @@ def test_picture():
 
 
 def test_a_long_picture_is_cut():
-    lines = Schedule(2, 64).picture(most_iterations=6).splitlines()
+    lines = Schedule(2, 64).picture(max_iterations=6).splitlines()
     assert lines[1].split() == ["stage", "0", "0a", "1a", "2a", "...", "62a", "63a", "."]
     assert all(len(line) <= len(lines[0]) for line in lines)
 

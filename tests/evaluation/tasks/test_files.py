@@ -110,7 +110,7 @@ def test_a_wrong_line_is_told_with_its_number(tmp_path, line, words):
         ({"kind": "greedy_match"}, QUESTION, "line 2: `answer` is int, expected text"),
         ({"kind": "greedy-match"}, QUESTION, r"line 1: kind is 'greedy-match'\. Did you mean `greedy_match`\? The ki"),
         ({"kind": 3}, QUESTION, "line 1: `kind` is int, expected text"),
-        ({"kind": "cloze", "prefx": "a"}, QUESTION, "line 1: .* knows no `prefx`. Did you mean `prefix`"),
+        ({"kind": "cloze", "prefx": "a"}, QUESTION, "line 1: .* has no key `prefx`. Did you mean `prefix`"),
         ({"kind": "cloze", "gap": ""}, QUESTION, "line 1: `gap` is empty"),
         ({"kind": "cloze", "prefix": "a\ud800"}, QUESTION, "line 1: character 1 of the text is .* half a surrogate"),
         ({"kind": "cloze"}, "", "a.jsonl: no question is in it. A line is for example"),

@@ -1,4 +1,4 @@
-"""The pipeline by its configuration, and as the way in which a model runs its stack of layers."""
+"""The pipeline's configuration, and the execution that runs a model's stack of layers through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gregale.model.execution import PROJECTIONS, Execution, LayerFunction
 from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.settings import Settings, whole
 
-# What an iteration keeps for the backward pass beside the stages' inputs, by the names that a layer gives.
+# The values, by the layer's names, that an iteration keeps for the backward pass beside the stages' inputs.
 # `attention` is the older name of `context`.
 SAVED: dict[str, tuple[str, ...]] = {
     "full": (),
@@ -27,7 +27,7 @@ SAVED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PipelineConfig(Settings):
-    """How the layers are pipelined over the mesh axis `stage`; none of it changes the model but for rounding."""
+    """The pipeline of layers over the mesh axis `stage`; it changes the model's results only by rounding."""
 
     repeats: int = field(
         default=1, metadata={"help": "times that a microbatch passes all stages", "range": whole(1, 100_000)}
@@ -46,14 +46,14 @@ class PipelineConfig(Settings):
     remat: str = field(default="full", metadata={"help": "saved by name", "choices": tuple(SAVED)})
 
     def schedule(self, stages: int) -> Schedule:
-        """The schedule for so many stages; raises `UserError` if the numbers do not fit together."""
+        """Return the schedule for a number of stages; raise `UserError` if the numbers do not fit together."""
         forwarding = 2 if self.delay_forwarding else 1
         microbatches = forwarding * stages if self.microbatches is None else self.microbatches
         return Schedule(stages, microbatches, self.repeats, forwarding)
 
 
 def pipelined_execution(config: PipelineConfig, execution: Execution) -> Execution:
-    """The execution that runs a model's stack of layers through the pipeline, and all else as before."""
+    """Return the execution that runs a model's stack of layers through the pipeline, otherwise unchanged."""
     layout = execution.layout
     schedule = config.schedule(layout.mesh.shape[STAGE])
     pipeline = Pipeline(schedule, layout, config.gather, SAVED[config.remat], execution.dtype)

@@ -1,6 +1,6 @@
-"""What a pipeline carries from iteration to iteration, and how it moves between the stages.
+"""The state of a pipeline between iterations, and its movement between the stages.
 
-All of it is linear in the activations and needs nothing but the iteration's number, so its transpose needs no saved
+The movement is linear in the activations and depends only on the iteration's number, so its transpose needs no saved
 values. Every array has the stage as its first dimension and lives on the mesh axis `stage`.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from gregale.communication.pipeline.schedule import Schedule
 
-# What is on its way between stages, by the names in a compiled program's metadata and in a profile.
+# Names of the transfers between stages in a compiled program's metadata and in a profile.
 IO, OUTPUTS = "pipeline_io", "pipeline_outputs"
 
 
@@ -21,9 +21,10 @@ class Loop(NamedTuple):
     """The loop state.
 
     - `io`: [stage, M / S, ...] inputs, replaced by the outputs; microbatch m enters at (m div (M/S), m mod (M/S))
-    - `shift`: [stage, ...] what each stage was handed by the stage before it; stage 0 by the last
-    - `held`: [stage, ...] outputs that are on their way with delayed forwarding, else None
-    - `waiting`: [stage, M - F S, ...] what came round to stage 0 before its next repeat began; None if nothing waits
+    - `shift`: [stage, ...] each stage's input from the stage before it; for stage 0 from the last
+    - `held`: [stage, ...] outputs in transfer with delayed forwarding, else None
+    - `waiting`: [stage, M - F S, ...] outputs of the last stage that wait at stage 0 for the next repeat; None if none
+      wait
     """
 
     io: jax.Array
@@ -33,10 +34,10 @@ class Loop(NamedTuple):
 
 
 def started(io: jax.Array, schedule: Schedule) -> Loop:
-    """The state before the first iteration.
+    """Return the state before the first iteration.
 
-    Stages that have not begun compute all the same. They do so with real inputs, not with zeros, at which a layer's
-    derivative need not be finite; nothing of it reaches an output.
+    Stages that have not begun compute too. They use real inputs instead of zeros, at which a layer's derivative may not
+    be finite. Their results reach no output.
     """
     idle = jax.lax.stop_gradient(io[:, 0])
     waits = schedule.waiting
@@ -45,9 +46,10 @@ def started(io: jax.Array, schedule: Schedule) -> Loop:
 
 
 def stage_inputs(loop: Loop, t: jax.Array, schedule: Schedule) -> jax.Array:
-    """What the stages work on in iteration t: [stage, ...].
+    """Return the inputs of the stages in iteration t: [stage, ...].
 
-    Stage 0 takes a new microbatch while there are any, then what came round; the others take what they were handed.
+    Stage 0 takes a new microbatch while there are any, then the waiting outputs; the others take the input from the
+    stage before them.
     """
     entering = _column(loop.io, t % schedule.columns)
     back = loop.shift if loop.waiting is None else _column(loop.waiting, t % schedule.waiting)
@@ -55,10 +57,10 @@ def stage_inputs(loop: Loop, t: jax.Array, schedule: Schedule) -> jax.Array:
 
 
 def advanced(loop: Loop, outputs: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
-    """The state after iteration t, in which the stages put out `outputs` [stage, ...].
+    """Return the state after iteration t, in which the stages return `outputs` [stage, ...].
 
-    The outputs go one stage on. The column of `io` that was read goes one stage towards stage 0, and the last stage's
-    output enters at its end. What stage 0 was handed takes the slot of `waiting` that was read.
+    The outputs move one stage on. The column of `io` that was read moves one stage towards stage 0, and the last
+    stage's output enters at its end. The input of stage 0 replaces the slot of `waiting` that was read.
     """
     column = t % schedule.columns
     with jax.named_scope(IO):
@@ -74,7 +76,7 @@ def advanced(loop: Loop, outputs: jax.Array, t: jax.Array, schedule: Schedule) -
 
 
 def finished(loop: Loop, schedule: Schedule) -> jax.Array:
-    """The outputs [stage, M / S, ...] after the last iteration, each where its input was.
+    """Return the outputs [stage, M / S, ...] after the last iteration, each at the index of its input.
 
     An output enters F (S - 1) iterations after its input left, so many columns further on.
     """
@@ -82,7 +84,7 @@ def finished(loop: Loop, schedule: Schedule) -> jax.Array:
 
 
 def unfinished(outputs: jax.Array, schedule: Schedule) -> Loop:
-    """The transpose of `finished`: the cotangent of the last state, of which only the outputs are used."""
+    """Transpose `finished`: return the cotangent of the last state, of which only the outputs are used."""
     one, waits = jnp.zeros_like(outputs[:, 0]), schedule.waiting
     waiting = jnp.zeros((outputs.shape[0], waits, *outputs.shape[2:]), outputs.dtype) if waits else None
     held = one if schedule.forwarding == 2 else None
@@ -90,9 +92,9 @@ def unfinished(outputs: jax.Array, schedule: Schedule) -> Loop:
 
 
 def advanced_transpose(after: Loop, t: jax.Array, schedule: Schedule) -> tuple[Loop, jax.Array]:
-    """Cotangents of the state before iteration t and of its outputs, from that of the state after it.
+    """Return cotangents of the state before iteration t and of its outputs, from that of the state after it.
 
-    By hand, because the transpose that JAX finds for a roll takes two transfers between stages.
+    It is explicit because JAX's transpose of a roll takes two transfers between stages.
     """
     column = t % schedule.columns
     ct = _column(after.io, column)
@@ -113,7 +115,7 @@ def advanced_transpose(after: Loop, t: jax.Array, schedule: Schedule) -> tuple[L
 
 
 def stage_inputs_transpose(before: Loop, inputs: jax.Array, t: jax.Array, schedule: Schedule) -> Loop:
-    """`before`, the cotangent of the state, with what the cotangent of the stages' inputs adds to it."""
+    """Return `before`, the cotangent of the state, plus the contribution of the stage inputs' cotangent."""
     is_first, entering = _is_stage(0, inputs), t < schedule.microbatches
     first, others = jnp.where(is_first, inputs, 0), jnp.where(is_first, 0, inputs)
     io = _with_column_added(before.io, t % schedule.columns, jnp.where(entering, first, 0))
@@ -125,7 +127,7 @@ def stage_inputs_transpose(before: Loop, inputs: jax.Array, t: jax.Array, schedu
 
 
 def _is_stage(stage: int, like: jax.Array) -> jax.Array:
-    """Whether an element of an array [stage, ...] is of this stage; broadcasts against it."""
+    """Return whether an element of an array [stage, ...] is of this stage; broadcasts against it."""
     return jnp.arange(like.shape[0]).reshape(-1, *[1] * (like.ndim - 1)) == stage
 
 

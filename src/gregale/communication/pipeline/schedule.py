@@ -1,4 +1,4 @@
-"""The circular pipeline's schedule: which stage works on what, as arithmetic on iteration numbers."""
+"""The schedule of the circular pipeline: the work of each stage as arithmetic on iteration numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gregale.errors import UserError
 
 
 class Item(NamedTuple):
-    """What a stage works on in one iteration: a microbatch on its way through the stages for the `repeat`-th time."""
+    """The work of a stage in one iteration: a microbatch in its `repeat`-th pass through the stages."""
 
     microbatch: int
     repeat: int
@@ -22,7 +22,7 @@ class Schedule:
     """A circular pipeline: each microbatch passes all stages `repeats` times.
 
     At iteration t stage s works on item n = t - F s, which is microbatch n mod M in repeat n div M, and idles if n is
-    not one of the M R items. After M R + F (S - 1) iterations the last stage has done the last item.
+    not one of the M R items. After M R + F (S - 1) iterations the last stage has finished the last item.
 
     - `stages`: S, at least 2
     - `microbatches`: M, a multiple of S; at least F S, so that an item is back at stage 0 when its next repeat starts
@@ -65,67 +65,69 @@ class Schedule:
 
     @property
     def items(self) -> int:
-        """M R: what each stage has to do."""
+        """Return M R: the items of each stage."""
         return self.microbatches * self.repeats
 
     @property
     def drain(self) -> int:
-        """F (S - 1): iterations until the last stage has caught up with the first."""
+        """Return F (S - 1): iterations until the last stage has finished after the first."""
         return self.forwarding * (self.stages - 1)
 
     @property
     def iterations(self) -> int:
-        """T = M R + F (S - 1)."""
+        """Return T = M R + F (S - 1)."""
         return self.items + self.drain
 
     @property
     def bubble(self) -> float:
-        """Share of the iterations in which a stage idles: F (S - 1) / T."""
+        """Return the fraction of the iterations in which a stage idles: F (S - 1) / T."""
         return self.drain / self.iterations
 
     @property
     def columns(self) -> int:
-        """M / S: microbatches whose inputs, and later outputs, each stage keeps."""
+        """Return M / S: microbatches whose inputs, and later outputs, each stage keeps."""
         return self.microbatches // self.stages
 
     @property
     def waiting(self) -> int:
-        """Iterations that the last stage's output waits at stage 0 for its next repeat: M - F S."""
+        """Return the iterations that the last stage's output waits at stage 0 for its next repeat: M - F S."""
         return self.microbatches - self.forwarding * self.stages if self.repeats > 1 else 0
 
     def item(self, stage: int, iteration: int) -> Item | None:
-        """What a stage works on in an iteration; None: it idles."""
+        """Return the item of a stage in an iteration; None if it idles."""
         n = iteration - self.forwarding * stage
         return Item(n % self.microbatches, n // self.microbatches) if 0 <= n < self.items else None
 
     def item_numbers(self, iteration):
-        """n = t - F s of every stage, [stage]; `iteration` may be traced. Negative or >= `items`: the stage idles."""
+        """Return n = t - F s of every stage, [stage]; `iteration` may be traced. Stages with n < 0 or n >= `items`
+        idle.
+        """
         return iteration - self.forwarding * np.arange(self.stages, dtype=np.int32)
 
     def microbatch_numbers(self, iteration):
-        """The microbatch of every stage, [stage], in [0, M) for idle stages too."""
+        """Return the microbatch of every stage, [stage], in [0, M) for idle stages too."""
         return self.item_numbers(iteration) % self.microbatches
 
     def repeat_numbers(self, iteration):
-        """The repeat of every stage, [stage], in [0, R) for idle stages too."""
+        """Return the repeat of every stage, [stage], in [0, R) for idle stages too."""
         return (self.item_numbers(iteration) // self.microbatches).clip(0, self.repeats - 1)
 
     def uses_next(self, iteration):
-        """Which window slot every stage uses, [stage]: true for `w_next`, false for `w_now`.
+        """Return which window slot every stage uses, [stage]: true for `w_next`, false for `w_now`.
 
-        In the M iterations of repeat r the slot `w_next` holds the weights of repeat r, and `w_now` those of r - 1.
-        A stage uses the repeat of its own item. One that has not begun takes `w_next`, since nothing is in `w_now` yet.
+        In the M iterations of repeat r the slot `w_next` holds the weights of repeat r, and `w_now` those of r - 1. A
+        stage uses the repeat of its own item. A stage that has not begun takes `w_next`, since `w_now` is still empty.
         In the drain (iterations from M R on) no item is of the repeat R, and all stages take `w_now`.
         """
         n, repeat = self.item_numbers(iteration), iteration // self.microbatches
         return (n // self.microbatches == repeat) & (repeat < self.repeats) | (n < 0)
 
     def layer(self, repeat: int, stage: int, sublayer: int, layers_per_stage: int) -> int:
-        """The layer's place in the model: (r S + s) l + j."""
+        """Return the layer's index in the model: (r S + s) l + j."""
         return (repeat * self.stages + stage) * layers_per_stage + sublayer
 
     def layers_per_stage(self, layers: int) -> int:
-        """l = layers / (S R); raises `UserError` if that is not a whole number."""
+        """Return l = layers / (S R); raise `UserError` if that is not a whole number."""
         groups = self.stages * self.repeats
         if layers % groups or not layers:
             below, above = layers // groups * groups, (layers // groups + 1) * groups
@@ -139,14 +141,14 @@ class Schedule:
             )
         return layers // groups
 
-    def picture(self, most_iterations: int = 32) -> str:
-        """Stage against iteration: the microbatch that is worked on, with a letter for its repeat; `.` is a bubble.
+    def picture(self, max_iterations: int = 32) -> str:
+        """Draw stage against iteration: each microbatch, with a letter for its repeat; `.` is a bubble.
 
         `3b` is microbatch 3 in its second repeat. Of a longer schedule the first and the last iterations are shown.
         """
         shown: list[int | None] = list(range(self.iterations))
-        if self.iterations > most_iterations:
-            half = most_iterations // 2
+        if self.iterations > max_iterations:
+            half = max_iterations // 2
             shown = [*range(half), None, *range(self.iterations - half, self.iterations)]
         rows = [["iteration", *("..." if t is None else str(t) for t in shown)]]
         for stage in range(self.stages):

@@ -1,4 +1,4 @@
-"""The pipelined layer stack: what a scan over layers computes, by stages that all work at the same time."""
+"""The pipelined layer stack: a scan over layers, computed by stages that all work at the same time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MICROBATCH = "microbatch"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a stack of layers is pipelined.
+    """The settings of a pipelined stack of layers.
 
     - `schedule`: stages, microbatches, repeats, forwarding
     - `layout`: mesh and mappings as one replica sees them
     - `gather`: when weights are gathered over `data`: `per_repeat`, `per_iteration`, or `once` for the whole pass
-    - `saved`: names (`jax.ad_checkpoint.checkpoint_name`) of what an iteration keeps for the backward pass besides
-      the stages' inputs; all else is computed again
+    - `saved`: names (`jax.ad_checkpoint.checkpoint_name`) of values that an iteration keeps for the backward pass
+      besides the stages' inputs; other values are recomputed
     - `dtype`: of gathered weights
     """
 
@@ -51,21 +51,21 @@ class Pipeline:
 
     @property
     def inside(self) -> Layout:
-        """The layout as a layer sees it: nothing maps to `stage` and `data`."""
+        """Return the layout of a layer: nothing maps to `stage` and `data`."""
         return self.layout.inside(STAGE).inside(DATA)
 
 
 def pipelined(layer: Layer, weights: Tree, inputs: NamedArray, extras: Tree, pipeline: Pipeline) -> NamedArray:
-    """The output of the last layer, `x = layer(x, weights[i], extras)` for every i along `layers`.
+    """Return the output of the last layer, `x = layer(x, weights[i], extras)` for every i along `layers`.
 
-    Each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
+    In each iteration all stages work, each on its own microbatch and with the weights of its own repeat. The backward
     pass is written by hand: the forward pass keeps each iteration's stage inputs (and what is `saved` by name) and
     never a gathered weight but the last slot; a repeat's gradient is one buffer that is reduced over `data` once.
 
     Arguments:
     - `layer`: (x [batch, ...], weights of one layer, extras [batch, ...]) -> x; it runs on one device's rows of a
-      microbatch, with gathered weights, under `pipeline.inside`; it closes over nothing that is differentiated
-    - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are no floats (a
+      microbatch, with gathered weights, under `pipeline.inside`; its closure has no differentiated values
+    - `weights`: named arrays with an axis `layers`, in the plain order of the model; those that are not floats (a
       layer's number, its window) are constants of their layers: neither cast nor gathered nor differentiated
     - `inputs`: [batch, ...]
     - `extras`: named arrays [batch, ...] that travel with their rows (positions, segment ids, masks, dropout keys);
@@ -109,7 +109,7 @@ class _Run:
         return run(weights, io, fixed)
 
     def forward(self, weights: Tree, io: jax.Array, fixed: Fixed):
-        """Outputs [stage, M / S, data, batch, ...], and what `backward` needs."""
+        """Return outputs [stage, M / S, data, batch, ...], and the residuals for `backward`."""
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
         ready = window.ready(weights)
@@ -131,10 +131,10 @@ class _Run:
         return finished(loop, schedule), (ready, fixed, last, kept, kept_in_drain)
 
     def backward(self, residuals, ct_outputs: jax.Array):
-        """Cotangents of the weights and the inputs; what is fixed has none.
+        """Return cotangents of the weights and the inputs; fixed values have none.
 
-        Going backwards, the weights of repeat r are complete in their use as `now` when those of r + 1 are done, and
-        leave as `next` of repeat r. So each repeat gathers one slot, of repeat r - 1, and reduces one, of repeat r.
+        In reverse, the use of repeat r's weights as `now` ends with repeat r + 1; they leave as `next` of repeat r. So
+        each repeat gathers one slot, of repeat r - 1, and reduces one, of repeat r.
         """
         schedule, window = self.schedule, self.window
         M, R = schedule.microbatches, schedule.repeats
@@ -175,10 +175,10 @@ class _Run:
 
 
 def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArray:
-    """[batch, ...] -> [microbatch, data, batch / (data M), ...].
+    """Turn [batch, ...] into [microbatch, data, batch / (data M), ...].
 
-    A device cuts the rows that it has: the `compute` mapping splits them over `data` and then `stage`, so the
-    microbatches that a stage keeps are those that it had.
+    A device cuts its own rows: the `compute` mapping splits them over `data` and then `stage`, so a stage keeps its own
+    microbatches.
     """
     rows = rows.rearrange((BATCH, ...))
     devices, M = layout.axis(DATA).size, schedule.microbatches
@@ -197,9 +197,9 @@ def _in_parts(rows: NamedArray, schedule: Schedule, layout: Layout) -> NamedArra
 
 
 def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
-    """[layers, ...] -> [repeat, stage, layer, ...] in the compute dtype, split over `data` only.
+    """Turn [layers, ...] into [repeat, stage, layer, ...] in the compute dtype, split over `data` only.
 
-    What `params` splits over `stage` takes one all-to-all over `stage`.
+    An array that `params` splits over `stage` takes one all-to-all over `stage`.
     """
     plain, layout = pipeline.layout, loop_layout(pipeline.layout)
 
@@ -211,7 +211,7 @@ def _by_stage(weights: Tree, pipeline: Pipeline) -> Tree:
 
 
 def _grouped(tree: Tree, schedule: Schedule) -> Tree:
-    """[layers, ...] -> [repeat, stage, layer, ...]."""
+    """Turn [layers, ...] into [repeat, stage, layer, ...]."""
 
     def one(leaf: NamedArray) -> NamedArray:
         leaf = leaf.rearrange((LAYERS, ...))

@@ -1,4 +1,4 @@
-"""One iteration's compute: all stages at once, each on its own microbatch, and its transpose."""
+"""The compute of one iteration: all stages at once, each on its own microbatch, and its transpose."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ DATA = "data"  # the devices that share a replica's rows, as an axis of the arra
 
 
 def loop_layout(layout: Layout) -> Layout:
-    """The layout of what a pipeline computes with: `stage` and `data` are axes of the arrays themselves.
+    """Return the layout of a pipeline's arrays: `stage` and `data` are axes of the arrays themselves.
 
-    Rows are split by the array axis `data` rather than by `batch`, so that each device has its own addend of a
-    weight's gradient and it is the pipeline that decides when they are added up. (Otherwise the partitioner adds them
-    up in every iteration.)
+    Rows are split by the array axis `data` rather than by `batch`, so that each device has its own addend of a weight's
+    gradient and the pipeline decides when to sum them. (Otherwise the partitioner sums them in every iteration.)
     """
     inside = layout.inside(DATA).inside(STAGE)
     own = {STAGE: STAGE, DATA: DATA}
@@ -37,7 +36,7 @@ def loop_layout(layout: Layout) -> Layout:
 
 
 class Fixed(NamedTuple):
-    """What layers are given and nothing is differentiated by.
+    """The inputs of layers that are not differentiated.
 
     - `extras`: [microbatch, data, batch, ...], travel with their rows
     - `constants`: [repeat, stage, layer, ...], stay with their layers; None where the tree of weights has a weight
@@ -49,7 +48,7 @@ class Fixed(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages compute in an iteration.
+    """The compute of the stages in an iteration.
 
     - `layer`: one layer of the stack
     - `layout`: see `loop_layout`
@@ -62,7 +61,7 @@ class Stages:
     saved: tuple[str, ...]
 
     def forward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array) -> tuple[NamedArray, list[jax.Array]]:
-        """The outputs of all stages, and what is kept by name for `backward`.
+        """Return the outputs of all stages, and the values kept by name for `backward`.
 
         Arguments:
         - `weights`: gathered, [stage, layer, ...]
@@ -77,13 +76,13 @@ class Stages:
         return self.layout.constrain(y, self.layout.compute), kept
 
     def backward(self, weights: Tree, x: NamedArray, fixed: Fixed, t: jax.Array, kept: list[jax.Array], ct: NamedArray):
-        """Cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`), from that of the outputs.
+        """Return cotangents (of the weights, float32 [stage, data, layer, ...]; of `x`), from that of the outputs.
 
-        Each device's addend of the weights' gradient stands alone: nothing is added up over `data`.
+        Each device's addend of the weights' gradient stays separate: nothing is summed over `data`.
         """
 
         def one(weights, x, fixed, kept, ct):
-            # The forward pass that this traces is dead code but for what is not kept.
+            # The forward pass in this trace is dead code except for values that are not kept.
             _, pullback = jax.vjp(self._stage(), weights, x, fixed)
             pullback.opaque_residuals = kept
             ct_weights, ct_x, _ = pullback(ct)
@@ -93,7 +92,7 @@ class Stages:
         return self.layout.constrain(ct_weights, self.layout.compute), self.layout.constrain(ct_x, self.layout.compute)
 
     def _stage(self) -> Callable:
-        """All layers of a stage for one repeat; of its values only its arguments and those `saved` are kept."""
+        """Return all layers of a stage for one repeat; only its arguments and the `saved` values are kept."""
 
         def stage(weights: Tree, x: NamedArray, fixed: Fixed) -> NamedArray:
             def layer(x, weights):
@@ -108,7 +107,7 @@ class Stages:
         return vmap_over(vmap_over(function, DATA, self.layout), STAGE, self.layout)
 
     def _at(self, fixed: Fixed, t: jax.Array) -> Fixed:
-        """The extras of the microbatch that each stage works on, and the constants of its repeat's layers.
+        """Return the extras of each stage's current microbatch, and the constants of its repeat's layers.
 
         [stage, data, batch, ...] and [stage, layer, ...].
         """

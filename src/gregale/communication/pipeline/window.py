@@ -1,4 +1,4 @@
-"""The pipeline's window of two slots for gathered weights, and the way back of their gradients."""
+"""The pipeline's window of two slots for gathered weights, and the reduction of their gradients."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """Where in the pipeline weights are gathered over `data`, and their gradients reduced over it.
+    """Gathers weights over `data` at a given level of the pipeline, and reduces their gradients.
 
     - `level`: `once`: all weights, before the first repeat; `per_repeat`: one repeat's, when its slot is filled;
-      `per_iteration`: those that the stages use, each time
+      `per_iteration`: the weights in use, in every iteration
     - `layout`: see `gregale.communication.pipeline.stage.loop_layout`
     - `dtype`: of gathered weights, and of gradients on the wire
     """
@@ -41,11 +41,11 @@ class Window:
     dtype: jnp.dtype
 
     def ready(self, weights: Tree) -> Tree:
-        """[repeat, stage, layer, ...], gathered if that is done once."""
+        """Return [repeat, stage, layer, ...], gathered if the level is `once`."""
         return self._gathered("once", weights)
 
     def filled(self, weights: Tree, repeat: jax.Array | int) -> Tree:
-        """What a slot holds for one repeat, [stage, layer, ...]; gathered if that is done per repeat."""
+        """Return a slot for one repeat, [stage, layer, ...]; gathered if the level is `per_repeat`."""
 
         def one(leaf: NamedArray) -> NamedArray:
             array = jax.lax.dynamic_index_in_dim(leaf.array, repeat, axis=0, keepdims=False)
@@ -54,19 +54,19 @@ class Window:
         return self._gathered("per_repeat", jax.tree.map(one, weights, is_leaf=is_named))
 
     def empty(self, weights: Tree) -> Tree:
-        """A slot before it is filled."""
+        """Return an empty slot."""
         shapes = jax.eval_shape(lambda: self.filled(weights, 0))
         mapping = self.layout.params if self.level == "per_iteration" else self.layout.compute
         return self.layout.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), mapping)
 
     def used(self, slots: Slots, t: jax.Array) -> Tree:
-        """The weights that each stage uses in iteration t, gathered."""
+        """Return the weights that each stage uses in iteration t, gathered."""
         uses_next = self.schedule.uses_next(t)
         chosen = jax.tree.map(lambda now, new: jnp.where(_like(uses_next, now), new, now), slots.now, slots.next)
         return self._gathered("per_iteration", chosen)
 
     def added(self, sums: Slots, cotangent: Tree, t: jax.Array) -> Slots:
-        """The sums of each slot's cotangents, with that of what iteration t used."""
+        """Return the sums of each slot's cotangents, plus that of iteration t."""
         uses_next = self.schedule.uses_next(t)
         return Slots(
             jax.tree.map(lambda a, g: a + jnp.where(_like(uses_next, g), 0, g), sums.now, cotangent),
@@ -74,7 +74,7 @@ class Window:
         )
 
     def reduced(self, level: GatherLevel, cotangent: Tree) -> Tree:
-        """The transpose of the gather, if it is done at `level`: summed over `data`, under `params`.
+        """Transpose the gather, if it is done at `level`: sum over `data`, under `params`.
 
         One reduce-scatter over `data` for each array that `params` splits by it, one all-reduce for others.
         """
@@ -83,7 +83,7 @@ class Window:
         return jax.tree.map(self._reduced, cotangent, is_leaf=is_named)
 
     def no_cotangent(self, slot: Tree) -> Tree:
-        """The sum of no cotangents of a slot: with an axis `data`, unless they are reduced in each iteration."""
+        """Return zero cotangents of a slot: with an axis `data`, unless each iteration reduces them."""
         own = self.level != "per_iteration"
         size = self.layout.axis(DATA).size
 
@@ -117,7 +117,7 @@ class Window:
 
 
 def with_repeats(stacked: Tree) -> Tree:
-    """Names the first dimension that a scan over repeats has given to a tree of named arrays."""
+    """Name the first dimension that a scan over repeats has given to a tree of named arrays."""
     return jax.tree.map(lambda leaf: NamedArray(leaf.array, (REPEAT, *leaf.axis_names)), stacked, is_leaf=is_named)
 
 

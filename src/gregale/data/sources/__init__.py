@@ -1,4 +1,4 @@
-"""Where documents come from: one `SourceConfig` choice for each kind of file; importing this registers them all."""
+"""Sources of documents: a `SourceConfig` choice for each file format; importing this package registers all of them."""
 
 from gregale.data.sources.base import Document, Skipped, SourceConfig, SourceRange
 from gregale.data.sources.huggingface import HuggingFaceSource

@@ -1,4 +1,4 @@
-"""What every source of documents has in common: parts that can be read in parallel, in a fixed order."""
+"""The common base of all document sources: ranges that can be read in parallel, in a fixed order."""
 
 import dataclasses
 import fnmatch
@@ -20,7 +20,7 @@ from gregale.errors import UserError
 from gregale.settings import Fixed, Settings, above
 from gregale.storage import Status, is_url, names, storage_path
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is no text
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin every UTF-8 file with it; it is not text
 STOP, SKIP = ON_BAD_DOCUMENT = ("stop", "skip")
 PLACES_SHOWN = 5
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars` has it
@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as `os.path.expandvars
 
 @dataclass(frozen=True)
 class SourceRange:
-    """A piece of a source that one process reads: `start` and `stop` count in the source's own unit.
+    """A range of a source that one process reads: `start` and `stop` count in the source's own unit.
 
     The unit is bytes for text and JSON lines, row groups for Parquet, tokens for token files, rows for data sets.
     """
@@ -41,7 +41,7 @@ class SourceRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: text, or token ids [token]; `path` and `start` say where it was found (see `SourceRange`)."""
+    """One document: text, or token ids [token]; `path` and `start` are its location (see `SourceRange`)."""
 
     content: str | np.ndarray
     path: str
@@ -49,7 +49,7 @@ class Document:
 
 
 class BadDocument(UserError):
-    """Content that is no document, and where. A source yields it if it can go on behind it, and raises it if not."""
+    """Invalid content and its location. A source yields it if it can read on, and raises it otherwise."""
 
 
 @dataclass
@@ -57,27 +57,27 @@ class Skipped:
     """The documents that were left out because they could not be read.
 
     Attributes:
-        count: how many.
-        first: the first few, each as what was wrong and where.
+        count: number of documents.
+        first: the first few, each with its error and location.
     """
 
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def note(self, bad: BadDocument) -> None:
-        """Counts one more."""
-        # A file's name, and text inside a message, may hold what UTF-8 cannot write.
+        """Count one more document."""
+        # A file's name and text in a message may contain characters that UTF-8 cannot encode.
         self.add(Skipped(1, [str(bad).encode("utf-8", "backslashreplace").decode("utf-8")]))
 
     def add(self, later: "Skipped") -> None:
-        """Counts what was found behind these."""
+        """Add documents that follow these."""
         self.count += later.count
         self.first = [*self.first, *later.first][:PLACES_SHOWN]
 
 
 @dataclass(frozen=True)
 class SourceConfig(Settings, draccus.ChoiceRegistry):
-    """A source of documents. The order of its documents depends on the files alone, never on how they are read."""
+    """A source of documents. The order of the documents depends only on the files, not on how they are read."""
 
     weight: float = field(
         default=1.0,
@@ -93,26 +93,26 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
 
     @abstractmethod
     def parts(self) -> list[SourceRange]:
-        """The parts in order; reading them one after the other gives every document once."""
+        """Return the ranges in order; together they give every document once."""
 
     @abstractmethod
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
-        """The documents that begin in a part, in order, and what is none of those that it should be.
+        """Yield the documents that begin in a range, in order, and a `BadDocument` for each invalid one.
 
         Raises:
-            BadDocument: from here on the part cannot be read, because of its content.
-            UserError: the part is not what the configuration says, or the system cannot read it; names the file.
+            BadDocument: the rest of the range cannot be read, because of its content.
+            UserError: the range contradicts the configuration, or the system cannot read it; names the file.
         """
 
     @abstractmethod
     def identity(self) -> dict:
-        """What the documents depend on, as JSON: two sources with equal identities have the same documents."""
+        """Return as JSON what determines the documents: sources with equal identities have equal documents."""
 
     def read(self, part: SourceRange, skipped: Skipped) -> Iterator[Document]:
-        """The documents that begin in a part, in order; `skipped` is told of those that are left out.
+        """Yield the documents that begin in a range, in order; count those that are left out in `skipped`.
 
         Raises:
-            UserError: the part is damaged, or is not what the configuration says; names the file and the place.
+            UserError: the range is damaged or contradicts the configuration; names the file and the location.
         """
         try:
             for found in self.scan(part):
@@ -128,7 +128,7 @@ class SourceConfig(Settings, draccus.ChoiceRegistry):
             skipped.note(bad)
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in order, read by this process."""
+        """Yield all documents, in order, read by this process."""
         for part in self.parts():
             yield from self.read(part, Skipped())
 
@@ -149,7 +149,7 @@ class FileSource(SourceConfig):
         return [part for path, found in self.found().items() for part in self.parts_of(path, found.size)]
 
     def parts_of(self, path: str, size: int) -> list[SourceRange]:
-        """The parts of one file. A file that cannot be cut is one part, so that reading finds again what is wrong."""
+        """Return the ranges of one file. An unsplittable file is one range, so that reading reports the error."""
         try:
             return self.split(path, size)
         except BadDocument:
@@ -158,7 +158,7 @@ class FileSource(SourceConfig):
             return [SourceRange(path, 0, 1, size)]
 
     def found(self) -> dict[str, Status]:
-        """Return the files, by pattern and then by name, each once, whatever links and patterns lead to it.
+        """Return the files, by pattern and then by name. A file that several links or patterns reach appears once.
 
         Raises:
             UserError: no file matches, or an exclusion leaves none.
@@ -167,7 +167,7 @@ class FileSource(SourceConfig):
             raise UserError("files: empty; give at least one glob pattern, for example files: ['~/corpus/**/*.txt'].")
         found: dict[str, Status] = {}
         for pattern in self.files:
-            found |= files_matching(pattern, "files")  # which leaves those that were found before where they are
+            found |= files_matching(pattern, "files")  # keeps the order of the files found before
         if not found:
             patterns = ", ".join(expand(pattern, "files") for pattern in self.files)
             raise UserError(f"files: no file matches {patterns}. Patterns may use *, ? and **; check the folder.")
@@ -178,7 +178,7 @@ class FileSource(SourceConfig):
         return {path: found[path] for path in each_once(kept)}
 
     def split(self, path: str, size: int) -> list[SourceRange]:
-        """The parts of one file; a single one unless the format can be read from the middle.
+        """Return the ranges of one file; a single one unless the format can be read from the middle.
 
         Args:
             path: the file, or the URL of an object.
@@ -195,25 +195,25 @@ class FileSource(SourceConfig):
 
 
 def identity_of(path: str, found: Status) -> list:
-    """What tells a file from another, and from itself after a change: name, size, and when it was written."""
+    """Return what identifies a version of a file: name, size and modification time."""
     if is_url(path):
         return [path, found.size, found.identity]
     return [str(Path(path).absolute()), found.size, Path(path).stat().st_mtime_ns]
 
 
 def options(source: SourceConfig) -> dict:
-    """The fields of a source that say how its files are read."""
+    """Return the fields of a source that determine how its files are read."""
     ignored = {"weight", "files", "exclude"}
     return {key: value for key, value in dataclasses.asdict(source).items() if key not in ignored}
 
 
 def ranges(total: int, step: int) -> list[tuple[int, int]]:
-    """(start, stop) of consecutive pieces of at most `step` that cover `total`."""
+    """Return (start, stop) of consecutive ranges of at most `step` that cover `total`."""
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def files_matching(pattern: str, key: str) -> dict[str, Status]:
-    """Return the files that match a pattern in which ~, variables and {stdlib} are replaced, by name.
+    """Return the files that match a pattern, by name, after the expansion of ~, variables and {stdlib}.
 
     Raises `UserError` that names the key if the pattern is a folder, or the name of a file that it does not match.
     """
@@ -237,7 +237,7 @@ def files_matching(pattern: str, key: str) -> dict[str, Status]:
 def expand(text: str, key: str = "") -> str:
     """Return a path with ~, environment variables and {stdlib} replaced.
 
-    Raises `UserError`, with the key if one is given, if there is no such variable.
+    Raises `UserError`, with the key if one is given, for an unknown variable.
     """
     for name in (found.strip("{}") for found in _VARIABLE.findall(text)):
         if name not in os.environ:
@@ -248,23 +248,25 @@ def expand(text: str, key: str = "") -> str:
     return os.path.expandvars(os.path.expanduser(text.replace("{stdlib}", sysconfig.get_path("stdlib"))))
 
 
-def encodable(text: str, place: object) -> str:
-    """The text itself, if UTF-8 can write it: JSON and Parquet can smuggle in halves of surrogate pairs."""
+def encodable(text: str, location: object) -> str:
+    """Return the text if UTF-8 can encode it: JSON and Parquet may contain half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"U+{ord(text[error.start]):04X}"
-        raise BadDocument(f"{place}: character {error.start} of the text is {found}, half a surrogate pair.") from error
+        raise BadDocument(
+            f"{location}: character {error.start} of the text is {found}, half a surrogate pair."
+        ) from error
     return text
 
 
 def in_column(value, column: str, path: str, row: int) -> Document | BadDocument:
-    """A value of a table as a document, if it is text."""
-    place = f"{path}, row {row}"
+    """Return a table's value as a document if it is text."""
+    location = f"{path}, row {row}"
     if not isinstance(value, str):
         kind = "empty (null)" if value is None else type(value).__name__
-        return BadDocument(f"{place}: column `{column}` is {kind}, expected text.")
+        return BadDocument(f"{location}: column `{column}` is {kind}, expected text.")
     try:
-        return Document(encodable(value, place), path, row)
+        return Document(encodable(value, location), path, row)
     except BadDocument as bad:
         return bad

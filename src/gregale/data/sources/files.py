@@ -1,4 +1,4 @@
-"""The files of sources, on a disk or in an object store: which there are, and how they are read from any place on."""
+"""The files of sources on a disk or in an object store: list them by pattern, and read them from any offset."""
 
 import io
 import os
@@ -16,7 +16,7 @@ WILD = re.compile(r"[*?[]")
 
 
 def files_of(pattern: str) -> dict[str, Status]:
-    """The files that match a glob pattern, by name."""
+    """Return the files that match a glob pattern, by name."""
     if not is_url(pattern):
         paths = sorted(matches(pattern))
         found = {path: status(storage_path(path)) for path in paths}
@@ -32,7 +32,7 @@ def files_of(pattern: str) -> dict[str, Status]:
 
 
 def regular(pattern: str) -> str:
-    """A glob pattern as a regular expression: `**/` is any folders, `*` and `?` stay in one, `[ab]` is one of these."""
+    """Return a glob pattern as a regular expression: `**/` is any folders, `*` and `?` stay in one, `[ab]` chooses."""
     tokens = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
     wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
@@ -42,7 +42,7 @@ def regular(pattern: str) -> str:
 
 
 def opened(path: str) -> BinaryIO:
-    """A file or an object, to be read from any place on."""
+    """Open a file or an object for reads at any offset."""
     found = storage_path(path)
     if not isinstance(found, ObjectPath):
         return open(found, "rb")
@@ -50,16 +50,16 @@ def opened(path: str) -> BinaryIO:
 
 
 def read_bytes(path: str) -> bytes:
-    """A file's content; a file that cannot be read is the user's to mend."""
+    """Return a file's content; raise `UserError` if it cannot be read."""
     with readable(path):
         return storage_path(path).read_bytes()
 
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turns the refusal to read a file into a `UserError`, whatever `on_bad_document` says: try again later.
+    """Turn an OSError of the system into a `UserError`, whatever `on_bad_document` is: the user can try again later.
 
-    Libraries raise an OSError without a number for damage that they find themselves; that is let through.
+    Libraries raise an OSError without a number for damage that they find; that error passes through.
     """
     try:
         yield
@@ -72,7 +72,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file that can be read."""
+    """An object as a readable file."""
 
     def __init__(self, remote: ObjectPath):
         super().__init__()

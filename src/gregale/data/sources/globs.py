@@ -1,4 +1,4 @@
-"""Glob patterns on a disk: the files that match them, each once, whatever links lead to it."""
+"""Glob patterns on a disk: yield each matching file once, even if several links lead to it."""
 
 import glob
 import os
@@ -9,10 +9,9 @@ Folder = tuple[int, int]
 
 
 def matches(pattern: str, root: str = "") -> Iterator[str]:
-    """Yield what matches, as `glob.glob(pattern, root_dir=root, recursive=True)` does, in no particular order.
+    """Yield the matches, as `glob.glob(pattern, root_dir=root, recursive=True)` does, in no particular order.
 
-    Where `**` passes through a link into a folder that it is already in, it does not go around again. Folders that
-    match `**` itself are left out.
+    `**` does not follow a link into a folder that contains the link. Folders that match `**` itself are left out.
     """
     parts = pattern.split("/")
     if "**" not in parts:
@@ -20,7 +19,7 @@ def matches(pattern: str, root: str = "") -> Iterator[str]:
         return
     at = parts.index("**")
     before, after = "/".join(parts[:at]), "/".join(parts[at + 1 :]).lstrip("/")
-    if at + 1 < len(parts) and not after:  # `**/` matches folders alone
+    if at + 1 < len(parts) and not after:  # `**/` matches only folders
         return
     if at > 0:
         before = before or "/"
@@ -32,10 +31,9 @@ def matches(pattern: str, root: str = "") -> Iterator[str]:
 
 
 def each_once(paths: Iterable[str]) -> list[str]:
-    """Return the paths without those that lead to a file of another one, in their order.
+    """Return the paths in order, without further names of the same file.
 
-    Of several names for one file the one that stays passes through no link, if there is such a one, and through the
-    fewest folders; of equal ones the first.
+    Of several names for one file, keep one without links if possible, with the fewest folders; of equal ones the first.
     """
     names: dict[object, list[str]] = {}
     for path in paths:
@@ -45,13 +43,13 @@ def each_once(paths: Iterable[str]) -> list[str]:
 
 
 def _folders(base: str, below: str = "", inside: frozenset[Folder] = frozenset()) -> Iterator[str]:
-    """Yield a folder and those below it, by their paths from the base, without hidden ones."""
+    """Yield a folder and its subfolders, by their paths from the base, without hidden ones."""
     here = os.path.join(base, below)
     try:
         found = os.stat(here or ".")
         with os.scandir(here or ".") as entries:
             names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    except OSError:  # no folder, or one that may not be listed
+    except OSError:  # not a folder, or listing is not permitted
         return
     if (identity := (found.st_dev, found.st_ino)) in inside:
         return
@@ -62,7 +60,7 @@ def _folders(base: str, below: str = "", inside: frozenset[Folder] = frozenset()
 
 
 def _identity(path: str) -> object:
-    """Return what two names of one file have in common; not the inode alone, which some file systems invent."""
+    """Return what is equal for two names of one file; some file systems invent inodes, so not the inode alone."""
     try:
         found = os.stat(path)
     except OSError:

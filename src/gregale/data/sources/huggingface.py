@@ -23,7 +23,7 @@ PART_ROWS = 4096
 @SourceConfig.register_subclass("huggingface")
 @dataclass(frozen=True)
 class HuggingFaceSource(SourceConfig):
-    """A data set of the `datasets` library, by name or as a folder that it saved. Needs the extra `hf`."""
+    """A data set of the `datasets` library, by name or as a saved folder. Needs the extra `hf`."""
 
     path: str = field(default="", metadata={"help": "name of the data set, or folder written by its save_to_disk"})
     name: str | None = field(default=None, metadata={"help": "configuration of the data set, where it has several"})
@@ -51,7 +51,7 @@ class HuggingFaceSource(SourceConfig):
         for row in range(part.start, part.stop):
             try:
                 value = rows[row][self.column]
-            except Exception as error:  # the library decodes the row, and raises what its decoders raise
+            except Exception as error:  # the library's decoders may raise any exception
                 yield BadDocument(f"{self.path}, row {row}: cannot be read ({error}).")
             else:
                 yield in_column(value, self.column, self.path, row)
@@ -60,11 +60,11 @@ class HuggingFaceSource(SourceConfig):
         return {"type": "huggingface", "content": self.rows()._fingerprint, **options(self)}
 
     def rows(self):
-        """The `datasets.Dataset`, memory-mapped by that library."""
+        """Return the `datasets.Dataset`, memory-mapped by that library."""
         return load_rows(expand(self.path, "path"), self.name, self.split, self.revision)
 
 
-@functools.lru_cache(maxsize=8)  # a worker process asks again for each of its tasks
+@functools.lru_cache(maxsize=8)  # a worker process calls this for each task
 def load_rows(path: str, name: str | None, split: str, revision: str | None):
     try:
         import datasets  # pyright: ignore[reportMissingImports] -- an optional extra
@@ -78,6 +78,6 @@ def load_rows(path: str, name: str | None, split: str, revision: str | None):
             return saved
         if split in saved:
             return saved[split]
-    except Exception as error:  # no narrower class has all that the library and the data set's host raise
+    except Exception as error:  # no narrower class covers all errors of the library and the host
         raise UserError(f"{path}: the data set could not be loaded ({error}).") from error
     raise UserError(f"{path}: no split `{split}`; the splits are: {', '.join(map(str, saved))}.")

@@ -39,7 +39,7 @@ class JsonLinesSource(FileSource):
         return [SourceRange(path, start, stop, stop - start) for start, stop in ranges(size, PART_BYTES)]
 
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
-        first = None  # where the first of these lines begins
+        first = None  # the offset of the first of these lines
         lines = compressed_lines(part.path) if is_compressed(part.path) else lines_of_part(part)
         for number, (start, line) in enumerate(lines, 1):
             first = (0 if is_compressed(part.path) else start) if first is None else first
@@ -50,38 +50,38 @@ class JsonLinesSource(FileSource):
                 except BadDocument as bad:
                     yield bad
 
-    def text_of(self, line: bytes, place: object) -> str:
-        """The text field of one line of JSON; raises `BadDocument` if it has none."""
-        record = parsed(line, place)
+    def text_of(self, line: bytes, location: object) -> str:
+        """Return the text field of one line of JSON; raise `BadDocument` if it has none."""
+        record = parsed(line, location)
         if not isinstance(record, dict):
             raise BadDocument(
-                f"{place}: found {type(record).__name__}, expected a JSON object with field `{self.field}`."
+                f"{location}: found {type(record).__name__}, expected a JSON object with field `{self.field}`."
             )
         if self.field not in record:
             found = ", ".join(list(record)[:FIELDS_SHOWN]) or "none"
-            raise BadDocument(f"{place}: no field `{self.field}`; the fields of this line are: {found}.")
+            raise BadDocument(f"{location}: no field `{self.field}`; the fields of this line are: {found}.")
         if not isinstance(record[self.field], str):
             kind = type(record[self.field]).__name__
-            raise BadDocument(f"{place}: field `{self.field}` is {kind}, expected text.")
-        return encodable(record[self.field], place)
+            raise BadDocument(f"{location}: field `{self.field}` is {kind}, expected text.")
+        return encodable(record[self.field], location)
 
 
-def parsed(line: bytes, place: object) -> Any:
-    """What a line of JSON says; raises `BadDocument` if it is none."""
+def parsed(line: bytes, location: object) -> Any:
+    """Return the value of a line of JSON; raise `BadDocument` if it is invalid."""
     try:
         return json.loads(line.decode("utf-8").rstrip(), parse_int=short_whole)
     except UnicodeDecodeError as error:
         raise BadDocument(
-            f"{place}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
+            f"{location}: byte {error.start} of the line, 0x{line[error.start]:02x}, is not UTF-8."
         ) from error
     except json.JSONDecodeError as error:
-        raise BadDocument(f"{place}: not JSON ({error.msg} at column {error.colno}).") from error
+        raise BadDocument(f"{location}: not JSON ({error.msg} at column {error.colno}).") from error
     except RecursionError as error:
-        raise BadDocument(f"{place}: the JSON is nested too deeply.") from error
+        raise BadDocument(f"{location}: the JSON is nested too deeply.") from error
 
 
 def short_whole(digits: str) -> int:
-    """A whole number; of one that is longer than any that is used the first digits, since Python refuses thousands."""
+    """Return an integer; of an extremely long one only the first digits, since Python refuses thousands."""
     return int(digits[:20])
 
 
@@ -91,7 +91,7 @@ def is_compressed(path: str) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """The place of a line: the `number`-th from the byte `first` on. Counted in the whole file when it is said."""
+    """The location of a line: the `number`-th from byte `first` on. The line number is counted when it is printed."""
 
     path: str
     first: int
@@ -102,20 +102,20 @@ class Line:
 
 
 def lines_of_part(part: SourceRange) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of the lines that begin in a part of a plain file."""
+    """Yield (byte offset, line) of the lines that begin in a range of a plain file."""
     with readable(part.path), opened(part.path) as file:
         start = part.start
         if start > 0:
             file.seek(start - 1)
-            start += len(file.readline()) - 1  # the rest of a line that began earlier, or just its newline
+            start += len(file.readline()) - 1  # skip the rest of a line that began earlier, or its newline
         while start < part.stop and (line := file.readline()):
             yield start, line
             start += len(line)
 
 
-@lru_cache(maxsize=8)  # the lines of one part are counted from the same place
+@lru_cache(maxsize=8)  # the lines of one range are counted from the same offset
 def newlines_before(path: str, stop: int) -> int:
-    """Newlines in the first `stop` bytes of a file."""
+    """Return the number of newlines in the first `stop` bytes of a file."""
     count = 0
     with readable(path), opened(path) as file:
         while (left := stop - file.tell()) > 0 and (block := file.read(min(left, READ_BYTES))):
@@ -124,7 +124,7 @@ def newlines_before(path: str, stop: int) -> int:
 
 
 def compressed_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(byte offset in the unpacked text, line) of a compressed file."""
+    """Yield (byte offset in the unpacked text, line) of a compressed file."""
     start, rest = 0, b""
     for block in gzip_blocks(path) if path.endswith(".gz") else zstd_blocks(path):
         *lines, rest = (rest + block).split(b"\n")

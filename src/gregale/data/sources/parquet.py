@@ -41,7 +41,7 @@ class ParquetSource(FileSource):
             raise BadDocument(f"{part.path}, row group {part.start}, near row {row}: damaged ({error}).") from error
 
     def document(self, value, path: str, row: int) -> Document | BadDocument:
-        """The document of one `pyarrow.Scalar`."""
+        """Return the document of one `pyarrow.Scalar`."""
         try:
             return in_column(value.as_py(), self.column, path, row)
         except UnicodeDecodeError:
@@ -49,7 +49,7 @@ class ParquetSource(FileSource):
 
 
 def open_parquet(path: str):
-    """A `pyarrow.parquet.ParquetFile`."""
+    """Return a `pyarrow.parquet.ParquetFile`."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -22,7 +22,7 @@ SEARCH_BYTES = 64 << 10
 @SourceConfig.register_subclass("text")
 @dataclass(frozen=True)
 class TextSource(FileSource):
-    """UTF-8 text or source files: a document per file, or several where a separator is given."""
+    """UTF-8 text or source files: a document per file, or several if a separator is given."""
 
     separator: str = field(
         default="", metadata={"help": "text between two documents of one file; empty: a document per file"}
@@ -39,21 +39,21 @@ class TextSource(FileSource):
             data, start = of_part(part, separator) if can_be_cut_at(separator) else (read_bytes(part.path), 0)
         if start == 0 and data.startswith(BYTE_ORDER_MARK):
             start, data = len(BYTE_ORDER_MARK), data[len(BYTE_ORDER_MARK) :]
-        for piece in data.split(separator) if separator else [data]:
-            yield decoded(piece, part.path, start)
-            start += len(piece) + len(separator)
+        for content in data.split(separator) if separator else [data]:
+            yield decoded(content, part.path, start)
+            start += len(content) + len(separator)
 
 
 def can_be_cut_at(separator: bytes) -> bool:
-    """Whether a separator is found in the middle of a file as from its beginning: no two of them can overlap."""
+    """Return whether a separator can be found from the middle of a file: no two of them can overlap."""
     return bool(separator) and not any(separator.startswith(separator[at:]) for at in range(1, len(separator)))
 
 
 def of_part(part: SourceRange, separator: bytes) -> tuple[bytes, int]:
-    """The bytes of the documents that begin in a part, up to the separator behind the last, and where they begin."""
+    """Return the bytes of the documents that begin in a range, up to the last separator, and their offset."""
     with opened(part.path) as file:
         start = 0
-        if part.start > 0:  # the first that begins here has a separator that ends here before it
+        if part.start > 0:  # the separator before the first document here may begin earlier
             start = find(file, separator, part.start - len(separator)) + len(separator)
         if start >= part.stop:
             return b"", part.stop
@@ -63,7 +63,7 @@ def of_part(part: SourceRange, separator: bytes) -> tuple[bytes, int]:
 
 
 def find(file: BinaryIO, separator: bytes, start: int) -> int:
-    """Where the first separator at or after `start` begins; the end of the file if there is none."""
+    """Return the offset of the first separator at or after `start`; the end of the file if there is none."""
     at = file.seek(max(start, 0))
     rest = b""
     while block := file.read(SEARCH_BYTES):
@@ -75,12 +75,12 @@ def find(file: BinaryIO, separator: bytes, start: int) -> int:
     return at + len(rest)
 
 
-def decoded(piece: bytes, path: str, start: int) -> Document | BadDocument:
-    """A piece of a file, found at the byte `start`, as a document."""
+def decoded(content: bytes, path: str, start: int) -> Document | BadDocument:
+    """Return bytes of a file, from the offset `start`, as a document."""
     try:
-        return Document(piece.decode("utf-8"), path, start)
+        return Document(content.decode("utf-8"), path, start)
     except UnicodeDecodeError as error:
         return BadDocument(
-            f"{path}, byte {start + error.start}: 0x{piece[error.start]:02x} is not UTF-8 text. "
+            f"{path}, byte {start + error.start}: 0x{content[error.start]:02x} is not UTF-8 text. "
             "Convert the file, or leave it out with `exclude`."
         )

@@ -1,4 +1,4 @@
-"""Files of tokens that another program has made."""
+"""Token files that another program made."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from gregale.storage import is_url, read_range, storage_path
 
 DTYPES = ("uint16", "uint32", "int32")
 PART_TOKENS = 4 << 20
-READ_TOKENS = 1 << 20  # of an object at once
+READ_TOKENS = 1 << 20  # in one read of an object
 
 
 @SourceConfig.register_subclass("tokens")
@@ -38,7 +38,7 @@ class TokensSource(FileSource):
         return [SourceRange(path, start, stop, (stop - start) * tokens.itemsize) for start, stop in pieces]
 
     def open(self, path: str) -> "np.ndarray | RemoteArray":
-        """The ids [token], memory-mapped or, of an object store, read as they are needed."""
+        """Return the ids [token], memory-mapped or, from an object store, read on access."""
         with readable(path), opened(path) as file:
             size = file.seek(0, os.SEEK_END)
             if size == 0:
@@ -52,7 +52,7 @@ class TokensSource(FileSource):
         return tokens
 
     def raw(self, path: str, size: int) -> "np.ndarray | RemoteArray":
-        """The ids [token] of a file without a header."""
+        """Return the ids [token] of a file without a header."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         if size % dtype.itemsize:
             raise BadDocument(
@@ -65,7 +65,7 @@ class TokensSource(FileSource):
     def scan(self, part: SourceRange) -> Iterator[Document | BadDocument]:
         tokens = self.open(part.path)
         start = part.start
-        if start > 0:  # the first document of this part begins after the end of the one that reaches into it
+        if start > 0:  # the first document here begins after the end of the one before
             start = self.end(tokens, start - 1) + 1
         while start < part.stop:
             stop = self.end(tokens, start)
@@ -73,7 +73,7 @@ class TokensSource(FileSource):
             start = stop + 1
 
     def end(self, tokens: "np.ndarray | RemoteArray", start: int) -> int:
-        """Where the first end-of-document token at or after `start` stands, or the end of the file."""
+        """Return the index of the first end-of-document token at or after `start`, or the end of the file."""
         if self.end_of_document is None:
             return len(tokens)
         block = 1024
@@ -87,7 +87,7 @@ class TokensSource(FileSource):
 
 
 def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
-    """The array of a .npy file, memory-mapped or read as it is needed."""
+    """Return the array of a .npy file, memory-mapped or read on access."""
     try:
         if not is_url(path):
             return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -97,18 +97,18 @@ def npy(path: str, file: BinaryIO) -> "np.ndarray | RemoteArray":
         return RemoteArray(path, file.tell(), dtype, shape)
     except UserError:
         raise
-    except Exception as error:  # a damaged header raises whatever Python's own parser does
+    except Exception as error:  # for a damaged header Python's parser may raise any exception
         raise BadDocument(f"{path}: not a .npy array, or a damaged one ({error}).") from error
 
 
 class RemoteArray:
-    """An array in an object, of which slices are read; what lies behind a slice is read with it.
+    """An array in an object, read in slices; each read also fetches the data after the slice.
 
     Args:
         path: URL of the object.
         offset: bytes before the array.
-        dtype: of the elements.
-        shape: of the array.
+        dtype: type of the elements.
+        shape: shape of the array.
     """
 
     def __init__(self, path: str, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
@@ -120,8 +120,8 @@ class RemoteArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, places: slice) -> np.ndarray:
-        start, stop, _ = places.indices(len(self))
+    def __getitem__(self, selected: slice) -> np.ndarray:
+        start, stop, _ = selected.indices(len(self))
         if not self._start <= start <= stop <= self._start + len(self._read):
             ends = (each * self.itemsize + self._offset for each in (start, max(stop, start + READ_TOKENS)))
             with readable(self._path):

@@ -1,11 +1,11 @@
-"""Continuations: tokens whose likelihood is asked for, given the tokens before them.
+"""Continuations: tokens to score, given the tokens before them.
 
-Text becomes tokens as in lm-evaluation-harness, so that its numbers are these:
+Text becomes tokens as in lm-evaluation-harness, so that the results are equal:
 
-- white space at the end of a context belongs to the continuation: tokens begin with a space, and end with none
-- the continuation's tokens are those of context + continuation after as many as the context alone has
+- white space at the end of a context belongs to the continuation: tokens begin with a space and do not end with one
+- the continuation's tokens are those of context + continuation after the number of the context's own tokens
 - a continuation without a context follows the token that ends a document
-- what is too long for a window is cut from the left
+- a text that is too long for a window is cut from the left
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         tokens: int32 [token].
-        scored: how many of them, the last ones; each is given all those before it.
+        scored: the number of last tokens to score, each given all tokens before it.
     """
 
     tokens: np.ndarray
@@ -31,7 +31,7 @@ class Continuation(NamedTuple):
 
 
 class Continuations(Protocol):
-    """Continuations by their number.
+    """Continuations by index.
 
     Attributes:
         lengths: input tokens of each, one less than all its tokens, int64 [continuation].
@@ -44,7 +44,7 @@ class Continuations(Protocol):
 
 
 class InMemory(list[Continuation]):
-    """Continuations that are all there."""
+    """Continuations in a list."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -52,7 +52,7 @@ class InMemory(list[Continuation]):
 
 
 def encoded(pairs: Sequence[Pair], tokenizer: Tokenizer, start: Sequence[int]) -> InMemory:
-    """The tokens of each pair; a continuation whose characters all went into the context's last token has none.
+    """Return the tokens of each pair; a continuation has none if the context's last token contains all its characters.
 
     Args:
         start: tokens before every context.
@@ -71,20 +71,20 @@ def encoded(pairs: Sequence[Pair], tokenizer: Tokenizer, start: Sequence[int]) -
 
 
 def with_space_moved(pair: Pair) -> Pair:
-    """White space at the context's end goes to the continuation."""
+    """Move white space at the context's end to the continuation."""
     context = pair.context.rstrip()
     return Pair(context, pair.context[len(context) :] + pair.continuation)
 
 
 def filled(continuations: Sequence[Continuation], length: int) -> ExampleBatch:
-    """Continuations as rows of a batch, arrays [row, length], see `gregale.data.examples.make_example`.
+    """Return continuations as rows of a batch, arrays [row, length], see `gregale.data.examples.make_example`.
 
-    Each is cut from the left to `length` input tokens; what follows a shorter one is filling, which is not scored.
+    Each is cut from the left to `length` input tokens; a shorter one is padded; padding is not scored.
     """
     return stacked([_row(each, length) for each in continuations])
 
 
-NOTHING = Continuation(np.zeros(1, np.int32), 0)  # a row that fills a batch
+NOTHING = Continuation(np.zeros(1, np.int32), 0)  # a row that pads a batch
 
 
 def _row(continuation: Continuation, length: int) -> ExampleBatch:

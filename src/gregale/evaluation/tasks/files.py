@@ -1,10 +1,10 @@
-"""Files of tasks: JSON lines, a question each, and in the first line what they have in common.
+"""Files of tasks: JSON lines, a question each, and common settings in the first line.
 
     {"kind": "multiple_choice", "prefix": "Q: 1 + 1 =\\nA: 2\\n\\n"}
     {"context": "Q: 2 + 3 =\\nA:", "choices": ["4", "5", "6"], "answer": 1}
 
-A file without a line of settings is of multiple choice. Keys that are not known are left alone in a question's line,
-and refused in the line of settings.
+A file without a line of settings has multiple-choice questions. Unknown keys are ignored in a question's line and
+rejected in the line of settings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,17 +40,18 @@ class Task:
     path: str
 
     def figures(self, scores: Sequence[Score]) -> dict[str, float]:
-        """The figures that the scores of the questions make, by name; all NaN if any log-likelihood is no number."""
+        """Return the metrics of the questions' scores by name; all NaN if any log-likelihood is NaN."""
         figures = KINDS[self.kind].figures(self.questions, scores)
         sound = all(abs(score.log_likelihoods).max() < float("inf") for score in scores)
         return figures if sound else dict.fromkeys(figures, float("nan"))
 
 
 def read_tasks(patterns: Sequence[str]) -> list[Task]:
-    """The tasks in the files that match glob patterns, on a disk or in an object store, in the order of the patterns.
+    """Return the tasks in the files that match glob patterns, on a disk or in an object store, in their order.
 
     Raises:
-        UserError: a pattern matches no file, two files have one name, or a file is wrong; names the file and the line.
+        UserError: a pattern matches no file, two files have one name, or a file is invalid; names the file and the
+            line.
     """
     paths = dict.fromkeys(path for pattern in patterns for path in matching(pattern))
     tasks: dict[str, Task] = {}
@@ -74,7 +75,7 @@ def matching(pattern: str) -> list[str]:
 
 
 def read_task(path: str) -> Task:
-    """The task in a file; raises `UserError` if it is wrong."""
+    """Return the task in a file; raise `UserError` if the file is invalid."""
     lines = list(objects_of(path))
     form = Form()
     if lines and "kind" in lines[0][1]:
@@ -82,7 +83,7 @@ def read_task(path: str) -> Task:
     if not lines:
         raise UserError(f"{path}: no question is in it. A line is for example {EXAMPLE}")
     read = KINDS[form.kind].read
-    questions = tuple(read(line, form, place) for place, line in lines)
+    questions = tuple(read(line, form, location) for location, line in lines)
     return Task(PurePath(path).name.removesuffix(".jsonl"), form.kind, questions, path)
 
 
@@ -90,32 +91,32 @@ EXAMPLE = '{"context": "Two and three is", "choices": ["four", "five"], "answer"
 
 
 def objects_of(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The place and the object of each line that is not empty."""
+    """Yield the location and the object of each line that is not empty."""
     content = read_bytes(path).removeprefix(BYTE_ORDER_MARK)
     for number, line in enumerate(content.split(b"\n"), 1):
         if line.strip():
-            place = f"{path}, line {number}"
-            record = parsed(line, place)
+            location = f"{path}, line {number}"
+            record = parsed(line, location)
             if not isinstance(record, dict):
-                raise UserError(f"{place}: found {type(record).__name__}, expected a JSON object such as {EXAMPLE}")
-            yield place, record
+                raise UserError(f"{location}: found {type(record).__name__}, expected a JSON object such as {EXAMPLE}")
+            yield location, record
 
 
-def form_of(place: str, line: dict[str, Any]) -> Form:
-    """The settings in a file's first line."""
+def form_of(location: str, line: dict[str, Any]) -> Form:
+    """Return the settings in a file's first line."""
     for key, value in line.items():
         if key not in SETTINGS:
             near = did_you_mean(get_close_matches(key, SETTINGS, n=1))
             raise UserError(
-                f"{place}: it has a `kind`, so it is the line of settings, which knows no `{key}`.{near} It may have: "
-                f"{', '.join(SETTINGS)}."
+                f"{location}: it has a `kind`, so it is the line of settings, which has no key `{key}`.{near} "
+                f"It may have: {', '.join(SETTINGS)}."
             )
         if not isinstance(value, str):
-            raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
-        encodable(value, place)
+            raise UserError(f"{location}: `{key}` is {type(value).__name__}, expected text.")
+        encodable(value, location)
     if line["kind"] not in KINDS:
         near = did_you_mean(get_close_matches(line["kind"], KINDS, n=1))
-        raise UserError(f"{place}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")
+        raise UserError(f"{location}: kind is {shown(line['kind'])}.{near} The kinds are: {', '.join(KINDS)}.")
     if line.get("gap") == "":
-        raise UserError(f"{place}: `gap` is empty; it has to be what the choices of a cloze replace.")
+        raise UserError(f"{location}: `gap` is empty; it must be the mark that the choices of a cloze replace.")
     return Form(**line)

@@ -1,4 +1,4 @@
-"""The kinds of tasks: which keys a line has, what of it is scored, and the figures that the scores make."""
+"""The kinds of tasks: the keys of a line, the texts to score, and the metrics."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +15,13 @@ KEYS_SHOWN = 20
 
 @dataclass(frozen=True)
 class Form:
-    """The first line of a file, if it has a `kind`: what all its questions have in common.
+    """The first line of a file, if it has a `kind`: the common settings of all its questions.
 
     Attributes:
         kind: a name of `KINDS`.
-        prefix: stands before every context, such as solved questions.
-        delimiter: stands between a context and a choice or an answer.
-        gap: what the choices of a cloze replace.
+        prefix: text before every context, such as solved questions.
+        delimiter: text between a context and a choice or an answer.
+        gap: the mark that the choices of a cloze replace.
     """
 
     kind: str = "multiple_choice"
@@ -31,7 +31,7 @@ class Form:
 
 
 class Pair(NamedTuple):
-    """A text that is given, and the text after it that is scored."""
+    """A context, and the scored text after it."""
 
     context: str
     continuation: str
@@ -39,13 +39,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One line.
+    """One line of a file.
 
     Attributes:
         pairs: one for each choice.
-        answer: the number of the right one.
+        answer: the index of the right one.
         place: the file and the line, for messages.
-        sizes: by what the log-likelihoods are divided, one for each choice.
+        sizes: the divisors of the log-likelihoods, one for each choice.
     """
 
     pairs: tuple[Pair, ...]
@@ -55,7 +55,7 @@ class Question:
 
 
 class Score(NamedTuple):
-    """What a model finds of a question's choices.
+    """The score of a question's choices by a model.
 
     Attributes:
         log_likelihoods: in nats, float64 [choice].
@@ -68,43 +68,46 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file of tasks may hold.
+    """The content of a file of tasks.
 
     Attributes:
-        read: a line's object, the file's form and the place -> the question; raises `UserError` for a wrong line.
-        figures: questions and their scores -> figures by name; those of `..._stderr` are standard errors.
+        read: a line's object, the file's form and the location -> the question; raises `UserError` for a wrong line.
+        figures: questions and their scores -> metrics by name; those of `..._stderr` are standard errors.
     """
 
     read: Callable[[Mapping[str, Any], Form, str], Question]
     figures: Callable[[Sequence[Question], Sequence[Score]], dict[str, float]]
 
 
-def read_multiple_choice(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, choices = text_of(line, "context", place), choices_of(line, place)
+def read_multiple_choice(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, choices = text_of(line, "context", location), choices_of(line, location)
     pairs = tuple(Pair(form.prefix + context, form.delimiter + choice) for choice in choices)
-    return Question(pairs, answer_of(line, len(choices), place), place, tuple(map(len, choices)))
+    return Question(pairs, answer_of(line, len(choices), location), location, tuple(map(len, choices)))
 
 
-def read_cloze(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, choices = text_of(line, "context", place), choices_of(line, place)
+def read_cloze(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, choices = text_of(line, "context", location), choices_of(line, location)
     before, *after = context.split(form.gap)
     if len(after) != 1 or not after[0]:
         found = "nothing stands after it" if len(after) == 1 else f"it is there {len(after)} times"
         raise UserError(
-            f"{place}: a cloze has one gap {form.gap!r} in its `context` and text after it, which is scored; {found}. "
+            f"{location}: a cloze has one gap {form.gap!r} in its `context` and text after it, which is scored; "
+            f"{found}. "
             'Another gap is named in the first line of the file: {"kind": "cloze", "gap": "___"}.'
         )
     pairs = tuple(Pair(form.prefix + before + choice, after[0]) for choice in choices)
-    return Question(pairs, answer_of(line, len(choices), place), place)
+    return Question(pairs, answer_of(line, len(choices), location), location)
 
 
-def read_greedy_match(line: Mapping[str, Any], form: Form, place: str) -> Question:
-    context, answer = text_of(line, "context", place), text_of(line, "answer", place)
-    return Question((Pair(form.prefix + context, form.delimiter + answer),), 0, place)
+def read_greedy_match(line: Mapping[str, Any], form: Form, location: str) -> Question:
+    context, answer = text_of(line, "context", location), text_of(line, "answer", location)
+    return Question((Pair(form.prefix + context, form.delimiter + answer),), 0, location)
 
 
 def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`: the share of questions whose answer has the largest log-likelihood; of equal ones the first counts."""
+    """Return `acc`: the fraction of questions whose answer has the largest log-likelihood; of equal ones the first
+    counts.
+    """
     right = [
         np.argmax(score.log_likelihoods) == question.answer for question, score in zip(questions, scores, strict=True)
     ]
@@ -112,7 +115,7 @@ def accuracy(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
+    """Return `acc`, and `acc_norm`: the same with each log-likelihood divided by the characters of its choice."""
     right = [
         np.argmax(by_size(score.log_likelihoods, question.sizes)) == question.answer
         for question, score in zip(questions, scores, strict=True)
@@ -121,7 +124,7 @@ def accuracies(questions: Sequence[Question], scores: Sequence[Score]) -> dict[s
 
 
 def matches(questions: Sequence[Question], scores: Sequence[Score]) -> dict[str, float]:
-    """`acc`: the share of answers that greedy decoding gives, and `perplexity`: exp(-mean of log-likelihoods)."""
+    """Return `acc`, the fraction of answers that greedy decoding gives, and `perplexity`: exp(-mean log-likelihood)."""
     del questions
     loss = mean_of("loss", [-score.log_likelihoods[0] for score in scores])
     perplexity = float(np.exp(loss["loss"]))
@@ -140,48 +143,48 @@ KINDS: dict[str, Kind] = {
 
 
 def by_size(log_likelihoods: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Log-likelihoods by the size of their choices; an empty choice is the least likely."""
+    """Return log-likelihoods divided by the size of their choices; an empty choice is the least likely."""
     return np.array([each / size if size else -math.inf for each, size in zip(log_likelihoods, sizes, strict=True)])
 
 
 def mean_of(name: str, values: Sequence[float | bool]) -> dict[str, float]:
-    """The mean of n values, and its standard error sqrt(sum (value - mean)^2 / (n - 1) / n); NaN for one value."""
+    """Return the mean of n values and its standard error sqrt(sum (value - mean)^2 / (n - 1) / n), NaN for n = 1."""
     array = np.asarray(values, np.float64)
     error = array.std(ddof=1) / math.sqrt(len(array)) if len(array) > 1 else math.nan
     return {name: float(array.mean()), f"{name}_stderr": float(error)}
 
 
-def text_of(line: Mapping[str, Any], key: str, place: str) -> str:
-    """The text of a key; raises `UserError` if there is none."""
-    value = value_of(line, key, place)
+def text_of(line: Mapping[str, Any], key: str, location: str) -> str:
+    """Return the text of a key; raise `UserError` if there is none."""
+    value = value_of(line, key, location)
     if not isinstance(value, str):
-        raise UserError(f"{place}: `{key}` is {type(value).__name__}, expected text.")
-    return encodable(value, place)
+        raise UserError(f"{location}: `{key}` is {type(value).__name__}, expected text.")
+    return encodable(value, location)
 
 
-def choices_of(line: Mapping[str, Any], place: str) -> list[str]:
-    """At least two texts."""
-    choices = value_of(line, "choices", place)
+def choices_of(line: Mapping[str, Any], location: str) -> list[str]:
+    """Return at least two texts."""
+    choices = value_of(line, "choices", location)
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         found = f"{len(choices)} choices" if isinstance(choices, list) else type(choices).__name__
-        raise UserError(f"{place}: `choices` has to be a list of two texts or more; found {found}.")
-    return [encodable(choice, place) for choice in choices]
+        raise UserError(f"{location}: `choices` has to be a list of two texts or more; found {found}.")
+    return [encodable(choice, location) for choice in choices]
 
 
-def answer_of(line: Mapping[str, Any], count: int, place: str) -> int:
-    """The number of the right choice, from 0."""
-    answer = value_of(line, "answer", place)
+def answer_of(line: Mapping[str, Any], count: int, location: str) -> int:
+    """Return the index of the right choice, from 0."""
+    answer = value_of(line, "answer", location)
     if not isinstance(answer, int) or isinstance(answer, bool):
         raise UserError(
-            f"{place}: `answer` is {type(answer).__name__}, expected the number of the right choice, from 0."
+            f"{location}: `answer` is {type(answer).__name__}, expected the number of the right choice, from 0."
         )
     if not 0 <= answer < count:
-        raise UserError(f"{place}: `answer` is {answer}, but the {count} choices have the numbers 0 to {count - 1}.")
+        raise UserError(f"{location}: `answer` is {answer}, but the {count} choices have the numbers 0 to {count - 1}.")
     return answer
 
 
-def value_of(line: Mapping[str, Any], key: str, place: str) -> Any:
+def value_of(line: Mapping[str, Any], key: str, location: str) -> Any:
     if key not in line:
         found = ", ".join(list(line)[:KEYS_SHOWN]) or "none"
-        raise UserError(f"{place}: no key `{key}`; the keys of this line are: {found}.")
+        raise UserError(f"{location}: no key `{key}`; the keys of this line are: {found}.")
     return line[key]

@@ -1,4 +1,4 @@
-"""Documents longer than a window, scored by windows that slide over them."""
+"""Documents longer than a window, scored in sliding windows."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ READ_TOKENS = 1 << 20
 
 
 class SlidingWindows:
-    """Documents as continuations: each of their tokens is scored once, with as much before it as its window has.
+    """Documents as continuations: each token is scored once, with as many tokens before it as its window has.
 
-    The first window of a document scores its first tokens. The next ones end `stride` tokens further, or at the
-    document's end, and score what the one before has not; each has `length` input tokens, so that from the second
-    window on at least length - stride + 1 tokens stand before every token that is scored. A stride of `length`
-    computes least, and is the one of lm-evaluation-harness. The token that ends a document is not scored.
+    The first window of a document scores its first tokens. Each later window ends `stride` tokens further, or at the
+    document's end, and scores the tokens that the earlier ones did not. Each has `length` input tokens, so from the
+    second window on every scored token has at least length - stride + 1 tokens before it. A stride of `length` computes
+    least; lm-evaluation-harness uses it. The token that ends a document is not scored.
 
     Args:
         streams: of documents.
@@ -26,8 +26,8 @@ class SlidingWindows:
         end: the token that ends a document in a stream.
 
     Attributes:
-        documents: the number of each window's document, int64 [window].
-        sizes: tokens of each document that are scored, int64 [document].
+        documents: the index of each window's document, int64 [window].
+        sizes: scored tokens of each document, int64 [document].
     """
 
     def __init__(self, streams: Sequence[DocumentStream], length: int, stride: int, start: Sequence[int], end: int):
@@ -53,20 +53,20 @@ class SlidingWindows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Input tokens of each window, int64 [window]."""
+        """Return the input tokens of each window, int64 [window]."""
         return np.minimum(self._ends + len(self._start) - 1, self._length)
 
     def __getitem__(self, index: int) -> Continuation:
         document, end = self.documents[index], int(self._ends[index])
         stream = int(np.searchsorted(self._firsts, document, side="right")) - 1
-        first = end - self._length - 1  # of the window; below 0 where tokens of the start belong to it
+        first = end - self._length - 1  # of the window; below 0 if it includes tokens of the start
         begin = int(self._begins[document])
         tokens, _ = self._streams[stream].read(begin + max(first, 0), begin + end)
         before = self._start[max(len(self._start) + first, 0) :] if first < 0 else self._start[:0]
         return Continuation(np.concatenate([before, tokens]), int(self._scored[index]))
 
     def text_bytes(self, token_bytes: np.ndarray) -> np.ndarray:
-        """The bytes of each document's text, [document]; `token_bytes`: see `Tokenizer.token_bytes`."""
+        """Return the bytes of each document's text, [document]; `token_bytes`: see `Tokenizer.token_bytes`."""
         found = []
         for stream in self._streams:
             total = np.zeros(len(stream.starts) - 1)
@@ -79,7 +79,7 @@ class SlidingWindows:
 
 
 def sizes_without_end(stream: DocumentStream, end: int) -> np.ndarray:
-    """Tokens of each document without the one that ends it, which only the last, if it is cut off, can lack."""
+    """Return each document's tokens without the end token, which only a truncated last document lacks."""
     sizes = np.diff(stream.starts) - 1
     if len(sizes) and stream.read(len(stream) - 1, len(stream))[0][0] != end:
         sizes[-1] += 1

@@ -1,4 +1,4 @@
-"""Which form of the operations a device gets: the one place that chooses."""
+"""The choice of the form of the operations for a device; no other module chooses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gregale.model.kernels.tpu.splash import Splash
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What the operations are chosen for.
+    """The inputs of the choice of operations.
 
-    - `device`: one of those that compute, of JAX or described by a topology
+    - `device`: a device of the computation, of JAX or described by a topology
     - `rules`: `auto` (the platform's own, if it has any) or `plain`
     - `dtype`: of activations
     - `head_size`: width of a head of attention
-    - `cap`: what bounds its scores; None: nothing
+    - `cap`: the limit of its scores; None: no limit
     """
 
     device: Any
@@ -44,8 +44,8 @@ class KernelRequest:
 class AttentionKernel:
     """A form of attention.
 
-    - `misfit(task)`: why it cannot be used, as the end of a sentence; None: it can
-    - `attend(task)`: what computes it
+    - `misfit(task)`: the reason why it is unusable, as the end of a sentence; None: it is usable
+    - `attend(task)`: the function that computes it
     - `opaque`: see `Kernels`
     """
 
@@ -87,7 +87,7 @@ def _off_rules(task: KernelRequest) -> str | None:
 
 OWN_RULES: dict[str, Callable[[], Kernels]] = {"cpu": cpu_kernels, "tpu": tpu_kernels}  # of platforms
 
-# Fastest first. `blocked` is not asked for by name: it is one of the rules (`compute.autodiff_rules`).
+# Fastest first. `blocked` cannot be chosen by name: it is one of the rules (`compute.autodiff_rules`).
 FORMS = {
     "splash": AttentionKernel(_off_tpu, lambda task: Splash(task.device.device_kind), opaque=True),
     "cudnn": AttentionKernel(_off_cudnn, lambda task: cudnn.attend, opaque=True),
@@ -97,11 +97,11 @@ FORMS = {
 
 
 def kernels_for(task: KernelRequest, attention: str) -> Kernels:
-    """The operations for a task.
+    """Return the operations for a request.
 
-    `attention`: the name of a form, or `auto`: the fastest that fits
+    - `attention`: the name of a form, or `auto`: the fastest that fits
 
-    Raises `UserError` if the form that is asked for by name does not fit.
+    Raises `UserError` if the named form does not fit.
     """
     name = _fastest(task) if attention == "auto" else attention
     form = FORMS[name]

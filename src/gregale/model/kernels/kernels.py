@@ -1,4 +1,4 @@
-"""The operations of a model that have more than one form, and what they compute."""
+"""The operations of a model that have more than one form, and their definitions."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ATTENTION_NAME = "attention"
 class Attend(Protocol):
     """Causal self-attention, softmax(s) . v with s = q . k / sqrt(head size), the softmax in float32.
 
-    A token sees the tokens of its own segment at or before its place, `window` of them at most. Query head n reads
-    key/value head n // (heads / kv_heads). The form itself names its output `ATTENTION_NAME` for remat policies, and
-    with it whatever small it needs to spare the backward pass another forward one.
+    A token sees the tokens of its own segment at or before its index, at most `window` of them. Query head n reads
+    key/value head n // (heads / kv_heads). The form names its output, and small residuals that avoid a second forward
+    pass, `ATTENTION_NAME` for remat policies.
 
     Arguments:
     - `q`: [batch, position, heads, head_size]
@@ -42,20 +42,20 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class Kernels:
-    """One form of every operation. All forms compute the same but for rounding, values and gradients.
+    """One form of every operation. All forms compute equal values and gradients up to rounding.
 
-    - `rules`: whose rules of differentiation these are: `plain` (JAX's own) or a platform
+    - `rules`: the origin of the differentiation rules: `plain` (JAX's own) or a platform
     - `attention`: the name of attention's form
     - `project(layer, x)`: the linear layer's product, and its bias
     - `swiglu(gate, up)`: silu(gate) * up
     - `geglu(gate, up)`: gelu(gate) * up, by the approximation with tanh
     - `rms_norm(x, weight, epsilon)`: x / sqrt(mean(x^2) + epsilon) * weight over the last axis, which is the weight's;
-      all but the product with the weight in float32
+      all except the product with the weight in float32
     - `rotate(x, angle)`: channel pairs (i, i + half) of the last axis turned by `angle` [..., half], float32 radians
       that broadcast to the other axes of `x`; computed in float32, in the dtype of `x`
-    - `opaque`: attention is a kernel, which the partitioner cannot split: it has to be run on each device's own rows
-      and heads (`Execution.attend` does)
-    - `attend`: causal self-attention; the single queries of generation have a form of their own, `Cache.attend`
+    - `opaque`: attention is a kernel, which the partitioner cannot split: it must run on each device's own rows and
+      heads (`Execution.attend` does)
+    - `attend`: causal self-attention; the single queries of generation use `Cache.attend`
     """
 
     rules: str

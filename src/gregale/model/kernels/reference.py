@@ -1,4 +1,4 @@
-"""The operations in plain JAX, which differentiates them: the form for every platform without rules of its own."""
+"""The operations in plain JAX, which differentiates them: the form for every platform without its own rules."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def geglu(gate: NamedArray, up: NamedArray) -> NamedArray:
 
 
 def swiglu_gradients(gate: jax.Array, up: jax.Array, by_output: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s with s = sigmoid(gate), times `by_output`.
+    """Return d/dgate = up * s * (1 + gate * (1 - s)) and d/dup = gate * s, times `by_output`; s = sigmoid(gate).
 
-    What is given is float32, and what is computed.
+    Inputs and results are float32.
     """
     sigmoid = jax.nn.sigmoid(gate)
     return by_output * up * sigmoid * (1 + gate * (1 - sigmoid)), by_output * gate * sigmoid
 
 
 def rms_norm(x: NamedArray, weight: NamedArray, epsilon: float) -> NamedArray:
-    """Haliax's own broadcasts the root and the weight to the shape of `x` before it multiplies by them.
+    """Compute RMSNorm without broadcasting the root and the weight to the shape of `x`, as Haliax's own does.
 
-    The backward pass then keeps both in that shape. Here they have axes of size 1.
+    The backward pass would keep both in that shape. Here they have axes of size 1.
     """
     exact = x.array.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + epsilon)
@@ -48,7 +48,7 @@ def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
 
 
 def turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`Kernels.rotate` with the angles' cosines and sines."""
+    """Compute `Kernels.rotate` with the angles' cosines and sines."""
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
@@ -67,7 +67,7 @@ def _attend(q, k, v, segments, window: int | None) -> jax.Array:
 
 
 def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Array:
-    """JAX's own has no cap."""
+    """Compute attention with a cap, which JAX's own form lacks."""
     batch, length, heads, size = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32)
@@ -80,7 +80,7 @@ def _attend_capped(q, k, v, segments, window: int | None, cap: float) -> jax.Arr
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap); without a cap `x` itself."""
+    """Return cap * tanh(x / cap); without a cap `x` itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 

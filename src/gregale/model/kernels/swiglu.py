@@ -1,4 +1,4 @@
-"""SwiGLU with a backward pass of its own, which platforms want in different places."""
+"""SwiGLU with its own backward pass, whose barriers differ between platforms."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Arrays = tuple[jax.Array, ...]
 
 
 def swiglu_with(read: Callable[[Arrays], Arrays]) -> Callable[[NamedArray, NamedArray], NamedArray]:
-    """`silu(gate) * up`, whose gradients are made once, apart from the products that take them.
+    """Return `silu(gate) * up`, whose gradients are computed once, apart from the products that use them.
 
-    - `read`: hands gate, up and the cotangent to the backward pass; a barrier keeps it apart from what comes before
+    - `read`: passes gate, up and the cotangent to the backward pass; a barrier separates it from earlier operations
     """
 
     @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of rows, each with the keys that it can see."""
+"""Causal attention in blocks of rows, each with its visible keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gregale.model.kernels.kernels import ATTENTION_NAME
 from gregale.model.kernels.reference import capped
 
 MOST_BLOCKS = 4
-FEWEST_ROWS = 128  # in a block; shorter ones cost more in copies than they save in products
+FEWEST_ROWS = 128  # in a block; for shorter ones the copies cost more than the products save
 
 
 class Block(NamedTuple):
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 def blocks(length: int, window: int | None) -> Iterator[Block]:
-    """Up to `MOST_BLOCKS` blocks of equal size, the last of them shorter if the length is no multiple."""
+    """Yield up to `MOST_BLOCKS` blocks of equal size, the last one shorter if the length is not a multiple."""
     count = max(1, min(MOST_BLOCKS, length // FEWEST_ROWS))
     size = -(-length // count)
     for start in range(0, length, size):
@@ -43,7 +43,7 @@ def blocks(length: int, window: int | None) -> Iterator[Block]:
 
 
 class Shown(NamedTuple):
-    """Which scores count, and how: see `Attend`."""
+    """The mask and the cap of scores: see `Attend`."""
 
     window: int | None
     cap: float | None
@@ -83,12 +83,12 @@ def _attend_forward(q, k, v, segments, shown):
 
 
 def _attend_backward(shown: Shown, saved, cotangent):
-    """dv = p^T do, dq = ds k, dk = ds^T q; p the weights, dp = do v^T, ds = p * (dp - sum(p * dp)) / sqrt(size).
+    """Compute dv = p^T do, dq = ds k, dk = ds^T q, with weights p, dp = do v^T, ds = p (dp - sum(p dp)) / sqrt(size).
 
     With a cap c, ds has the factor 1 - (s / c)^2, where s is capped.
 
-    dv and dk are computed transposed, do^T p and q^T ds, so that no matrix of weights is transposed. The sum is that of
-    do * o too, but o is rounded to the dtype of activations.
+    dv and dk are computed transposed, do^T p and q^T ds, so that no matrix of weights is transposed. The sum equals
+    that of do * o, but o is rounded to the dtype of activations.
     """
     q, k, v, segments, exponent = saved
     cotangent = _grouped(cotangent, k.shape[1])
@@ -111,7 +111,7 @@ def _attend_backward(shown: Shown, saved, cotangent):
 
 
 def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[batch, position, heads, size] -> [batch, kv_heads, heads / kv_heads, position, size]"""
+    """Turn [batch, position, heads, size] into [batch, kv_heads, heads / kv_heads, position, size]."""
     batch, length, heads, size = x.shape
     return x.reshape(batch, length, kv_heads, heads // kv_heads, size).transpose(0, 2, 3, 1, 4)
 
@@ -126,12 +126,12 @@ def _scale(q: jax.Array) -> float:
 
 
 def _scores(q, k, block: Block) -> jax.Array:
-    """q . k / sqrt(size): [batch, kv_heads, heads / kv_heads, row, key] of a block."""
+    """Return q . k / sqrt(size): [batch, kv_heads, heads / kv_heads, row, key] of a block."""
     return _float32_einsum("bkgsd,bktd->bkgst", q[..., block.rows, :], k[:, :, block.keys]) * _scale(q)
 
 
 def _seen(scores, segments: jax.Array | None, window: int | None, block: Block) -> jax.Array:
-    """The scores of a block, -inf where a key is not seen."""
+    """Return the scores of a block, -inf for keys that are not visible."""
     shape = (block.stop - block.start, block.stop - block.first)
     back = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     back += block.start - block.first

@@ -1,4 +1,4 @@
-"""The operations with XLA:CPU's rules of differentiation."""
+"""The operations with differentiation rules for XLA:CPU."""
 
 from __future__ import annotations
 

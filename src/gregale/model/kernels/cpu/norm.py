@@ -1,4 +1,4 @@
-"""RMSNorm with a backward pass of its own."""
+"""RMSNorm with its own backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rms_norm_forward(x, weight, epsilon):
 
 
 def _rms_norm_backward(epsilon: float, saved, cotangent):
-    """With n = x * inverse, c = cotangent * weight: inverse * (c - n * mean(c * n)) by x, cotangent * n by weight."""
+    """Return inverse * (c - n * mean(c * n)) by x, cotangent * n by weight; n = x * inverse, c = cotangent * weight."""
     x, weight, inverse = saved
     x32, by_output = (each.astype(jnp.float32) for each in jax.lax.optimization_barrier((x, cotangent)))
     normal = x32 * inverse

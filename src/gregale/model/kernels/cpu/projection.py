@@ -1,4 +1,4 @@
-"""Products with weights, whose backward pass transposes the narrower operand."""
+"""Products with weights; their backward pass transposes the narrower operand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def project(layer: Linear, x: NamedArray) -> NamedArray:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """x . weight: [*rows, *in], [*in, *out] -> [*rows, *out]; `contracted`: the number of axes `in`."""
+    """Return x . weight: [*rows, *in], [*in, *out] -> [*rows, *out]; `contracted`: the number of axes `in`."""
     return jax.lax.dot_general(x, weight, ((_last(x, contracted), _first(contracted)), ((), ())))
 
 
@@ -35,7 +35,7 @@ def _product_backward(contracted: int, saved, cotangent):
     x, weight = saved
     rows, out = x.ndim - contracted, weight.ndim - contracted
     by_x = jax.lax.dot_general(cotangent, weight, ((_last(cotangent, out), _last(weight, out)), ((), ())))
-    # The left operand is the one that is transposed to contract the rows.
+    # The left operand is transposed to contract the rows.
     if x.size <= cotangent.size:
         return by_x, _over_rows(x, cotangent, rows)
     by_weight = _over_rows(cotangent, x, rows)  # [*out, *in]
@@ -43,10 +43,10 @@ def _product_backward(contracted: int, saved, cotangent):
 
 
 def _over_rows(left: jax.Array, right: jax.Array, rows: int) -> jax.Array:
-    """The product summed over the first `rows` axes of both.
+    """Return the product summed over the first `rows` axes of both.
 
-    As matrices, which Eigen transposes while it packs them. With more axes XLA:CPU transposes the left one in memory,
-    element by element, and computes it again while it does.
+    The operands are matrices, which Eigen transposes while it packs them. With more axes XLA:CPU transposes the left
+    one in memory, element by element, and recomputes it.
     """
     features = (*left.shape[rows:], *right.shape[rows:])
     left, right = (x.reshape(math.prod(x.shape[:rows]), -1) for x in (left, right))

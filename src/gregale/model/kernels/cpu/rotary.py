@@ -9,10 +9,10 @@ from gregale.model.kernels import reference
 
 
 def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
-    """The cosines and sines go through a product with the identity matrix, which is exact.
+    """Rotate channel pairs; the cosines and sines pass through an exact product with the identity matrix.
 
-    XLA:CPU fuses a cosine into whatever uses it, barriers notwithstanding, and computes it again there for every head,
-    in every layer, forward and backward. A product it does not fuse, and equal products of several layers are one.
+    XLA:CPU fuses a cosine into its users despite barriers, and recomputes it for every head, in every layer, forward
+    and backward. It does not fuse a product, and it merges equal products of several layers.
     """
     identity = jnp.eye(angle.shape[-1], dtype=angle.dtype)
     cos, sin = (jnp.dot(f(angle), identity, precision=jax.lax.Precision.HIGHEST) for f in (jnp.cos, jnp.sin))

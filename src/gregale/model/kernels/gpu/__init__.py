@@ -1,1 +1,1 @@
-"""Rules of differentiation for XLA:CPU, in plain JAX; docs/design.md says why."""
+"""Attention by cuDNN's fused kernels for NVIDIA GPUs; other operations use the reference form."""

@@ -1,8 +1,8 @@
-"""Causal attention by cuDNN's fused kernels: JAX's two operations for them, under a rule of differentiation of our own.
+"""Causal attention by cuDNN's fused kernels: JAX's two operations for them, with our own differentiation rule.
 
-`jax.nn.dot_product_attention` has a rule too. Ours names what it keeps, so that remat policies can save it; it keeps
-the segments and not the mask that is made of them, which is [position, position]; it does not ask for the mask's
-gradient; and it takes replicas that are mapped around it as more rows, for which JAX's has no form with a mask.
+`jax.nn.dot_product_attention` has a rule too. Ours names its residuals, so that remat policies can save them. It keeps
+the segments instead of their mask, which is [position, position]. It does not compute the mask's gradient. It treats
+replicas mapped around it as more rows, for which JAX's rule has no form with a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD_SIZE_MULTIPLE = 8
 LARGEST_HEAD_SIZE = 128
 LARGEST_HEAD_SIZE_FROM_HOPPER = 256
 HOPPER = 9  # of a GPU's compute capability, the number before the point
-HIDDEN = -(2.0**41)  # added to scores; so far from the largest number that cuDNN can subtract two of them
+HIDDEN = -(2.0**41)  # added to scores; small enough in magnitude that cuDNN can subtract two of them
 
 
 def attend(
@@ -32,11 +32,11 @@ def attend(
     window: int | None,
     cap: float | None = None,
 ) -> jax.Array:
-    """There is no cap: `choice` gives models that have one another form.
+    """Compute attention without a cap: `dispatch` chooses another form for models with a cap.
 
-    Segments become a bias [batch, 1, position, position], which has to have an even length; it holds the window too.
+    Segments and the window become a bias [batch, 1, position, position], which must have an even length.
 
-    Without segments nothing is of that size, and the kernel skips what the window hides.
+    Without segments nothing has that size, and the kernel skips keys outside the window.
     """
     assert cap is None
     length = q.shape[1]
@@ -65,11 +65,12 @@ _attend.defvjp(_kept, _gradients)
 
 
 def _forward(window: int | None, differentiated: bool, q, k, v, segments) -> tuple[jax.Array, ...]:
-    """Attention [batch, position, heads, head_size], and if it is differentiated log-sum-exp, [batch, heads, position].
+    """Return attention [batch, position, heads, head_size]; if differentiated also log-sum-exp [batch, heads,
+    position].
 
-    The latter is in float32.
+    Log-sum-exp is in float32.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # nothing public names the kernel's own results
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # no public function returns the kernel's own results
 
     operands, options = _call(window, q, segments)
     return tuple(
@@ -78,7 +79,7 @@ def _forward(window: int | None, differentiated: bool, q, k, v, segments) -> tup
 
 
 def _backward(window: int | None, q, k, v, segments, log_sum_exp, attended, gradient) -> tuple[jax.Array, ...]:
-    """The gradients by q, k and v."""
+    """Return the gradients by q, k and v."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     operands, options = _call(window, q, segments)
@@ -90,10 +91,10 @@ def _backward(window: int | None, q, k, v, segments, log_sum_exp, attended, grad
 
 
 def _call(window: int | None, q: jax.Array, segments: jax.Array | None) -> tuple[list[jax.Array], dict[str, Any]]:
-    """What both operations take: the operands behind q, k and v, of which a bias is the only one, and the options."""
+    """Return the operands after q, k and v of both operations, of which only the bias is used, and the options."""
     from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
-    none = jnp.zeros(0, q.dtype)  # what JAX takes for an operand that is not there
+    none = jnp.zeros(0, q.dtype)  # JAX's form of a missing operand
     shown, hidden = (jnp.asarray(value, q.dtype) for value in (0.0, HIDDEN))
     bias = none if segments is None else jnp.where(seen(segments, window), shown, hidden)
     options = {
@@ -109,7 +110,7 @@ def _call(window: int | None, q: jax.Array, segments: jax.Array | None) -> tuple
 
 
 def _by_rows(operation: Callable) -> Callable:
-    """The operation, whose arrays all begin with the axis of rows; an axis that is mapped around it is part of that."""
+    """Return the operation whose arrays all begin with the axis of rows; an axis mapped around it joins that axis."""
     mapped = jax.custom_batching.custom_vmap(operation)
 
     @mapped.def_vmap
@@ -126,7 +127,7 @@ def _by_rows(operation: Callable) -> Callable:
 
 
 def seen(segments: jax.Array, window: int | None) -> jax.Array:
-    """Which keys are of a token's segment and not before its window: [batch, 1, position, position]."""
+    """Return which keys are of a token's segment and not before its window: [batch, 1, position, position]."""
     same = segments[:, None, :, None] == segments[:, None, None, :]
     if window is None:
         return same
@@ -135,7 +136,7 @@ def seen(segments: jax.Array, window: int | None) -> jax.Array:
 
 
 def largest_head_size(compute_capability: str) -> int | None:
-    """Of a GPU by its compute capability, such as `8.0`; None: it is not NVIDIA's (`gfx942`)."""
+    """Return the limit for a GPU's compute capability, such as `8.0`; None if not NVIDIA's (`gfx942`)."""
     generation = compute_capability.partition(".")[0]
     if not generation.isdecimal():
         return None

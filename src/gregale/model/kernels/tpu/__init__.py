@@ -1,1 +1,1 @@
-"""Rules of differentiation for XLA:CPU, in plain JAX; docs/design.md says why."""
+"""Operations with differentiation rules for XLA:TPU, and attention by JAX's splash kernels."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LANES = 128  # values that a vector unit takes side by side; blocks are multiples of it
-COMPUTED = (512, 384, 256, 128)  # keys of a block that are computed with at a time: the most that divide it
+LANES = 128  # values in a row of a vector unit; blocks are multiples of it
+COMPUTED = (512, 384, 256, 128)  # keys of a block in one computation: the largest divisor
 
 # Rows of a block, as its scratch fits a kernel's share of vector memory without an option of the compiler. 2048 would
 # need `xla_tpu_scoped_vmem_limit_kib` on the chips that are not named.
 ROWS = 1024
 LARGE_ROWS = {"TPU v6 lite": 2048, "TPU7x": 2048}
-LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more of what the mask hides than they save
+LARGE_FROM = 8192  # tokens; in shorter rows large blocks compute more masked scores than they save
 
 # Keys of a block in the fused backward pass, which gives a gradient by queries for each of them, to be added up after.
 # Fewer and larger ones mean fewer of these; beyond this more is computed of what the mask hides than that saves.
 BACKWARD_KEYS = 2048
 
-LARGEST_HEAD_SIZE = 256  # with which these blocks fit, in bfloat16 and in float32
+LARGEST_HEAD_SIZE = 256  # for which these blocks fit, in bfloat16 and in float32
 
 FUSED_UP_TO = 8192  # tokens; the fused backward pass keeps a dq for each block of keys: 8 GiB at 32k of an 8B model
 FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow window saves
@@ -25,11 +25,11 @@ FEWEST_IN_WINDOW = 512  # smaller blocks cost more in overhead than a narrow win
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a row of tokens is cut.
+    """The division of a row of tokens.
 
-    - `length`: tokens of a row, filled up to whole blocks
+    - `length`: tokens of a row, padded to whole blocks
     - `size`: tokens of a block, of queries and of keys
-    - `compute`: keys of a block that are computed with at a time
+    - `compute`: keys of a block in one computation
     - `backward`: keys of a block in the backward pass
     - `fused`: the backward pass computes dq together with dk and dv
     """
@@ -42,11 +42,11 @@ class Blocks:
 
 
 def blocks_for(device_kind: str, length: int, window: int | None, head_size: int = LANES) -> Blocks:
-    """The blocks for rows of `length` tokens on a chip, all of one size and as few as the most rows allow.
+    """Return the blocks for rows of `length` tokens on a chip, of equal size and as few as the maximum size allows.
 
-    Blocks are as even as their multiples allow, so that little is filled up, and hardly longer than a window. They are
-    half as long for heads that take more than one row of lanes. In a fused backward pass without a window two of them
-    are one block of keys, where they are small enough, even in number, and four at least.
+    Blocks are as even as their multiples allow, which keeps padding small, and hardly longer than a window. They are
+    half as long for heads wider than one row of lanes. In a fused backward pass without a window two of them form one
+    block of keys, if they are small enough, even in number, and at least four.
     """
     most = LARGE_ROWS.get(device_kind, ROWS) if length >= LARGE_FROM else ROWS
     most_keys = BACKWARD_KEYS

@@ -1,4 +1,4 @@
-"""The operations with XLA:TPU's rules of differentiation."""
+"""The operations with differentiation rules for XLA:TPU."""
 
 from __future__ import annotations
 

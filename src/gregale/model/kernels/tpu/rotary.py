@@ -1,4 +1,4 @@
-"""Rotary embeddings in which no array is half a head wide."""
+"""Rotary embeddings without arrays of half a head's width."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 
 def rotate(x: jax.Array, angle: jax.Array) -> jax.Array:
-    """`x * cos + swapped(x) * sin`, where `swapped` gives the pair (a, b) as (-b, a).
+    """Return `x * cos + swapped(x) * sin`, where `swapped` gives the pair (a, b) as (-b, a).
 
-    The swap is a product with a matrix of zeros, ones and minus ones, which is exact, and at whose end the rest is
-    computed. XLA:TPU else cuts heads in halves, which take as much of a row of lanes as whole ones, and puts them
-    together by a pass of their own.
+    The swap is an exact product with a matrix of zeros, ones and minus ones; the remaining operations fuse with it.
+    Without it XLA:TPU cuts heads in halves, which take as much of a row of lanes as whole ones, and joins them in a
+    separate pass.
     """
     whole = jnp.concatenate([angle, angle], axis=-1)
     return _turned(x, jnp.cos(whole), jnp.sin(whole))
@@ -30,7 +30,7 @@ def _turned_forward(x, cos, sin):
 
 
 def _turned_backward(saved, cotangent):
-    """Turned back; what is differentiated by angles is nowhere needed."""
+    """Return the cotangent rotated back; the derivative by angles is not needed."""
     cos, sin = saved
     return _turned(cotangent, cos, -sin), None, None
 

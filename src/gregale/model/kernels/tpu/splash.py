@@ -1,4 +1,4 @@
-"""Causal attention by JAX's splash kernels for TPU, which hold no scores and skip what the mask hides."""
+"""Causal attention by JAX's splash kernels for TPU, which store no scores and skip masked blocks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gregale.model.kernels.tpu.blocks import LANES, Blocks, blocks_for
 
 @dataclass(frozen=True)
 class Splash:
-    """The form as it is called, an `Attend`; any length and any head size.
+    """An `Attend` for any length and any head size.
 
-    Rows are filled up to whole blocks with tokens that stand after all others, so that none of them is seen. The kernel
-    itself names what it keeps for its backward pass, output and log-sum-exp: saved, it does not run again.
+    Rows are padded to whole blocks with tokens after all others, which no token sees. The kernel names its residuals,
+    output and log-sum-exp: if they are saved, it does not run again.
 
-    - `device_kind`: as JAX names the chip; it decides on the sizes of blocks
+    - `device_kind`: JAX's name of the chip, which determines the sizes of blocks
     - `interpret`: runs the kernels step by step in JAX, on any device
     """
 
@@ -45,7 +45,7 @@ class Splash:
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:
-    """[batch, position, heads, size] with zeros up to `length`, and to a whole number of lanes if there are several."""
+    """Pad [batch, position, heads, size] with zeros to `length`, and to whole rows of lanes if there are several."""
     size = x.shape[-1]
     more = -size % LANES if size > LANES else 0
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, more)))
@@ -59,7 +59,7 @@ def _segment_ids(segments: jax.Array, length: int):
 
 
 def _kernel(blocks: Blocks, heads: int, window: int | None, cap: float | None, interpret: bool):
-    """kernel(q [heads, position, size], k, v [kv_heads, position, size], segments) -> like q, scores not scaled."""
+    """Return kernel(q [heads, position, size], k, v [kv_heads, position, size], segments), scores not scaled."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # Pallas takes long to import
 
     shape = (blocks.length, blocks.length)
