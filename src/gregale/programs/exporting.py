@@ -187,8 +187,8 @@ def rounded(dtypes: Dtypes, before: Dtypes) -> str:
     )
     if not kinds:
         return ""
-    found = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
-    return f"rounded: {found}. `--dtype float32` keeps all digits of float32."
+    text = ", ".join(f"{count:,} of {len(dtypes):,} tensors from {old} to {new}" for (old, new), count in kinds.items())
+    return f"rounded: {text}. `--dtype float32` keeps all digits of float32."
 
 
 def spread(config: TrainConfig, options: ExportOptions) -> TrainConfig:

@@ -37,9 +37,9 @@ class RunsOptions(Settings):
         default_factory=list, metadata={"help": "only runs in one of these states", "choices": tuple(State)}
     )
     method: str | None = field(
-        default=None, metadata={"help": "only runs whose method matches this pattern, such as `*diloco*`"}
+        default=None, metadata={"help": "only runs whose method matches this, such as `*diloco*`"}
     )
-    name: str | None = field(default=None, metadata={"help": "only runs whose name matches this pattern, such as `wide-*`"})
+    name: str | None = field(default=None, metadata={"help": "only runs whose name matches this, such as `wide-*`"})
     sort: str = field(default="name", metadata={"help": "the column to sort by, in ascending order", "choices": SORTS})
     reverse: bool = field(default=False, metadata={"help": "sort in descending order"})
     json: bool = field(default=False, metadata={"help": "print everything as JSON, a list of runs"})

@@ -41,7 +41,8 @@ class SampleOptions(Sampling):
         default=None, metadata={"help": "with prompts: the file for the results, JSON lines; null: standard output"}
     )
     tokens: int = field(
-        default=256, metadata={"help": "maximum number of tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")}
+        default=256,
+        metadata={"help": "number of tokens to add", "range": whole(1), "aliases": ("max_new_tokens", "length")},
     )
     parse_special: bool = field(
         default=False, metadata={"help": "encode names of special tokens in prompts as special tokens, not as text"}

@@ -33,7 +33,7 @@ class Screen:
 
 
 class Results:
-    """Writer of results as JSON lines in the order of the prompts; a result waits until all earlier ones are complete."""
+    """Writer of results as JSON lines in the order of the prompts; a result waits for all earlier ones."""
 
     def __init__(self, stream: TextIO):
         self._stream, self._next = stream, 0
