@@ -144,7 +144,7 @@ def _derived_times(module: Module, loop: Instruction, frame: Frame) -> int | Non
     direction, left, right = comparison
     if direction not in _FLIPPED:
         return None
-    for direction, counter, limit in ((direction, left, right), (_FLIPPED[direction], right, left)):
+    for relation, counter, limit in ((direction, left, right), (_FLIPPED[direction], right, left)):
         if counter is None or counter.slot is None or limit is None:
             continue
         turned = _after_one_iteration(module, loop, counter.slot)
@@ -156,7 +156,7 @@ def _derived_times(module: Module, loop: Instruction, frame: Frame) -> int | Non
             first = _initial(module, loop, frame, limit.slot) if fixed else None
             end = None if first is None else first + limit.offset
         if start is not None and end is not None:
-            return _iterations(direction, start + counter.offset, turned.offset, end)
+            return _iterations(relation, start + counter.offset, turned.offset, end)
     return None
 
 

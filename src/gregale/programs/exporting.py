@@ -46,7 +46,7 @@ from gregale.huggingface.writing import (
     bytes_of,
     files_as,
     files_of,
-    places_of,
+    layers_by_name,
     plan_files,
     write_index,
 )
@@ -172,7 +172,7 @@ def dtypes_of(slots: list[Slot], asked: str | None, imported: ImportedFiles) -> 
     """Return each tensor's dtype in the file: the requested one, the imported tensor's, or the configuration's."""
     otherwise = np.dtype(DTYPES[asked or imported.dtype])
     own = {} if asked else {name: dtype for name, dtype in imported.dtypes.items() if dtype.name in DTYPES}
-    return {name: own.get(name, otherwise) for name in places_of(slots)}
+    return {name: own.get(name, otherwise) for name in layers_by_name(slots)}
 
 
 def rounded(dtypes: Dtypes, before: Dtypes) -> str:

@@ -116,7 +116,7 @@ def workload_of(config: SimulateConfig) -> Workload:
 
 
 def check_length(config: SimulateConfig, workload: Workload) -> None:
-    """Raises `UserError` for a simulation that would take too long."""
+    """Raise `UserError` for a simulation that would take too long."""
     events = config.steps * workload.microbatches * workload.layers * len(config.methods)
     if events > MAX_EVENTS:
         raise UserError(

@@ -94,7 +94,7 @@ def _gather(setup: Setup) -> Changes:
 
 
 def _mesh(setup: Setup) -> Changes:
-    """Devices moved from an axis to a faster one, which splits more."""
+    """Yield meshes with devices moved from an axis to a faster one, which splits more."""
     sizes = dict(setup.layout.mesh.shape)
     for source, to in (("replica", "data"), ("data", "model"), ("replica", "model")):
         factor = 2
@@ -106,7 +106,7 @@ def _mesh(setup: Setup) -> Changes:
 
 
 def _evaluated(plan: Plan, tokens: int, changes: Changes) -> Iterator[Remedy]:
-    """The changes that are possible and take less memory."""
+    """Return the changes that are possible and take less memory."""
     backend, devices = plan.target.backend, list(plan.setup.layout.mesh.devices.flat)
     before, seconds = estimate(plan.setup, backend), _seconds(plan, plan.setup)
     for change, config in changes:

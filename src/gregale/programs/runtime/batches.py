@@ -27,12 +27,12 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Rows of a whole batch."""
+        """Return the number of rows of a batch."""
         return self._axes[0].size
 
     @property
     def rows(self) -> list[int]:
-        """The rows of each batch that this process's devices hold."""
+        """Return the rows of each batch that this process's devices hold."""
         return self._rows.tolist()
 
     def placed(self, array: np.ndarray) -> NamedArray:

@@ -80,7 +80,7 @@ class Setup:
         return initial_state(self.method_after(0), same, self.compiler_options, model)
 
     def init_model(self, key):
-        """The model with its initial weights."""
+        """Return the model with its initial weights."""
         return init_model(self.config.model, self.Vocab, key)
 
     def abstract_state(self) -> TrainState:
