@@ -239,5 +239,5 @@ def notes_of(plan: Plan) -> list[str]:
     if unknown:
         notes.append(f"{unknown} collectives have device groups that are no grid in the mesh.")
     if any(collective.times is None for collective in collectives):
-        notes.append("a loop has no known trip count; its collectives are counted once.")
+        notes.append("a loop does not tell how often it runs; its collectives are counted once.")
     return notes

@@ -17,7 +17,7 @@ MEMORY_ROWS = {
     "outer_parameters": "outer parameters",
     "outer_optimizer": "outer optimizer state",
     "gradients": "gradient buffers",
-    "activations": "activations and other temporaries",
+    "activations": "activations and all else",
     "in_flight": "a round's fragment and message",
     "peak": "compiler's peak",
     "closed_form": "the same in closed form",
@@ -172,7 +172,7 @@ def _estimate(programs: dict[str, dict[str, Any]], console: Console) -> None:
     ]
     if rows:
         headings = ("program", "compute", "kernels", "exposed", "in all", "utilisation")
-        print_table(console, "Time by the compiler's estimates", headings, rows)
+        print_table(console, "What the compiler estimates", headings, rows)
 
 
 def _speed(report: dict[str, Any], console: Console) -> None:
@@ -211,7 +211,7 @@ def _methods(report: dict[str, Any], console: Console) -> None:
         rows.append((with_settings(name, each), needed, "-" if here is None else f"{here:.1%}"))
     here = "utilisation" if link is None else f"utilisation at {link:g} Gbit/s"
     print_table(console, "Methods for the link between replicas", ("method", "Gbit/s for 90%", here), rows)
-    console.print("Other methods use the configured period, if there is one, and else defaults.")
+    console.print("Methods that the configuration does not name have its period, if it has one, and else defaults.")
 
 
 def _island(island: dict[str, Any], console: Console) -> None:

@@ -65,7 +65,7 @@ def distinct_runs(found: Sequence[RunPaths]) -> tuple[list[RunPaths], list[str]]
     names = [run.path.absolute().name for run in single.values()]
     for name in dict.fromkeys(names):
         if (count := names.count(name)) > 1:
-            notes.append(f"{count} of the runs have the name {name}; the report labels them with their paths.")
+            notes.append(f"{count} of the runs have the name {name}; they are told apart by their paths.")
     return list(single.values()), notes
 
 
