@@ -117,7 +117,7 @@ def check_lengths(requests: Sequence[PromptRequest], prompts: Sequence[Prompt], 
     for each, prompt in zip(requests, prompts, strict=True):
         if len(prompt.tokens) > context:
             raise UserError(
-                f"{each.place} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
+                f"{each.source} has {len(prompt.tokens):,} tokens, and the model's context is {context:,}: it never "
                 "saw a longer text. Shorten it."
             )
 
